@@ -1,11 +1,13 @@
-"""Every agent over real text with SmolLM2-135M: planner and workers trained, and all of them as the model came.
+"""Every agent over real text with SmolLM2-135M: planner and workers trained, and all of them as the
+model came.
 
     python benchmarks/agents.py DATA OUT [--tasks two_wiki hotpotqa musique] [--models trained untrained]
 
-DATA has the folders 2wikimultihopqa, hotpotqa and musique, whose questions for test are asked: up to 200 of the trained
-policy, which has seen 2WikiMultihopQA's training questions and no other, and 40 of every other agent. HotpotQA and
-MuSiQue are read in the distractor setting. Each task is two runs of `mujica_jax.eval`, whose commands are printed;
-tasks that are in OUT are not run again. The table of all that is there is written to OUT/table.md and OUT/table.png.
+DATA has the folders 2wikimultihopqa, hotpotqa and musique, whose questions for test are asked: up
+to 200 of the trained policy, which has seen 2WikiMultihopQA's training questions and no other, and
+40 of every other agent. HotpotQA and MuSiQue are read in the distractor setting. Each task is two
+runs of `mujica_jax.eval`, whose commands are printed; tasks that are in OUT are not run again. The
+table of all that is there is written to OUT/table.md and OUT/table.png.
 """
 
 import argparse
@@ -23,7 +25,8 @@ FOLDERS = {"two_wiki": "2wikimultihopqa", "hotpotqa": "hotpotqa", "musique": "mu
 FURTHER = "single decex direct chain_of_thought rag iter_retgen ircot search_o1 react flare skr"
 CONFIG = "configs/two_wiki_text_smollm2.py"
 TRAINED = "--adapter adapters/two_wiki_text_smollm2 --eval.questions 200"
-# Worked examples need room that the trained policy does not; with 48 slots of that length it would take 14 GB.
+# Worked examples need room that the trained policy does not; with 48 slots of that length it would
+# take 14 GB.
 ROOM = "--agent.prompt few_shot --agent.max-trajectory-tokens 2048 --engine.slots 16"
 UNTRAINED = f"{ROOM} --eval.questions 40 --agents {FURTHER}"
 RUNS = {"trained": TRAINED, "untrained": UNTRAINED}
@@ -47,8 +50,12 @@ def run(data: Path, out: Path, tasks: list[str], models: list[str]) -> None:
 def _results(out: Path, task: str, name: str) -> list[Path]:
     """Of an evaluation that is whole: one of several agents writes its comparison last."""
     place = out / task / name
-    found = [path for path in sorted(place.glob("*-test.json")) if not path.name.startswith("comparison")]
-    return found if "--agents" not in RUNS[name] or (place / "comparison-test.json").exists() else []
+    found = [
+        path for path in sorted(place.glob("*-test.json")) if not path.name.startswith("comparison")
+    ]
+    return (
+        found if "--agents" not in RUNS[name] or (place / "comparison-test.json").exists() else []
+    )
 
 
 def compared(out: Path) -> Iterator[Compared]:
@@ -59,14 +66,20 @@ def compared(out: Path) -> Iterator[Compared]:
                 result = json.loads(path.read_text())
                 lines = path.with_suffix(".predictions.jsonl").read_text().splitlines()
                 em = tuple(json.loads(line)["em"] for line in lines)
-                agent = f"{result['agent']}, {name}" if result["agent"] == "mujica" else result["agent"]
-                of_run.append(Compared(task=result["task"], agent=agent, summary=result["greedy"], em=em))
+                agent = (
+                    f"{result['agent']}, {name}" if result["agent"] == "mujica" else result["agent"]
+                )
+                of_run.append(
+                    Compared(task=result["task"], agent=agent, summary=result["greedy"], em=em)
+                )
             order = ["mujica", *FURTHER.split()]
             yield from sorted(of_run, key=lambda one: order.index(one.agent.split(",")[0]))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tasks", nargs="+", choices=list(FOLDERS), default=list(FOLDERS))

@@ -1,9 +1,10 @@
-"""The platform's attention kernel beside XLA's own, values and gradients, in bfloat16; prints one JSON line.
+"""The platform's attention kernel beside XLA's own, values and gradients, in bfloat16; prints one
+JSON line.
 
     python benchmarks/attention_parity.py [--rows 4 --row-tokens 2048]
 
-Both are compared with float32: a kernel is right if it is no further from that than twice XLA in bfloat16 is. On a CPU
-there is no kernel and both are the same.
+Both are compared with float32: a kernel is right if it is no further from that than twice XLA in
+bfloat16 is. On a CPU there is no kernel and both are the same.
 """
 
 import argparse
@@ -28,7 +29,9 @@ def main() -> int:
     given = parser.parse_args()
     draw = np.random.default_rng(0)
     wide = [
-        jnp.asarray(draw.standard_normal((given.rows, given.row_tokens, heads, HEAD_DIM)), jnp.float32)
+        jnp.asarray(
+            draw.standard_normal((given.rows, given.row_tokens, heads, HEAD_DIM)), jnp.float32
+        )
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
     ends = np.sort(draw.integers(1, given.row_tokens, (given.rows, SEGMENTS - 1)))
@@ -37,7 +40,9 @@ def main() -> int:
 
     @functools.partial(jax.jit, static_argnums=0)
     def values_and_gradients(implementation, *inputs):
-        mixed, pull = jax.vjp(lambda *inputs: segment_attention(*inputs, segments, implementation), *inputs)
+        mixed, pull = jax.vjp(
+            lambda *inputs: segment_attention(*inputs, segments, implementation), *inputs
+        )
         return mixed, *pull(jnp.sin(mixed))
 
     kernel = resolve("auto", time=given.row_tokens)
@@ -47,7 +52,10 @@ def main() -> int:
     right = True
     for name, implementation in (("xla", "xla"), ("kernel", kernel)):
         found = values_and_gradients(implementation, *narrow)
-        off = [float(jnp.max(jnp.abs(one.astype(jnp.float32) - same))) for one, same in zip(found, exact, strict=True)]
+        off = [
+            float(jnp.max(jnp.abs(one.astype(jnp.float32) - same)))
+            for one, same in zip(found, exact, strict=True)
+        ]
         result[f"{name}_off"] = [round(one, 4) for one in off]
         call = functools.partial(values_and_gradients, implementation, *narrow)
         seconds = fastest_seconds(lambda call=call: jax.block_until_ready(call()))

@@ -1,11 +1,13 @@
-"""What a second branch of a question costs: wall time of episodes whose planner asks one sub-question, or two at once.
+"""What a second branch of a question costs: wall time of episodes whose planner asks one
+sub-question, or two at once.
 
     python benchmarks/branches.py --checkpoint smollm2 [--repeats 5]
 
-The model computes every token of every turn (lengths are forced by what a script writes; what it draws is thrown away),
-so that time is the engine's and the same turns are compared: one sub-question and the answer; two in one turn and the
-answer; two in two turns (`agent.parallel=False`) and the answer. One episode runs at a time. Prints one JSON line with
-the medians, and both of the latter against the first. The first run of each compiles and is left out.
+The model computes every token of every turn (lengths are forced by what a script writes; what it
+draws is thrown away), so that time is the engine's and the same turns are compared: one
+sub-question and the answer; two in one turn and the answer; two in two turns
+(`agent.parallel=False`) and the answer. One episode runs at a time. Prints one JSON line with the
+medians, and both of the latter against the first. The first run of each compiles and is left out.
 """
 
 import argparse
@@ -43,9 +45,14 @@ CONFIG = MujicaConfig(
     max_trajectory_tokens=1024,
     max_observation_tokens=400,
 )
-PASSAGE = "A film of 1961 about a harbour, its pilots and a winter in which the river froze for the first time. " * 3
+PASSAGE = (
+    "A film of 1961 about a harbour, its pilots and a winter in which the river froze for the "
+    "first time. " * 3
+)
 QUERIES = ("When was the film Amber Tide released?", "When was the film The Tin Orchard released?")
-THOUGHT = "I need the release dates of the films, which do not depend on each other, and compare them."
+THOUGHT = (
+    "I need the release dates of the films, which do not depend on each other, and compare them."
+)
 
 
 class Passages:
@@ -76,12 +83,18 @@ class Written:
         forced = SamplingParams(max_new_tokens=len(ids), temperature=1.0, seed=params.seed)
         await self._generator.generate(prompt, forced, continues=continues)
         return Completion(
-            token_ids=ids, logprobs=None, sampling_logprobs=None, finish_reason="stop", policy_version=self.version
+            token_ids=ids,
+            logprobs=None,
+            sampling_logprobs=None,
+            finish_reason="stop",
+            policy_version=self.version,
         )
 
     def _text(self, state: object) -> str:
         if isinstance(state, WorkerState):
-            return protocol.write_worker("Passage [0] says when it was released.", [0], "It was released in 1961.")
+            return protocol.write_worker(
+                "Passage [0] says when it was released.", [0], "It was released in 1961."
+            )
         assert isinstance(state, PlannerState)
         if len(state.searches) == self._branches:
             return protocol.write_answer("1948 is earlier than 1961.", "The Tin Orchard")
@@ -98,7 +111,9 @@ def play(
     generator.reset_cache()
     agent = Mujica(tokenizer, dataclasses.replace(CONFIG, parallel=parallel))
     policy = Written(generator, tokenizer, branches)
-    question = Question(id="films", text="Which film came out first, Amber Tide or The Tin Orchard?", answers=("x",))
+    question = Question(
+        id="films", text="Which film came out first, Amber Tide or The Tin Orchard?", answers=("x",)
+    )
     attempt = Attempt(question=question, number=0, seed=seed, temperature=1.0)
     began = time.perf_counter()
     found = asyncio.run(agent.run(attempt, Passages(), policy))
@@ -109,7 +124,9 @@ def play(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--checkpoint", required=True, help="a Hugging Face directory, a GGUF file, or smollm2")
+    parser.add_argument(
+        "--checkpoint", required=True, help="a Hugging Face directory, a GGUF file, or smollm2"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     given = parser.parse_args()
@@ -119,7 +136,9 @@ def main() -> int:
         decoder = load(None, given.dtype)
         slots = EngineConfig(slots=8, decode_steps_per_call=8, prefill_tokens=1024)
         never = decoder.config.vocab_size  # a stop token that no token is
-        engine = make_engine(decoder, slots, positions=CONFIG.max_trajectory_tokens, stop_token_ids=[never])
+        engine = make_engine(
+            decoder, slots, positions=CONFIG.max_trajectory_tokens, stop_token_ids=[never]
+        )
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -127,7 +146,9 @@ def main() -> int:
     kinds = {"one": (1, True), "two at once": (2, True), "two in turn": (2, False)}
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     tokens: dict[str, int] = {}
-    for run in range(1 + given.repeats):  # the kinds take turns, so that a busy minute is every one's
+    for run in range(
+        1 + given.repeats
+    ):  # the kinds take turns, so that a busy minute is every one's
         for name, (branches, parallel) in kinds.items():
             taken, tokens[name] = play(generator, tokenizer, branches, parallel, seed=run)
             seconds[name] += [taken] * (run > 0)

@@ -1,17 +1,19 @@
-"""The papers' claims on the tiny world, in shape: the runs, and the page docs/claims.md that they give.
+"""The papers' claims on the tiny world, in shape: the runs, and the page docs/claims.md that they
+give.
 
     python benchmarks/claims.py run [--runs DIR] [--only NAME ...] [--seeds 0 1 2] [--data DIR]
     python benchmarks/claims.py write [--runs DIR] [--page docs/claims.md]
 
-`run` starts `python -m mujica_jax.train` for each experiment and seed, one after the other; one that is finished is
-left as it is, and a killed one goes on; under `taskset -c 0`, and `-c 1` with other seeds, each has a core of its own.
-Methods that begin with the same policy share the run that made it: `start` names it. Those on 2WikiMultihopQA's
-passages, `text-...`, take hours, run with --only and `--seeds 0`, and read the data set's folder, --data. `write` makes
-the page of the runs that are finished, with its pictures; a table without one stays as it is on the page, or is left
+`run` starts `python -m mujica_jax.train` for each experiment and seed, one after the other; one
+that is finished is left as it is, and a killed one goes on; under `taskset -c 0`, and `-c 1` with
+other seeds, each has a core of its own. Methods that begin with the same policy share the run that
+made it: `start` names it. Those on 2WikiMultihopQA's passages, `text-...`, take hours, run with
+--only and `--seeds 0`, and read the data set's folder, --data. `write` makes the page of the runs
+that are finished, with its pictures; a table without one stays as it is on the page, or is left
 out. A cell is the median over the seeds with the least and the most behind it.
 
-Minutes are those of the phases after the start: sampling, scoring, learning and saving, without evaluations and
-compilation. Tokens are those that the engine generated for training.
+Minutes are those of the phases after the start: sampling, scoring, learning and saving, without
+evaluations and compilation. Tokens are those that the engine generated for training.
 """
 
 import argparse
@@ -32,15 +34,16 @@ TIME_LEFT_OUT = ("evaluating_seconds", "compiling_seconds", "total_seconds")
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One row of a table: a configuration, its flags, and what it begins with (None: its own warm-up)."""
+    """One row of a table: a configuration, its flags, and what it begins with (None: its own
+    warm-up)."""
 
     config: str
     flags: str = ""
     start: str | None = None
     worker: bool = False  # one process learns on the first core, another one samples on the second
     text: bool = False  # with SmolLM2 on real text
-    # Trains nothing: the policy of the first run plans, the policy of the second one works. NAME@start is the policy
-    # that the run began with.
+    # Trains nothing: the policy of the first run plans, the policy of the second one works.
+    # NAME@start is the policy that the run began with.
     roles: tuple[str, str] | None = None
 
 
@@ -48,9 +51,14 @@ START = "--method.rounds 0"
 GRPO = "--method.rounds 24 --method.rounds-per-phase 6"
 WORKER = "--sampling.workers external --method.rounds 4 --sampling.questions-per-round 200"
 GRPO_ROWS = ("round 6", "round 12", "round 24")
-# Right trajectories that every row of EviPath learns, and questions that are enough for the mode that fails most.
-EVIPATH_DATA = "--method.trajectories 400 --sampling.questions-per-round 3000 --sampling.shard-questions 250"
-EVIPATH_TAUGHT = f"{EVIPATH_DATA} --method.teacher-prompt brief"  # for runs that begin with a taught policy
+# Right trajectories that every row of EviPath learns, and questions that are enough for the mode
+# that fails most.
+EVIPATH_DATA = (
+    "--method.trajectories 400 --sampling.questions-per-round 3000 --sampling.shard-questions 250"
+)
+EVIPATH_TAUGHT = (
+    f"{EVIPATH_DATA} --method.teacher-prompt brief"  # for runs that begin with a taught policy
+)
 AT_START = "@start"
 STAGED, EVIPATH, DECEX = "tiny_world_dapo_staged", "tiny_world_evipath", "tiny_world_decex"
 STAGED_PARTS = ("stage-one", "stage-two", "search", "format", "answer")
@@ -59,12 +67,16 @@ EXPERIMENTS = {
     "mygo": Experiment("tiny_world", "", "start"),
     "mygo-asynchronous": Experiment("tiny_world", "--method.schedule asynchronous", "start"),
     "mygo-offline": Experiment("tiny_world", "--method.schedule offline", "start"),
-    "mygo-fixed": Experiment("tiny_world", "--method.threshold fixed --method.initial-threshold 1.0", "start"),
+    "mygo-fixed": Experiment(
+        "tiny_world", "--method.threshold fixed --method.initial-threshold 1.0", "start"
+    ),
     "mygo-none": Experiment("tiny_world", "--method.threshold fixed", "start"),
     "grpo": Experiment("tiny_world_grpo", GRPO, "start"),
     "dapo": Experiment("tiny_world_grpo", f"--method.kind dapo {GRPO}", "start"),
     "worker-online": Experiment("tiny_world", WORKER, "start", worker=True),
-    "worker-asynchronous": Experiment("tiny_world", f"{WORKER} --method.schedule asynchronous", "start", worker=True),
+    "worker-asynchronous": Experiment(
+        "tiny_world", f"{WORKER} --method.schedule asynchronous", "start", worker=True
+    ),
     # Longer conversations, in as many tokens a step.
     "no-split": Experiment(
         "tiny_world",
@@ -77,23 +89,33 @@ EXPERIMENTS = {
     ),
     "staged-start": Experiment(STAGED, START),
     "staged": Experiment(STAGED, "", "staged-start"),
-    **{f"staged-without-{part}": Experiment(STAGED, f"--staged.{part} False", "staged-start") for part in STAGED_PARTS},
+    **{
+        f"staged-without-{part}": Experiment(STAGED, f"--staged.{part} False", "staged-start")
+        for part in STAGED_PARTS
+    },
     "staged-unified": Experiment(STAGED, "--staged.unified True", "staged-start"),
-    # The warm-up of this run is the teacher of all others too: it knows the agent's prompts and the teacher's.
+    # The warm-up of this run is the teacher of all others too: it knows the agent's prompts and the
+    # teacher's.
     "evipath": Experiment(EVIPATH, EVIPATH_DATA),
-    "evipath-deductive": Experiment(EVIPATH, f"{EVIPATH_TAUGHT} --method.mode deductive", "evipath"),
+    "evipath-deductive": Experiment(
+        EVIPATH, f"{EVIPATH_TAUGHT} --method.mode deductive", "evipath"
+    ),
     "evipath-scripted": Experiment(EVIPATH, f"{EVIPATH_DATA} --method.teacher scripted", "evipath"),
     "evipath-planner": Experiment(EVIPATH, f"{EVIPATH_TAUGHT} --method.tune planner", "evipath"),
     "evipath-executor": Experiment(EVIPATH, f"{EVIPATH_TAUGHT} --method.tune executor", "evipath"),
     "evipath-two-models": Experiment(EVIPATH, roles=("evipath-planner", "evipath-executor")),
     "evipath-planner-beside": Experiment(EVIPATH, roles=("evipath-planner", f"evipath{AT_START}")),
-    "evipath-executor-beside": Experiment(EVIPATH, roles=(f"evipath{AT_START}", "evipath-executor")),
+    "evipath-executor-beside": Experiment(
+        EVIPATH, roles=(f"evipath{AT_START}", "evipath-executor")
+    ),
     "decex-start": Experiment(
         DECEX, f"--method.kind grpo {START} --method.rounds-per-phase 1 --method.group-attempts 2"
     ),
     "decex": Experiment(DECEX, "", "decex-start"),
     # Only the leaves of an unpruned tree differ in their searches.
-    "decex-least": Experiment(DECEX, "--method.expansion unpruned --method.retrievals least", "decex-start"),
+    "decex-least": Experiment(
+        DECEX, "--method.expansion unpruned --method.retrievals least", "decex-start"
+    ),
     "decex-dpo": Experiment(DECEX, "--method.sft False", "decex-start"),
     "decex-decisions": Experiment(DECEX, "--method.execution-pairs False", "decex-start"),
     "decex-executions": Experiment(DECEX, "--method.decision-pairs False", "decex-start"),
@@ -110,12 +132,15 @@ _TEXT = {
 }
 for _name, _flags in _TEXT.items():
     _flags = (
-        f"--init smollm2 {_flags} --trainer.dtype bfloat16 --engine.slots 24 --eval.split test --eval.questions 100"
+        f"--init smollm2 {_flags} --trainer.dtype bfloat16 --engine.slots 24 --eval.split test "
+        "--eval.questions 100"
     )
-    EXPERIMENTS[f"text-{_name.replace('_', '-')}"] = Experiment(f"two_wiki_text_smollm2_{_name}", _flags, text=True)
+    EXPERIMENTS[f"text-{_name.replace('_', '-')}"] = Experiment(
+        f"two_wiki_text_smollm2_{_name}", _flags, text=True
+    )
 ALONE = ("tune-", "text-")  # experiments that run by name
-# Rates to choose among, on dev with seed 0: `run --only tune-mygo-0.001 ... --seeds 0`. GRPO's are compared after
-# eight rounds.
+# Rates to choose among, on dev with seed 0: `run --only tune-mygo-0.001 ... --seeds 0`. GRPO's are
+# compared after eight rounds.
 TUNING = {"mygo": "", "grpo": "--method.rounds 8 --method.rounds-per-phase 4"}
 TUNED = {
     "mygo": ("0.0005", "0.001", "0.002"),
@@ -146,13 +171,19 @@ SECTIONS = {  # of each table: its heading, and what stands before it
         "asynchronous and the offline schedule sample the second by the same policy. The offline row was measured\n"
         "while K rose offline too; now it stays fixed.",
     ),
-    "workers": (MYGO, "One core learns and evaluates, another one samples: four rounds of 200 questions."),
+    "workers": (
+        MYGO,
+        "One core learns and evaluates, another one samples: four rounds of 200 questions.",
+    ),
     "grpo": (
         GROUPS,
         "The paper: the quality of GRPO with 94% fewer trajectories and 74% less time. Each has the rate that\n"
         "was best on dev (below; DAPO has GRPO's). MyGO samples at temperature 0.8, the others at 1.",
     ),
-    "crossing": (GROUPS, "What it took until sampled F1 reached that of MyGO's last policy, on straight lines:"),
+    "crossing": (
+        GROUPS,
+        "What it took until sampled F1 reached that of MyGO's last policy, on straight lines:",
+    ),
     "rates": (GROUPS, "Rates on dev, with seed 0; GRPO after eight rounds:"),
     "ablations": (
         PARTS,
@@ -175,7 +206,10 @@ SECTIONS = {  # of each table: its heading, and what stands before it
         "The paper: 134.9 s a question with pruning, 743.2 s without, and chains as good. These runs are of a world\n"
         "in which a fifth of the questions was about common knowledge, and documents did not say what is unknown.",
     ),
-    "decex": (TREES, "The paper: SFT and DPO beat either alone. SFT learns a chain a question, DPO pairs."),
+    "decex": (
+        TREES,
+        "The paper: SFT and DPO beat either alone. SFT learns a chain a question, DPO pairs.",
+    ),
     "text": (
         "Real text, with SmolLM2",
         "Methods over 2WikiMultihopQA's passages, each configuration's run shortened to what a core does in about\n"
@@ -201,7 +235,15 @@ def command(runs: Path, name: str, seed: int, data: str = "DIR") -> list[str]:
         if what.roles[1].endswith(AT_START):
             worker = worker / "policies/000000/model"
         return [*words, "--worker", str(worker), "--out", str(folder(runs, name, seed))]
-    words = ["python", "-m", "mujica_jax.train", f"configs/{what.config}.py", *what.flags.split(), "--seed", str(seed)]
+    words = [
+        "python",
+        "-m",
+        "mujica_jax.train",
+        f"configs/{what.config}.py",
+        *what.flags.split(),
+        "--seed",
+        str(seed),
+    ]
     if what.start is not None:
         policy = folder(runs, what.start, seed) / "policies/000000/model"
         words += ["--init", str(policy), "--pretraining.steps", "0", "--warmup.steps", "0"]
@@ -211,7 +253,9 @@ def command(runs: Path, name: str, seed: int, data: str = "DIR") -> list[str]:
 
 def result(name: str, place: Path) -> Path:
     """What a finished experiment leaves."""
-    return place / ("summary.json" if EXPERIMENTS[name].roles is None else "tiny_world-graph-evipath-test.json")
+    return place / (
+        "summary.json" if EXPERIMENTS[name].roles is None else "tiny_world-graph-evipath-test.json"
+    )
 
 
 def train(runs: Path, names: Sequence[str], seeds: Sequence[int], data: str) -> None:
@@ -265,12 +309,20 @@ def points(run: Path) -> list[Point]:
     times = [line for line in lines if line["phase"] == "time"]
     found: list[Point] = []
     last = 0
-    for phase, spent in zip((phase for phase in phases if phase["name"] != "control"), times, strict=True):
+    for phase, spent in zip(
+        (phase for phase in phases if phase["name"] != "control"), times, strict=True
+    ):
         if not found:
             found.append(Point(phase["name"], phase, 0, 0, 0, 0.0, 0.0))
             continue
-        of_phase = [line for line in lines if line["phase"] == "sampling" and last < line["step"] <= spent["step"]]
-        seconds = sum(v for key, v in spent.items() if key.endswith("_seconds") and key not in TIME_LEFT_OUT)
+        of_phase = [
+            line
+            for line in lines
+            if line["phase"] == "sampling" and last < line["step"] <= spent["step"]
+        ]
+        seconds = sum(
+            v for key, v in spent.items() if key.endswith("_seconds") and key not in TIME_LEFT_OUT
+        )
         before, last = found[-1], spent["step"]
         found.append(
             Point(
@@ -303,11 +355,14 @@ def _of_roles(file: Path, tuned: Sequence[Point]) -> Point:
 
 def cell(values: Sequence[float], form: str = ".1f") -> str:
     middle = format(statistics.median(values), form)
-    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
+    return (
+        middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
+    )
 
 
 def to_reach(curve: Sequence[Point], level: float, what: Callable[[Point], float]) -> float | None:
-    """What it took until sampled F1 first reached `level`, on the straight line between two evaluations."""
+    """What it took until sampled F1 first reached `level`, on the straight line between two
+    evaluations."""
     for before, after in itertools.pairwise(curve):
         low, high = before.scores["f1_sampled"], after.scores["f1_sampled"]
         if low >= level:
@@ -325,7 +380,9 @@ class Runs:
         self.curves: dict[str, dict[int, list[Point]]] = {}
         self.revisions: dict[str, set[str]] = {}
         self.place = place
-        for name, seed in itertools.product((name for name in EXPERIMENTS if "tune-" not in name), seeds):
+        for name, seed in itertools.product(
+            (name for name in EXPERIMENTS if "tune-" not in name), seeds
+        ):
             run, roles = folder(place, name, seed), EXPERIMENTS[name].roles
             if not result(name, run).exists():
                 continue
@@ -333,7 +390,9 @@ class Runs:
                 curve = points(run)
             else:  # with what it took to tune one of the two models, or both
                 tuned = [role for role in roles if not role.endswith(AT_START)]
-                curve = [_of_roles(result(name, run), [self.curves[role][seed][-1] for role in tuned])]
+                curve = [
+                    _of_roles(result(name, run), [self.curves[role][seed][-1] for role in tuned])
+                ]
                 run = folder(place, tuned[0], seed)
             self.curves.setdefault(name, {})[seed] = curve
             revision = json.loads((run / "config.json").read_text())["git_revision"][:7]
@@ -344,27 +403,43 @@ class Runs:
         if not found:
             return None
         cells = [label, str(len(found))]
-        cells += [cell([point.scores[key] for point in found]) for key in ("em", "em_sampled", "f1_sampled")]
+        cells += [
+            cell([point.scores[key] for point in found])
+            for key in ("em", "em_sampled", "f1_sampled")
+        ]
         cells.append(cell([point.scores["searches"] for point in found], ".2f"))
         if sampled_searches:
             files = [
                 folder(self.place, name, seed) / point.file
                 for seed, point in zip(self.curves[name], found, strict=True)
             ]
-            cells.append(cell([json.loads(file.read_text())["sampled"]["searches"] for file in files], ".2f"))
+            cells.append(
+                cell([json.loads(file.read_text())["sampled"]["searches"] for file in files], ".2f")
+            )
         cells.append(cell([point.trajectories for point in found], ",.0f"))
         cells.append(cell([point.learnt for point in found], ",.0f"))
         cells.append(cell([point.minutes for point in found]))
         cells.append(cell([point.wall_minutes for point in found]))
         return f"| {' | '.join(cells)} |"
 
-    def table(self, *rows: tuple[str, str] | tuple[str, str, str], sampled_searches: bool = False) -> str:
-        """EM and F1, greedy and sampled, and what they took. A row is a run, what it is called, and the name of the
-        phase that is meant, if that is not the last one."""
-        scores = ("EM", "EM sampled", "F1 sampled", "searches", *["searches sampled"] * sampled_searches)
+    def table(
+        self, *rows: tuple[str, str] | tuple[str, str, str], sampled_searches: bool = False
+    ) -> str:
+        """EM and F1, greedy and sampled, and what they took. A row is a run, what it is called, and
+        the name of the phase that is meant, if that is not the last one."""
+        scores = (
+            "EM",
+            "EM sampled",
+            "F1 sampled",
+            "searches",
+            *["searches sampled"] * sampled_searches,
+        )
         heads = ("", "seeds", *scores, "trajectories", "learnt", "minutes", "in all")
         lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-        cells = [self.row(name, label, phase[0] if phase else -1, sampled_searches) for name, label, *phase in rows]
+        cells = [
+            self.row(name, label, phase[0] if phase else -1, sampled_searches)
+            for name, label, *phase in rows
+        ]
         return "\n".join([*lines, *(row for row in cells if row is not None)])
 
     def crossing(self) -> str:
@@ -374,7 +449,10 @@ class Runs:
             "generated tokens": lambda point: point.tokens,
             "minutes": lambda point: point.minutes,
         }
-        lines = ["| seed | F1 sampled | method | trajectories | generated tokens | minutes |", "|---" * 6 + "|"]
+        lines = [
+            "| seed | F1 sampled | method | trajectories | generated tokens | minutes |",
+            "|---" * 6 + "|",
+        ]
         for seed, mygo in self.curves.get("mygo", {}).items():
             level = mygo[-1].scores["f1_sampled"]
             for name in ("mygo", "grpo", "dapo"):
@@ -410,8 +488,15 @@ class Runs:
 
     def context(self) -> str:
         """Tokens that a call of the engine reads, from the evaluation of the last phase."""
-        lines = ["| | EM | EM sampled | context a call, tokens | calls a question |", "|---" * 5 + "|"]
-        labels = {"mygo": "planner and workers, parallel", "no-split": "one agent", "no-parallel": "one at a time"}
+        lines = [
+            "| | EM | EM sampled | context a call, tokens | calls a question |",
+            "|---" * 5 + "|",
+        ]
+        labels = {
+            "mygo": "planner and workers, parallel",
+            "no-split": "one agent",
+            "no-parallel": "one at a time",
+        }
         for name, label in labels.items():
             of_seeds = self.curves.get(name, {})
             if not of_seeds:
@@ -438,7 +523,9 @@ class Runs:
         }
         lines = [f"| | {' | '.join(names).replace('_', ' ')} |", "|---" * (len(names) + 1) + "|"]
         for name, label in {"decex": "pruned", "decex-unpruned": "unpruned"}.items():
-            found = [_line(folder(self.place, name, seed), "decex") for seed in self.curves.get(name, {})]
+            found = [
+                _line(folder(self.place, name, seed), "decex") for seed in self.curves.get(name, {})
+            ]
             if found:
                 cells = [cell([line[key] for line in found], form) for key, form in names.items()]
                 lines.append(f"| {' | '.join([label, *cells])} |")
@@ -447,7 +534,10 @@ class Runs:
     def text(self) -> str:
         """Every phase of every method on real text, with intervals."""
         heads = ("", "EM", "", "EM sampled", "", "F1", "F1 sampled", "searches", "sampled")
-        lines = [f"| {' | '.join((*heads, 'trajectories', 'learnt', 'tokens', 'minutes'))} |", "|---" * 13 + "|"]
+        lines = [
+            f"| {' | '.join((*heads, 'trajectories', 'learnt', 'tokens', 'minutes'))} |",
+            "|---" * 13 + "|",
+        ]
         for name in (f"text-{method.replace('_', '-')}" for method in _TEXT):
             for point in itertools.chain(*self.curves.get(name, {}).values()):
                 found = json.loads((folder(self.place, name, 0) / point.file).read_text())
@@ -472,10 +562,16 @@ class Runs:
                 ("mygo-fixed", "K fixed at 1"),
                 ("mygo-none", "K fixed at 0 (rejection sampling)"),
             ),
-            "workers": self.table(("worker-online", "online"), ("worker-asynchronous", "asynchronous")),
+            "workers": self.table(
+                ("worker-online", "online"), ("worker-asynchronous", "asynchronous")
+            ),
             "grpo": self.table(
                 ("start", "warm-up"),
-                *((name, f"{name.upper()}, {phase}", phase) for name in ("grpo", "dapo") for phase in GRPO_ROWS),
+                *(
+                    (name, f"{name.upper()}, {phase}", phase)
+                    for name in ("grpo", "dapo")
+                    for phase in GRPO_ROWS
+                ),
             ),
             "crossing": self.crossing(),
             "rates": self.rates(),
@@ -484,7 +580,10 @@ class Runs:
                 ("staged-start", "warm-up"),
                 ("staged", "end of stage one", "round 4"),
                 ("staged", "end of stage two"),
-                *((f"staged-without-{part}", f"without {part.replace('-', ' ')}") for part in STAGED_PARTS),
+                *(
+                    (f"staged-without-{part}", f"without {part.replace('-', ' ')}")
+                    for part in STAGED_PARTS
+                ),
                 ("staged-unified", "without stages, unified (table 2)"),
                 sampled_searches=True,
             ),
@@ -523,10 +622,18 @@ class Runs:
             curves = list(self.curves.get(name, {}).values())
             if not curves:
                 continue
-            at = [statistics.median(what(point) for point in place) for place in zip(*curves, strict=True)]
-            scores = [[point.scores["em_sampled"] for point in place] for place in zip(*curves, strict=True)]
+            at = [
+                statistics.median(what(point) for point in place)
+                for place in zip(*curves, strict=True)
+            ]
+            scores = [
+                [point.scores["em_sampled"] for point in place]
+                for place in zip(*curves, strict=True)
+            ]
             axes.plot(at, [statistics.median(s) for s in scores], "o-", color=colour, label=name)
-            axes.fill_between(at, [min(s) for s in scores], [max(s) for s in scores], color=colour, alpha=0.2)
+            axes.fill_between(
+                at, [min(s) for s in scores], [max(s) for s in scores], color=colour, alpha=0.2
+            )
         axes.set_xlabel(x)
         axes.set_ylabel("EM sampled on test, percent")
         axes.legend()
@@ -550,13 +657,17 @@ def _verdicts(blocks: Sequence[str]) -> list[str]:
     if VERDICTS not in blocks:
         return []
     start = blocks.index(VERDICTS)
-    others = [number for number, block in enumerate(blocks) if number > start and block.startswith("## ")]
+    others = [
+        number for number, block in enumerate(blocks) if number > start and block.startswith("## ")
+    ]
     return list(blocks[start : others[0]])
 
 
 def write(found: Runs, page: Path, machine: str) -> None:
     if not found.curves:
-        raise SystemExit(f"{found.place} has no finished run: `python benchmarks/claims.py run` first, or check --runs")
+        raise SystemExit(
+            f"{found.place} has no finished run: `python benchmarks/claims.py run` first, or check --runs"
+        )
     before = page.read_text().strip().split("\n\n") if page.exists() else []
     begin = INTRODUCTION.format(machine=machine)
     heading, _, text = begin.partition("\n\n")
@@ -573,13 +684,20 @@ def write(found: Runs, page: Path, machine: str) -> None:
         parts += [f"## {section}"] * (section != title) + [said, table]
         title = section
     if "mygo" in found.curves:
-        found.draw("trajectories", lambda point: point.trajectories, page.parent / "claims_trajectories.png")
+        found.draw(
+            "trajectories",
+            lambda point: point.trajectories,
+            page.parent / "claims_trajectories.png",
+        )
         found.draw("minutes", lambda point: point.minutes, page.parent / "claims_minutes.png")
     pictures = "![EM against trajectories](claims_trajectories.png)\n![EM against minutes](claims_minutes.png)"
     parts += [pictures] * ("mygo" in found.curves or pictures in before)
     rows = {line.split(" | ")[0]: line for line in before[-1].splitlines()[2:]} if before else {}
     for name, curves in found.curves.items():
-        revisions, words = ", ".join(sorted(found.revisions[name])), command(Path("runs/claims"), name, min(curves))
+        revisions, words = (
+            ", ".join(sorted(found.revisions[name])),
+            command(Path("runs/claims"), name, min(curves)),
+        )
         rows[f"| {name}"] = f"| {name} | {revisions} | `{' '.join(words)}` |"
     order = [f"| {name}" for name in EXPERIMENTS]
     lines = [
@@ -592,7 +710,9 @@ def write(found: Runs, page: Path, machine: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("run", "write"))
     parser.add_argument("--runs", type=Path, default=Path("runs/claims"))
     parser.add_argument("--only", nargs="+", choices=tuple(EXPERIMENTS), metavar="NAME")

@@ -1,9 +1,11 @@
-"""Vectors like the embeddings of an encyclopaedia, and queries near them, for `benchmarks/retrieval.py`.
+"""Vectors like the embeddings of an encyclopaedia, and queries near them, for
+`benchmarks/retrieval.py`.
 
-All-MiniLM-L6-v2 was looked at on the 6,119 passages of 2WikiMultihopQA: the variances of the principal axes fall as
-i**-0.79, the mean has length 0.26, and a passage's nearest neighbour lies at a cosine of 0.58. Here half of a vector's
-variance is its cluster's (a hundred each on average, of lognormal sizes) and half its own. All have length 1 and are
-rounded to bfloat16. A query lies at a cosine of about 0.75 from some row.
+All-MiniLM-L6-v2 was looked at on the 6,119 passages of 2WikiMultihopQA: the variances of the
+principal axes fall as i**-0.79, the mean has length 0.26, and a passage's nearest neighbour lies at
+a cosine of 0.58. Here half of a vector's variance is its cluster's (a hundred each on average, of
+lognormal sizes) and half its own. All have length 1 and are rounded to bfloat16. A query lies at a
+cosine of about 0.75 from some row.
 
     FOLDER/vectors.npy          [rows, 384] float32, rounded
     FOLDER/embeddings.bfloat16  the same as an index keeps them
@@ -38,7 +40,11 @@ def make_vectors(folder: Path, rows: int, seed: int = 0) -> None:
         for start in range(0, rows, BLOCK_ROWS):
             count = min(BLOCK_ROWS, rows - start)
             clusters = draw.choice(len(centres), count, p=sizes / sizes.sum())
-            own = mean + np.sqrt(OF_CLUSTER) * centres[clusters] + np.sqrt(1 - OF_CLUSTER) * drawn(count)
+            own = (
+                mean
+                + np.sqrt(OF_CLUSTER) * centres[clusters]
+                + np.sqrt(1 - OF_CLUSTER) * drawn(count)
+            )
             rounded = _of_length_1(own).astype(ml_dtypes.bfloat16)
             vectors[start : start + count] = rounded
             file.write(rounded.tobytes())

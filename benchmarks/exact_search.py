@@ -1,9 +1,10 @@
-"""Exact search over random embeddings in the memory of the devices that are here; prints one JSON line.
+"""Exact search over random embeddings in the memory of the devices that are here; prints one JSON
+line.
 
     python benchmarks/exact_search.py [--rows 10000000 --dimension 1024 --queries 256 --k 10]
 
-The roof is the time in which the devices' memory can be read once: every call reads all embeddings, whatever the number
-of queries. It is measured beside the search, as a sum over a large array.
+The roof is the time in which the devices' memory can be read once: every call reads all embeddings,
+whatever the number of queries. It is measured beside the search, as a sum over a large array.
 """
 
 import argparse
@@ -28,7 +29,9 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
     draw = np.random.default_rng(0)
-    drawn = draw.standard_normal((min(DRAWN_ROWS, given.rows), given.dimension), np.float32).astype(ml_dtypes.bfloat16)
+    drawn = draw.standard_normal((min(DRAWN_ROWS, given.rows), given.dimension), np.float32).astype(
+        ml_dtypes.bfloat16
+    )
     vectors = np.resize(drawn, (given.rows, given.dimension))
     queries = draw.standard_normal((given.queries, given.dimension), np.float32)
     began = time.perf_counter()
@@ -38,7 +41,9 @@ def main() -> int:
     together = fastest_seconds(lambda: index.search(queries, given.k), spend_seconds=5.0)
     single = fastest_seconds(lambda: index.search(queries[:1], given.k), spend_seconds=5.0)
     long, total = jnp.ones(64 << 20), jax.jit(jnp.sum)
-    bandwidth = long.nbytes / fastest_seconds(lambda: total(long).block_until_ready()) * index.mesh.size
+    bandwidth = (
+        long.nbytes / fastest_seconds(lambda: total(long).block_until_ready()) * index.mesh.size
+    )
     roof = vectors.nbytes / bandwidth
     result = {
         "rows": given.rows,

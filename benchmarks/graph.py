@@ -2,11 +2,12 @@
 
     python benchmarks/graph.py [--table TRIPLES.tsv.gz] [--entities 200000] [--facts 5] [--searches 2000]
 
-Prints one JSON line. `table` is about a file of triples (left out without --table): triples a second that are read and
-ready to be asked, and searches a second over all of its Q-ids, in memory (`TripleGraph`), in an index on disk, and with
-16 searches of that at once. `dump` is about a generated dump in Wikidata's form, compressed by gzip: entities with
-labels in three languages, of which one is kept, a hub that all of them point at, and facts between them. Its index is
-built by the command line in a process of its own, whose largest memory is measured.
+Prints one JSON line. `table` is about a file of triples (left out without --table): triples a
+second that are read and ready to be asked, and searches a second over all of its Q-ids, in memory
+(`TripleGraph`), in an index on disk, and with 16 searches of that at once. `dump` is about a
+generated dump in Wikidata's form, compressed by gzip: entities with labels in three languages, of
+which one is kept, a hub that all of them point at, and facts between them. Its index is built by
+the command line in a process of its own, whose largest memory is measured.
 """
 
 import argparse
@@ -49,8 +50,18 @@ def table(path: Path) -> dict[str, float]:
     began = time.monotonic()
     triples = read_triples(path)
     memory = TripleGraph(triples)
-    found: dict[str, float] = {"triples": len(triples), "memory_triples_per_second": per_second(len(triples), began)}
-    keys = sorted({key for triple in triples for key in (triple.subject_id, triple.object_id) if key.startswith("Q")})
+    found: dict[str, float] = {
+        "triples": len(triples),
+        "memory_triples_per_second": per_second(len(triples), began),
+    }
+    keys = sorted(
+        {
+            key
+            for triple in triples
+            for key in (triple.subject_id, triple.object_id)
+            if key.startswith("Q")
+        }
+    )
     began = time.monotonic()
     for key in keys:
         memory.ends_of(key)
@@ -73,7 +84,10 @@ def dump(entities: int, facts: int, searches: int) -> dict[str, float]:
                 file.writelines(entity(draw, number, entities, facts))
             for number in range(1, PROPERTIES):
                 file.write(f'<{WD}P{number}> {LABEL} "property {number}"@en .\n')
-        found: dict[str, float] = {"triples": entities * (facts + 1), "compressed_bytes": path.stat().st_size}
+        found: dict[str, float] = {
+            "triples": entities * (facts + 1),
+            "compressed_bytes": path.stat().st_size,
+        }
         built = build(path, Path(folder) / "index")
         found["build_triples_per_second"] = round(found["triples"] / built["seconds"])
         found |= {"build_peak_mib": built["peak_mib"], "index_bytes": built["bytes"]}
@@ -98,7 +112,8 @@ def entity(draw: random.Random, number: int, entities: int, facts: int) -> list[
 
 
 def build(path: Path, out: Path) -> dict[str, float]:
-    """Seconds and largest memory of the command, start of the interpreter included; bytes of the index."""
+    """Seconds and largest memory of the command, start of the interpreter included; bytes of the
+    index."""
     command = [
         sys.executable,
         "-m",
@@ -139,7 +154,10 @@ def searched(graph: GraphStore, keys: Sequence[str]) -> dict[str, float]:
     alone = per_second(len(keys), began)
     began = time.monotonic()
     asyncio.run(at_once())
-    return {"searches_per_second": alone, f"searches_per_second_{AT_ONCE}_at_once": per_second(len(keys), began)}
+    return {
+        "searches_per_second": alone,
+        f"searches_per_second_{AT_ONCE}_at_once": per_second(len(keys), began),
+    }
 
 
 def per_second(count: int, began: float) -> int:

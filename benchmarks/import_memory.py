@@ -52,7 +52,10 @@ def main() -> int:
         watcher.join()
     seconds = time.perf_counter() - began
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(decoder)))
-    print(f"{size / 2**20:.1f} MiB of weights, peak {(peak - before) / size:.2f} times that, {seconds:.1f} s")
+    print(
+        f"{size / 2**20:.1f} MiB of weights, peak {(peak - before) / size:.2f} times that, "
+        f"{seconds:.1f} s"
+    )
     return 0
 
 

@@ -4,17 +4,19 @@
         [--rounds 5] [--engines scann faiss-hnsw]
     python benchmarks/retrieval.py encode --corpus FILE [--embedder minilm] [--peers-python PYTHON] [--rounds 5]
 
-`search`: clustered_vectors.py makes the vectors. Every engine is a process of its own with as many threads as the
-others; its index is built, saved (and found again in FOLDER by the next run) and loaded. Then they search in turns,
-round by round, all queries in one call and one by one; what is printed are medians over the rounds. `resident_bytes` is
-the memory without a file behind it that loading an index and searching it once takes. ScaNN's row with `"setting":
-null` has the parameters of `index build`, its other rows search another share of the partitions; HNSW's setting is
-efSearch, both have 32 links a row. The engines that look at every row get a tenth of the queries.
+`search`: clustered_vectors.py makes the vectors. Every engine is a process of its own with as many
+threads as the others; its index is built, saved (and found again in FOLDER by the next run) and
+loaded. Then they search in turns, round by round, all queries in one call and one by one; what is
+printed are medians over the rounds. `resident_bytes` is the memory without a file behind it that
+loading an index and searching it once takes. ScaNN's row with `"setting": null` has the parameters
+of `index build`, its other rows search another share of the partitions; HNSW's setting is efSearch,
+both have 32 links a row. The engines that look at every row get a tenth of the queries.
 
-`encode`: the passages of a corpus, as long as they are, in turns with sentence-transformers on the same weights in
-float32, which sorts by length as well; after a first pass that compiles.
+`encode`: the passages of a corpus, as long as they are, in turns with sentence-transformers on the
+same weights in float32, which sorts by length as well; after a first pass that compiles.
 
-The peers need a Python with faiss-cpu, hnswlib and sentence-transformers; where none is named they are left out.
+The peers need a Python with faiss-cpu, hnswlib and sentence-transformers; where none is named they
+are left out.
 """
 
 import argparse
@@ -70,11 +72,17 @@ class Engine:
         environment = os.environ | {"OMP_NUM_THREADS": str(given.threads), "JAX_PLATFORMS": "cpu"}
         built = given.work / f"{name}.json"
         if not built.exists():
-            made = subprocess.run([*command, "--build"], env=environment, stdout=PIPE, text=True, check=True)
+            made = subprocess.run(
+                [*command, "--build"], env=environment, stdout=PIPE, text=True, check=True
+            )
             built.write_text(made.stdout.splitlines()[-1])
         self.about = json.loads(built.read_text())
-        self._process = subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True)
-        self._say({"setting": SETTINGS[name][-1], "batched": True, "share": 0.02})  # what is loaded late is loaded now
+        self._process = subprocess.Popen(
+            command, env=environment, stdin=PIPE, stdout=PIPE, text=True
+        )
+        self._say(
+            {"setting": SETTINGS[name][-1], "batched": True, "share": 0.02}
+        )  # what is loaded late is loaded now
         self.about |= json.loads(self._heard())
 
     def pass_over(self, setting: float | None, batched: bool) -> float:
@@ -107,7 +115,9 @@ def search(given: argparse.Namespace) -> None:
     exact = np.load(given.work / "exact.npy")
     rows = len(np.load(given.work / "vectors.npy", mmap_mode="r"))
     if rows != given.rows:
-        raise SystemExit(f"{given.work} holds {rows:,} vectors and --rows is {given.rows:,}: give another --work")
+        raise SystemExit(
+            f"{given.work} holds {rows:,} vectors and --rows is {given.rows:,}: give another --work"
+        )
     names = [name for name in given.engines if name in OURS or given.peers_python]
     engines = [Engine(name, given) for name in names]
     cells = [(engine, setting) for engine in engines for setting in SETTINGS[engine.name]]
@@ -116,11 +126,17 @@ def search(given: argparse.Namespace) -> None:
     for _ in range(given.rounds):
         for engine, setting in cells:
             for batched in (True, False):
-                speeds.setdefault((engine.name, setting, batched), []).append(engine.pass_over(setting, batched))
+                speeds.setdefault((engine.name, setting, batched), []).append(
+                    engine.pass_over(setting, batched)
+                )
                 if batched:
-                    recalls[engine.name, setting] = recall(np.load(given.work / f"{engine.name}.found.npy"), exact)
+                    recalls[engine.name, setting] = recall(
+                        np.load(given.work / f"{engine.name}.found.npy"), exact
+                    )
     for engine, setting in cells:
-        together, single = (statistics.median(speeds[engine.name, setting, of]) for of in (True, False))
+        together, single = (
+            statistics.median(speeds[engine.name, setting, of]) for of in (True, False)
+        )
         row = {
             "engine": engine.name,
             "setting": setting,
@@ -186,7 +202,9 @@ def engine(given: argparse.Namespace) -> None:
                 loaded.search(query[None], K)
             seconds = time.perf_counter() - began
         said = (
-            {"resident_bytes": anonymous_bytes() - before} if loading else {"queries": len(chosen), "seconds": seconds}
+            {"resident_bytes": anonymous_bytes() - before}
+            if loading
+            else {"queries": len(chosen), "seconds": seconds}
         )
         loading = False
         print(json.dumps(said), flush=True)
@@ -194,7 +212,11 @@ def engine(given: argparse.Namespace) -> None:
 
 def anonymous_bytes() -> int:
     """Memory of this process that no file backs."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -203,7 +225,9 @@ def encode(given: argparse.Namespace) -> None:
     from mujica_jax.retrieval.text.embedders import find_embedder
 
     passages = [passage.contents for passage in read_corpus([given.corpus])]
-    chosen = np.random.default_rng(0).choice(len(passages), min(given.passages, len(passages)), replace=False)
+    chosen = np.random.default_rng(0).choice(
+        len(passages), min(given.passages, len(passages)), replace=False
+    )
     texts = [passages[place] for place in chosen]
     found = find_embedder(given.embedder)
     embedder = found.load()
@@ -214,7 +238,12 @@ def encode(given: argparse.Namespace) -> None:
         file.write_text(json.dumps(texts))
         peer, agreement = None, None
         if given.peers_python:
-            command = [given.peers_python, str(PEERS / "sentence_encoding.py"), str(file), str(found.folder)]
+            command = [
+                given.peers_python,
+                str(PEERS / "sentence_encoding.py"),
+                str(file),
+                str(found.folder),
+            ]
             environment = os.environ | {"OMP_NUM_THREADS": str(given.threads)}
             command += ["--threads", str(given.threads)]
             peer = subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True)
@@ -225,14 +254,20 @@ def encode(given: argparse.Namespace) -> None:
             embedder.embed(texts, "passage")
             seconds["ours"].append(time.perf_counter() - began)
             for size in PEER_BATCHES if peer else ():
-                seconds.setdefault(f"sentence-transformers, batches of {size}", []).append(_pass_of(peer, size))
+                seconds.setdefault(f"sentence-transformers, batches of {size}", []).append(
+                    _pass_of(peer, size)
+                )
         if peer is not None:
             assert peer.stdin is not None
             peer.stdin.close()
             peer.wait()
     for name, of in seconds.items():
         speed = len(texts) / statistics.median(of)
-        print(json.dumps({"encoder": name, "passages": len(texts), "passages_per_second": round(speed, 1)}))
+        print(
+            json.dumps(
+                {"encoder": name, "passages": len(texts), "passages_per_second": round(speed, 1)}
+            )
+        )
     if agreement is not None:
         print(json.dumps({"smallest_cosine_between_both": round(agreement, 6)}))
 
@@ -248,9 +283,13 @@ def main() -> int:
     searched, encoded = (commands.add_parser(run.__name__) for run in (search, encode))
     alone = commands.add_parser("engine")
     searched.set_defaults(run=search)
-    searched.add_argument("--work", type=Path, required=True, help="vectors and built indexes are kept here")
+    searched.add_argument(
+        "--work", type=Path, required=True, help="vectors and built indexes are kept here"
+    )
     searched.add_argument("--rows", type=int, default=100_000)
-    searched.add_argument("--engines", nargs="+", default=[*OURS, *THEIRS], choices=[*OURS, *THEIRS])
+    searched.add_argument(
+        "--engines", nargs="+", default=[*OURS, *THEIRS], choices=[*OURS, *THEIRS]
+    )
     searched.add_argument("--candidates", type=int, default=128, help="efConstruction of HNSW")
     encoded.set_defaults(run=encode)
     encoded.add_argument("--corpus", required=True)

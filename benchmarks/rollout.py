@@ -1,25 +1,27 @@
-"""Tokens a second of multi-turn agent rollouts: many conversations with one system prompt, an observation after every
-turn.
+"""Tokens a second of multi-turn agent rollouts: many conversations with one system prompt, an
+observation after every turn.
 
     python benchmarks/rollout.py --checkpoint DIRECTORY [--sessions 48 --turns 3 --seed 0]
     python benchmarks/rollout.py --checkpoint DIRECTORY --engines native jetstream    in turns, and their ratio
 
-Each session is a prompt (384 tokens that all share, 24 of its own) and, a turn, 12 to 63 generated tokens and 40
-observed ones; lengths are forced, tokens are drawn at temperature 1. Prints one JSON line: the median of the runs after
-the first, which compiles what the cache on disk does not have. With several engines it prints a line for each, and the
-first one's seconds as a multiple of the other's: 0.9 means that the other reaches nine tenths of the first one's speed.
-Of a line: `recompiles` counts that, run by run, and is 0 from the
-start when the program is started again. The floor is what the generated and prefilled tokens cost at the speed of this
-machine's largest matrix product and its memory:
+Each session is a prompt (384 tokens that all share, 24 of its own) and, a turn, 12 to 63 generated
+tokens and 40 observed ones; lengths are forced, tokens are drawn at temperature 1. Prints one JSON
+line: the median of the runs after the first, which compiles what the cache on disk does not have.
+With several engines it prints a line for each, and the first one's seconds as a multiple of the
+other's: 0.9 means that the other reaches nine tenths of the first one's speed. Of a line:
+`recompiles` counts that, run by run, and is 0 from the start when the program is started again. The
+floor is what the generated and prefilled tokens cost at the speed of this machine's largest matrix
+product and its memory:
 
     2 x weights of the layers x all tokens + 2 x weights of the head x generated tokens
     + 4 x layers x heads x head_dim x sum over tokens of the tokens before it          operations, and
     keys and values that are a session's own, read once a generated token              bytes
 
-What all share and the weights are read once a step, whatever the number of sessions: the floor leaves them out. On an
-accelerator they are most of what is read, so there is a second floor, of memory alone: all weights and the shared keys
-and values once a step, with as many steps as the longest session has tokens, and the sessions' own. A directory that
-holds a config.json and no weights is a model whose weights are drawn.
+What all share and the weights are read once a step, whatever the number of sessions: the floor
+leaves them out. On an accelerator they are most of what is read, so there is a second floor, of
+memory alone: all weights and the shared keys and values once a step, with as many steps as the
+longest session has tokens, and the sessions' own. A directory that holds a config.json and no
+weights is a model whose weights are drawn.
 """
 
 import argparse
@@ -66,7 +68,8 @@ class Session:
 
 
 def workload(vocabulary: int, sessions: int, turns: int, seed: int) -> list[Session]:
-    """The sessions, a function of the seed; their ids avoid the first 300, where special tokens are."""
+    """The sessions, a function of the seed; their ids avoid the first 300, where special tokens
+    are."""
     draw = np.random.default_rng(seed)
 
     def ids(count: int) -> list[int]:
@@ -76,7 +79,9 @@ def workload(vocabulary: int, sessions: int, turns: int, seed: int) -> list[Sess
     for _ in range(sessions):
         prompt = shared + ids(QUESTION_TOKENS)
         drawn = (
-            Turn(int(draw.integers(MIN_GENERATED_TOKENS, MAX_GENERATED_TOKENS)), ids(OBSERVED_TOKENS))
+            Turn(
+                int(draw.integers(MIN_GENERATED_TOKENS, MAX_GENERATED_TOKENS)), ids(OBSERVED_TOKENS)
+            )
             for _ in range(turns)
         )
         made.append(Session(prompt, list(drawn)))
@@ -87,8 +92,12 @@ async def play(generator: PolicyGenerator, sessions: list[Session]) -> None:
     async def one(number: int, session: Session) -> None:
         held = list(session.prompt)
         for place, turn in enumerate(session.turns):
-            params = SamplingParams(max_new_tokens=turn.generated_tokens, temperature=1.0, seed=1000 * number + place)
-            completion = await generator.generate(held, params, continues=place + 1 < len(session.turns))
+            params = SamplingParams(
+                max_new_tokens=turn.generated_tokens, temperature=1.0, seed=1000 * number + place
+            )
+            completion = await generator.generate(
+                held, params, continues=place + 1 < len(session.turns)
+            )
             held += [*completion.token_ids, *turn.observed]
 
     await asyncio.gather(*(one(number, session) for number, session in enumerate(sessions)))
@@ -96,7 +105,9 @@ async def play(generator: PolicyGenerator, sessions: list[Session]) -> None:
 
 def work(model: DecoderConfig, sessions: list[Session]) -> tuple[float, float]:
     """(operations, bytes of keys and values) that no engine can do without, in float32."""
-    in_layers = model.num_layers * sum(int(np.prod(weight.shape)) for weight in block_weights(model) if weight.inputs)
+    in_layers = model.num_layers * sum(
+        int(np.prod(weight.shape)) for weight in block_weights(model) if weight.inputs
+    )
     by_position = 4.0 * model.num_layers * model.num_heads * model.head_dim
     token_bytes = 8.0 * model.num_layers * model.num_kv_heads * model.head_dim
     operations = 2.0 * in_layers * SYSTEM_TOKENS + by_position * SYSTEM_TOKENS**2 / 2
@@ -106,7 +117,10 @@ def work(model: DecoderConfig, sessions: list[Session]) -> tuple[float, float]:
         for place, turn in enumerate(session.turns):
             heard = QUESTION_TOKENS if place == 0 else OBSERVED_TOKENS
             tokens = heard + turn.generated_tokens
-            operations += 2.0 * in_layers * tokens + 2.0 * model.vocab_size * model.hidden_size * turn.generated_tokens
+            operations += (
+                2.0 * in_layers * tokens
+                + 2.0 * model.vocab_size * model.hidden_size * turn.generated_tokens
+            )
             operations += by_position * sum(range(position, position + tokens))
             own = range(position + heard - SYSTEM_TOKENS, position + tokens - SYSTEM_TOKENS)
             read += token_bytes * sum(own)
@@ -114,8 +128,11 @@ def work(model: DecoderConfig, sessions: list[Session]) -> tuple[float, float]:
     return operations, read
 
 
-def memory_bytes(model: DecoderConfig, sessions: list[Session], own: float, weights: int, itemsize: int) -> float:
-    """What decoding reads if every step has all sessions: `own` are the sessions' keys and values in float32."""
+def memory_bytes(
+    model: DecoderConfig, sessions: list[Session], own: float, weights: int, itemsize: int
+) -> float:
+    """What decoding reads if every step has all sessions: `own` are the sessions' keys and values
+    in float32."""
     steps = max(sum(turn.generated_tokens for turn in session.turns) for session in sessions)
     shared = 2 * itemsize * model.num_layers * model.num_kv_heads * model.head_dim * SYSTEM_TOKENS
     return steps * (weights + shared) + own * itemsize / 4
@@ -127,16 +144,21 @@ def opened(directory: str, dtype: str) -> Decoder:
     model = load_config(directory)
 
     @nnx.jit
-    def drawn() -> Decoder:  # in the type of the products, as the engine holds them: 7B in float32 would not fit a chip
+    def drawn() -> (
+        Decoder
+    ):  # in the type of the products, as the engine holds them: 7B in float32 would not fit a chip
         decoder = Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype))
-        nnx.update(decoder, jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(decoder, nnx.Param)))
+        nnx.update(
+            decoder, jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(decoder, nnx.Param))
+        )
         return decoder
 
     return drawn()
 
 
 def count_programs() -> dict[str, int]:
-    """Counts that go on: programs that JAX asked for anew, and those among them that its cache on disk had."""
+    """Counts that go on: programs that JAX asked for anew, and those among them that its cache on
+    disk had."""
     counts = {"loaded or compiled": 0, "found on disk": 0}
 
     def on_duration(event: str, duration: float, **_: Any) -> None:
@@ -174,7 +196,9 @@ class Measured:
     prefilled_tokens: int
 
 
-def measure(generator: PolicyGenerator, sessions: list[Session], programs: dict[str, int]) -> Measured:
+def measure(
+    generator: PolicyGenerator, sessions: list[Session], programs: dict[str, int]
+) -> Measured:
     """Play all sessions with an empty cache. `programs` are the counts of `count_programs`."""
     generator.reset_cache()
     before, already = generator.statistics, dict(programs)
@@ -220,17 +244,28 @@ def main() -> int:
     parser.add_argument("--page-tokens", type=int, default=32)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument(
-        "--weights", default="compute", choices=["compute", "int8", "fp8", "w8a8"], help="of the layers"
+        "--weights",
+        default="compute",
+        choices=["compute", "int8", "fp8", "w8a8"],
+        help="of the layers",
     )
     parser.add_argument(
-        "--engines", nargs="+", default=["native"], choices=["native", "jetstream"], help="as engine.kind; in turns"
+        "--engines",
+        nargs="+",
+        default=["native"],
+        choices=["native", "jetstream"],
+        help="as engine.kind; in turns",
     )
-    parser.add_argument("--runs", type=int, default=3, help="measured runs, after one that compiles")
+    parser.add_argument(
+        "--runs", type=int, default=3, help="measured runs, after one that compiles"
+    )
     given = parser.parse_args()
     keep_freed_memory()
     use_compilation_cache()
     programs = count_programs()
-    positions = SYSTEM_TOKENS + QUESTION_TOKENS + given.turns * (MAX_GENERATED_TOKENS - 1 + OBSERVED_TOKENS)
+    positions = (
+        SYSTEM_TOKENS + QUESTION_TOKENS + given.turns * (MAX_GENERATED_TOKENS - 1 + OBSERVED_TOKENS)
+    )
     engine_config = EngineConfig(
         slots=given.slots,
         decode_steps_per_call=given.decode_steps,
@@ -261,13 +296,18 @@ def main() -> int:
     for _ in range(1 + given.runs):
         for kind, generator in generators.items():
             runs[kind].append(measure(generator, sessions, programs))
-    medians = {kind: statistics.median(run.seconds for run in measured[1:]) for kind, measured in runs.items()}
+    medians = {
+        kind: statistics.median(run.seconds for run in measured[1:])
+        for kind, measured in runs.items()
+    }
     speed, bandwidth = machine(given.runs + 2)
     operations, read = work(decoder.config, sessions)
     floor = operations / speed + read / bandwidth
     held = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param)))
     itemsize = jnp.dtype(given.dtype).itemsize
-    memory_floor = memory_bytes(decoder.config, sessions, read, held * itemsize, itemsize) / bandwidth
+    memory_floor = (
+        memory_bytes(decoder.config, sessions, read, held * itemsize, itemsize) / bandwidth
+    )
     first = given.engines[0]
     for kind, measured in runs.items():
         median, last = medians[kind], measured[-1]

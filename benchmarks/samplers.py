@@ -1,13 +1,15 @@
-"""How far sampling scales: one trainer and up to a thousand workers over a store, simulated with measured latencies.
+"""How far sampling scales: one trainer and up to a thousand workers over a store, simulated with
+measured latencies.
 
     python benchmarks/samplers.py [--store DIRECTORY|gs://BUCKET/PREFIX] [--unit-seconds 60] [--units 4000]
 
-First the store is measured: the median time of a read, of an object created, and of a listing by the number of its
-objects. Then workers are simulated, each as the sequence of store operations that `methods/sampler.py` makes of a unit,
-with playing times of --unit-seconds in the mean (lognormal, a deviation of 0.25) and a trainer that learns for
---learn-seconds after each round. Nothing else is simulated: a store that gets slower under many requests is not. One
-JSON line a number of workers: units a minute, the share of the workers' time that is idle or spent on the store,
-operations a second and a unit.
+First the store is measured: the median time of a read, of an object created, and of a listing by
+the number of its objects. Then workers are simulated, each as the sequence of store operations that
+`methods/sampler.py` makes of a unit, with playing times of --unit-seconds in the mean (lognormal, a
+deviation of 0.25) and a trainer that learns for --learn-seconds after each round. Nothing else is
+simulated: a store that gets slower under many requests is not. One JSON line a number of workers:
+units a minute, the share of the workers' time that is idle or spent on the store, operations a
+second and a unit.
 """
 
 import argparse
@@ -60,7 +62,10 @@ def measured(store: RunDirectory) -> Latencies:
     read = median(lambda number: store.read(f"{place}/shards/{number}"))
     for number in range(MEASURED_OBJECTS):
         store.create(f"{place}/many/{number:04d}", b"{}")
-    empty, many = median(lambda _: store.names(f"{place}/none/")), median(lambda _: store.names(f"{place}/many/"))
+    empty, many = (
+        median(lambda _: store.names(f"{place}/none/")),
+        median(lambda _: store.names(f"{place}/many/")),
+    )
     store.remove_folder(place)
     return Latencies(read, create, empty, max(0.0, many - empty) / MEASURED_OBJECTS)
 
@@ -71,11 +76,15 @@ class Simulated:
 
     units: int  # shards of a round with first attempts
     free: list[int] = dataclasses.field(default_factory=list)  # what nobody has a lease on
-    left: int = 0  # without a shard: of first attempts or, when all of these are there, of later ones
+    left: int = (
+        0  # without a shard: of first attempts or, when all of these are there, of later ones
+    )
     later: bool = False
     shards: int = 0
     leased: set[int] = dataclasses.field(default_factory=set)
-    thresholds: set[int] = dataclasses.field(default_factory=set)  # rounds whose threshold somebody wrote down
+    thresholds: set[int] = dataclasses.field(
+        default_factory=set
+    )  # rounds whose threshold somebody wrote down
     number: int = 0  # of the open round
     operations: int = 0
     played: int = 0
@@ -102,9 +111,14 @@ class Simulated:
 
 
 def worker(
-    number: int, run: Simulated, store: Latencies, play: Callable[[], float], now: Callable[[], float]
+    number: int,
+    run: Simulated,
+    store: Latencies,
+    play: Callable[[], float],
+    now: Callable[[], float],
 ) -> Iterator[float]:
-    """Yields how long it is busy with what it does next. Operations are those of `Sampler`, in their order."""
+    """Yields how long it is busy with what it does next. Operations are those of `Sampler`, in
+    their order."""
 
     def operation(seconds: float, count: int = 1) -> float:
         run.operations += count
@@ -117,13 +131,17 @@ def worker(
     while True:
         began_round, objects = run.number, run.shards + len(run.leased)
         yield operation(3 * store.read, 3)  # summary.json, plan and end of the open round
-        yield operation(store.read + listing(1) + listing(objects), 3)  # its plan, the policies, its shards
+        yield operation(
+            store.read + listing(1) + listing(objects), 3
+        )  # its plan, the policies, its shards
         missing = run.left
         candidates = draw.sample(run.free, min(TRIES, len(run.free)))
         if missing and run.later:
             if run.number not in run.thresholds:
                 run.thresholds.add(run.number)
-                yield operation(2 * run.units * store.read + store.create, 2 * run.units + 1)  # all first attempts
+                yield operation(
+                    2 * run.units * store.read + store.create, 2 * run.units + 1
+                )  # all first attempts
             yield operation(2 * store.read, 2)  # the threshold
         claimed = None
         for unit in candidates:
@@ -151,7 +169,13 @@ def worker(
 
 
 def simulated(
-    workers: int, store: Latencies, *, units: int, unit_seconds: float, learn_seconds: float, rounds: int
+    workers: int,
+    store: Latencies,
+    *,
+    units: int,
+    unit_seconds: float,
+    learn_seconds: float,
+    rounds: int,
 ) -> dict[str, float | int]:
     draw = np.random.default_rng(workers)
     run = Simulated(units)
@@ -188,17 +212,29 @@ def simulated(
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="How far sampling by many workers scales.")
-    parser.add_argument("--store", default="runs/latencies", help="a directory, or gs://BUCKET/PREFIX")
-    parser.add_argument("--latency", type=float, help="seconds of every operation, in the place of measured ones")
+    parser.add_argument(
+        "--store", default="runs/latencies", help="a directory, or gs://BUCKET/PREFIX"
+    )
+    parser.add_argument(
+        "--latency", type=float, help="seconds of every operation, in the place of measured ones"
+    )
     parser.add_argument("--unit-seconds", type=float, default=60.0)
-    parser.add_argument("--learn-seconds", type=float, default=0.0, help="between two rounds; 0: asynchronous")
-    parser.add_argument("--units", type=int, default=4000, help="shards with first attempts in a round")
+    parser.add_argument(
+        "--learn-seconds", type=float, default=0.0, help="between two rounds; 0: asynchronous"
+    )
+    parser.add_argument(
+        "--units", type=int, default=4000, help="shards with first attempts in a round"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 10, 30, 100, 300, 1000])
     given = parser.parse_args()
     try:
         one = given.latency
-        store = measured(RunDirectory(given.store)) if one is None else Latencies(one, one, one, one / 1000)
+        store = (
+            measured(RunDirectory(given.store))
+            if one is None
+            else Latencies(one, one, one, one / 1000)
+        )
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,17 +1,19 @@
-"""What ScaNN loses against exact search on questions that its rule was not made from: those of HotpotQA and MuSiQue.
+"""What ScaNN loses against exact search on questions that its rule was not made from: those of
+HotpotQA and MuSiQue.
 
     python benchmarks/scann_recall.py --data DIR --work FOLDER [--embedder minilm] [--sentences]
 
-DIR has the folders 2wikimultihopqa, hotpotqa, musique and nq_open with files in their official formats (their names
-stand below). The corpus is that of 2Wiki and every passage given with a question of HotpotQA and MuSiQue, once each;
-with --sentences each of their sentences is a passage, so that there are enough for the rule to leave partitions out.
-FOLDER gets it, and an index by `index build` that the next run finds again. One JSON line for each set and each number
-of partitions searched: recall of gold titles at 5 by exact search and by ScaNN, in percent. `"partitions": "by the
-rule"` is what `index build` would search.
+DIR has the folders 2wikimultihopqa, hotpotqa, musique and nq_open with files in their official
+formats (their names stand below). The corpus is that of 2Wiki and every passage given with a
+question of HotpotQA and MuSiQue, once each; with --sentences each of their sentences is a passage,
+so that there are enough for the rule to leave partitions out. FOLDER gets it, and an index by
+`index build` that the next run finds again. One JSON line for each set and each number of
+partitions searched: recall of gold titles at 5 by exact search and by ScaNN, in percent.
+`"partitions": "by the rule"` is what `index build` would search.
 
-FOLDER/search gets the embeddings and those of all questions (2Wiki's and NQ's too) as `benchmarks/retrieval.py search
---work FOLDER/search --rows PASSAGES` wants them, which measures ScaNN on real text beside its peers; of an embedder of
-its 384 numbers.
+FOLDER/search gets the embeddings and those of all questions (2Wiki's and NQ's too) as
+`benchmarks/retrieval.py search --work FOLDER/search --rows PASSAGES` wants them, which measures
+ScaNN on real text beside its peers; of an embedder of its 384 numbers.
 """
 
 import argparse
@@ -50,24 +52,40 @@ def read(file: Path) -> Iterator[Any]:
 
 def passages_of(record: Any) -> Iterator[tuple[str, str]]:
     if "paragraphs" in record:
-        yield from ((paragraph["title"], paragraph["paragraph_text"]) for paragraph in record["paragraphs"])
+        yield from (
+            (paragraph["title"], paragraph["paragraph_text"]) for paragraph in record["paragraphs"]
+        )
     else:
         yield from ((title, "".join(sentences)) for title, sentences in record["context"])
 
 
 def gold_of(record: Any) -> list[str]:
     if "paragraphs" in record:
-        return sorted({paragraph["title"] for paragraph in record["paragraphs"] if paragraph["is_supporting"]})
+        return sorted(
+            {paragraph["title"] for paragraph in record["paragraphs"] if paragraph["is_supporting"]}
+        )
     return sorted({title for title, _ in record["supporting_facts"]})
 
 
 def write_corpus(data: Path, file: Path, *, sentences: bool) -> None:
     found = {(record["title"], record["text"].strip()): None for record in read(data / CORPUS)}
     for name in (name for names in RECORDS.values() for name in names):
-        found |= {(title, text.strip()): None for record in read(data / name) for title, text in passages_of(record)}
+        found |= {
+            (title, text.strip()): None
+            for record in read(data / name)
+            for title, text in passages_of(record)
+        }
     if sentences:
-        found = {(title, sentence): None for title, text in found for sentence in SENTENCE_END.split(text)}
-    lines = [json.dumps({"title": title, "text": text}) for title, text in found if title.strip() and text]
+        found = {
+            (title, sentence): None
+            for title, text in found
+            for sentence in SENTENCE_END.split(text)
+        }
+    lines = [
+        json.dumps({"title": title, "text": text})
+        for title, text in found
+        if title.strip() and text
+    ]
     file.write_text("\n".join(lines))
 
 
@@ -88,7 +106,9 @@ def main() -> int:
     given = parser.parse_args()
     given.work.mkdir(parents=True, exist_ok=True)
     corpus, folder = given.work / "corpus.jsonl", given.work / "exact"
-    more_questions = [[record["question"] for record in read(given.data / file)] for file in MORE_QUESTIONS]
+    more_questions = [
+        [record["question"] for record in read(given.data / file)] for file in MORE_QUESTIONS
+    ]
     write_corpus(given.data, corpus, sentences=given.sentences)
     made = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", given.embedder]
     if status := index.main([*made, "--out", str(folder)]):
@@ -98,7 +118,9 @@ def main() -> int:
     embedder = find_embedder(given.embedder)
     embeddings = open_embeddings(folder, len(passages), embedder.dimension, "bfloat16")
     rule = parameters_for(len(passages), of_length_1=embeddings.of_length_1())
-    ours = ScannSearch.load(write_scann(embeddings, rule, given.work / "scann"), len(passages), rule)
+    ours = ScannSearch.load(
+        write_scann(embeddings, rule, given.work / "scann"), len(passages), rule
+    )
     loaded = embedder.load()
     asked = [loaded.embed(questions, "query") for questions in more_questions]
     for name, files in RECORDS.items():

@@ -3,15 +3,15 @@
     python benchmarks/serving_overload.py DIRECTORY [--slots 8] [--queue-size 32] [--load 4] [--rounds 4] \\
         [--new-tokens 32]
 
-DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. `load` x (slots +
-queue-size) clients send `rounds` requests each, one after the other; who is refused pauses for 0.1 s before the next.
-Prompts are random, two thirds of each are the same for all. Server and clients share one process, so the seconds hold
-the clients' own work.
+DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here.
+`load` x (slots + queue-size) clients send `rounds` requests each, one after the other; who is
+refused pauses for 0.1 s before the next. Prompts are random, two thirds of each are the same for
+all. Server and clients share one process, so the seconds hold the clients' own work.
 
-Prints one JSON line: requests, how many were answered, refused, and anything else (which would be a fault); p50 and p99
-of the seconds to the whole answer, to its first token, and to a refusal; the most requests that ran and waited at a
-time, and the room there was; generated tokens a second; by how many MiB resident memory grew from the end of the first
-round to the end of the last.
+Prints one JSON line: requests, how many were answered, refused, and anything else (which would be a
+fault); p50 and p99 of the seconds to the whole answer, to its first token, and to a refusal; the
+most requests that ran and waited at a time, and the room there was; generated tokens a second; by
+how many MiB resident memory grew from the end of the first round to the end of the last.
 """
 
 import argparse
@@ -46,12 +46,18 @@ DECODE_STEPS, PREFILL_TOKENS = 8, 1024
 
 def resident_mebibytes() -> float:
     status = Path("/proc/self/status")
-    return int(status.read_text().split("VmRSS:")[1].split()[0]) / 1024 if status.exists() else float("nan")
+    return (
+        int(status.read_text().split("VmRSS:")[1].split()[0]) / 1024
+        if status.exists()
+        else float("nan")
+    )
 
 
 def quantiles(seconds: Sequence[float]) -> list[float] | None:
     """p50 and p99."""
-    return [round(float(value), 4) for value in np.quantile(seconds, [0.5, 0.99])] if seconds else None
+    return (
+        [round(float(value), 4) for value in np.quantile(seconds, [0.5, 0.99])] if seconds else None
+    )
 
 
 class Clients:
@@ -90,13 +96,19 @@ def make_generator(arguments: argparse.Namespace) -> tuple[BatchedGenerator, int
     """(generator, size of the vocabulary)."""
     config = load_config(arguments.directory)
     decoder = nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
-    sizes = EngineConfig(slots=arguments.slots, decode_steps_per_call=DECODE_STEPS, prefill_tokens=PREFILL_TOKENS)
+    sizes = EngineConfig(
+        slots=arguments.slots, decode_steps_per_call=DECODE_STEPS, prefill_tokens=PREFILL_TOKENS
+    )
     positions = arguments.prompt_tokens + arguments.new_tokens
     engine = make_engine(decoder, sizes, positions=positions, stop_token_ids=[])
-    return BatchedGenerator(engine, prefix_reuse=True, queue_size=arguments.queue_size), config.vocab_size
+    return BatchedGenerator(
+        engine, prefix_reuse=True, queue_size=arguments.queue_size
+    ), config.vocab_size
 
 
-def make_prompts(callers: int, vocabulary: int, arguments: argparse.Namespace) -> list[list[list[int]]]:
+def make_prompts(
+    callers: int, vocabulary: int, arguments: argparse.Namespace
+) -> list[list[list[int]]]:
     """[rounds][callers], and before them rounds that only compile."""
     draw = np.random.default_rng(0)
     shared = draw.integers(0, vocabulary, 2 * arguments.prompt_tokens // 3).tolist()
@@ -106,9 +118,13 @@ def make_prompts(callers: int, vocabulary: int, arguments: argparse.Namespace) -
 
 
 def load(
-    channel: grpc.Channel, prompts: Sequence[Sequence[Sequence[int]]], new_tokens: int, read: Callable[[], int]
+    channel: grpc.Channel,
+    prompts: Sequence[Sequence[Sequence[int]]],
+    new_tokens: int,
+    read: Callable[[], int],
 ) -> tuple[Clients, int, float]:
-    """All callers play their rounds; (what became of the requests, the most that `read` said meanwhile, MiB grown)."""
+    """All callers play their rounds; (what became of the requests, the most that `read` said
+    meanwhile, MiB grown)."""
     stub, callers = jetstream_pb2_grpc.OrchestratorStub(channel), len(prompts[0])
     most, done, together = 0, threading.Event(), threading.Barrier(callers)
     clients, memory = Clients(stub, new_tokens), []
@@ -138,7 +154,9 @@ def load(
 def measure(arguments: argparse.Namespace) -> dict:
     generator, vocabulary = make_generator(arguments)
     prompts = make_prompts(arguments.load * generator.capacity, vocabulary, arguments)
-    server = Server(generator, SamplingParams(max_new_tokens=arguments.new_tokens, temperature=1.0, seed=0))
+    server = Server(
+        generator, SamplingParams(max_new_tokens=arguments.new_tokens, temperature=1.0, seed=0)
+    )
 
     def read() -> int:
         found = server.statistics
@@ -172,7 +190,9 @@ def main() -> int:
     parser.add_argument("directory")
     parser.add_argument("--slots", type=int, default=8)
     parser.add_argument("--queue-size", type=int, default=32)
-    parser.add_argument("--load", type=int, default=4, help="clients, as a multiple of the room there is")
+    parser.add_argument(
+        "--load", type=int, default=4, help="clients, as a multiple of the room there is"
+    )
     parser.add_argument("--rounds", type=int, default=4, help="requests a client")
     parser.add_argument("--prompt-tokens", type=int, default=96)
     parser.add_argument("--new-tokens", type=int, default=32)

@@ -3,11 +3,12 @@
     python benchmarks/store.py [--shards 40] [--rows 64] [--turn-tokens 300] [--policy-bytes 64000000] \\
         [--bucket gs://BUCKET/PREFIX]
 
-Writes shards of random trajectories (a planner and two workers of three turns each), reads each back as a run does,
-with every check, and writes and fetches one policy. Prints one JSON line: what was measured, then for both places
-shards and megabytes a second. Writing is `write_shard`: the Parquet file and its checksums are made anew each time
-(`encode_shards_per_second` is that part alone). Without --bucket it is the server of the tests in a process of its own
-on this machine: the costs of the client and of one connection, no network. A prefix of a real bucket gets a folder of
+Writes shards of random trajectories (a planner and two workers of three turns each), reads each
+back as a run does, with every check, and writes and fetches one policy. Prints one JSON line: what
+was measured, then for both places shards and megabytes a second. Writing is `write_shard`: the
+Parquet file and its checksums are made anew each time (`encode_shards_per_second` is that part
+alone). Without --bucket it is the server of the tests in a process of its own on this machine: the
+costs of the client and of one connection, no network. A prefix of a real bucket gets a folder of
 its own, which is left there.
 """
 
@@ -37,7 +38,9 @@ def trajectory(draw: np.random.Generator, number: int, turn_tokens: int) -> Traj
             role=role,  # pyright: ignore[reportArgumentType]
             token_ids=tuple(draw.integers(0, 150_000, turn_tokens).tolist()),
             text="".join(map(chr, draw.integers(97, 123, 4 * turn_tokens))),
-            logprobs=tuple((-draw.exponential(size=turn_tokens).astype(np.float32)).tolist()) if trained else None,
+            logprobs=tuple((-draw.exponential(size=turn_tokens).astype(np.float32)).tolist())
+            if trained
+            else None,
             trained=trained,
         )
 
@@ -58,7 +61,9 @@ def trajectory(draw: np.random.Generator, number: int, turn_tokens: int) -> Traj
     )
 
 
-def measured(store: Store, rows: Sequence[Trajectory], count: int, policy: bytes) -> dict[str, float]:
+def measured(
+    store: Store, rows: Sequence[Trajectory], count: int, policy: bytes
+) -> dict[str, float]:
     began = time.perf_counter()
     entries = [store.write_shard(1, shard, rows) for shard in range(count)]
     written = time.perf_counter() - began
@@ -107,13 +112,18 @@ def main() -> int:
         "encode_shards_per_second": round(1 / encoding, 2),
     }
     with tempfile.TemporaryDirectory() as place:
-        os.environ["XDG_CACHE_HOME"] = f"{place}/cache"  # a policy is fetched, whatever is cached on this machine
+        os.environ["XDG_CACHE_HOME"] = (
+            f"{place}/cache"  # a policy is fetched, whatever is cached on this machine
+        )
         found["disk"] = measured(Store(f"{place}/run"), rows, given.shards, policy)
         server = None
         try:
             if given.bucket is None:
                 server = subprocess.Popen(
-                    [sys.executable, str(SERVER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+                    [sys.executable, str(SERVER)],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
                 )
                 assert server.stdout is not None
                 os.environ |= json.loads(server.stdout.readline())

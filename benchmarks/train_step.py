@@ -1,12 +1,14 @@
-"""Tokens a second of the training step, and its share of the fastest matrix product this machine does; one JSON line.
+"""Tokens a second of the training step, and its share of the fastest matrix product this machine
+does; one JSON line.
 
     python benchmarks/train_step.py DIRECTORY [--rows 4] [--row-tokens 512] [--dtype float32] [--attention auto] \\
         [--remat auto] [--lora-rank 0]
 
-DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here. The rows are packed
-from conversations of uneven length of which a third is trained, as an agent's are. The floating-point operations of a
-step are counted by the formula of `learning/throughput.py`, so the share falls with padding, with attention across
-conversations, and with everything that is no matrix product.
+DIRECTORY holds a Hugging Face config.json; the weights are drawn, their values do not matter here.
+The rows are packed from conversations of uneven length of which a third is trained, as an agent's
+are. The floating-point operations of a step are counted by the formula of `learning/throughput.py`,
+so the share falls with padding, with attention across conversations, and with everything that is no
+matrix product.
 """
 
 import argparse
@@ -46,8 +48,8 @@ def median_seconds(call, repeats: int) -> float:
 
 
 def conversations(model: DecoderConfig, tokens: int, longest: int) -> list[Conversation]:
-    """Context and model turns in turn, two to one, until `tokens` are there; lengths between a quarter of the longest
-    and all of it.
+    """Context and model turns in turn, two to one, until `tokens` are there; lengths between a
+    quarter of the longest and all of it.
     """
     draw = np.random.default_rng(0)
     found, total = [], 0
@@ -93,7 +95,9 @@ def main() -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    state = trainer.initial_state(nnx.jit(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(given.dtype)))())
+    state = trainer.initial_state(
+        nnx.jit(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(given.dtype)))()
+    )
     some = conversations(model, 4 * given.rows * given.row_tokens, given.row_tokens)
     rows = pack(some, row_tokens=given.row_tokens, seed=0)
     chosen = np.arange(given.rows)

@@ -1,12 +1,14 @@
-"""Bamboogle over Wikipedia, one agent that decides when to search, with Qwen3-4B on 4 chips (v5e:2x2).
+"""Bamboogle over Wikipedia, one agent that decides when to search, with Qwen3-4B on 4 chips
+(v5e:2x2).
 
     python -m mujica_jax.index build --corpus wiki-18.jsonl.gz --kind scann --embedder intfloat/e5-base-v2 --out INDEX
     python -m mujica_jax.eval configs/bamboogle_qwen3_4b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX --agents direct rag
 
-Learning When to Search, table 1, share of answers that a judge accepts: 0.37 without search (direct), 0.50 with one
-(rag), 0.61 after both stages with 1.44 searches a question; Qwen3-8B 0.48, 0.54 and 0.56 with 1.22. Index, rows by
-flags and all that is not the task are those of `nq_qwen3_4b_v5e.py`. Not run.
+Learning When to Search, table 1, share of answers that a judge accepts: 0.37 without search
+(direct), 0.50 with one (rag), 0.61 after both stages with 1.44 searches a question; Qwen3-8B 0.48,
+0.54 and 0.56 with 1.22. Index, rows by flags and all that is not the task are those of
+`nq_qwen3_4b_v5e.py`. Not run.
 """
 
 import dataclasses

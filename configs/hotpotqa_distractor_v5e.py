@@ -1,12 +1,14 @@
-"""HotpotQA, each question over its own ten passages (Hotpot-Kimi in the paper), with Qwen2.5-7B on 32 chips (v5e:4x8).
+"""HotpotQA, each question over its own ten passages (Hotpot-Kimi in the paper), with Qwen2.5-7B on
+32 chips (v5e:4x8).
 
     python -m mujica_jax.train configs/hotpotqa_distractor_v5e.py --init CHECKPOINT --task.data-dir DIR
 
-Mujica-MyGO, table 2: EM 54.07 and F1 68.48 after MyGO, 52.51 and 66.04 after the warm-up, 15.60 and 32.70 few-shot.
+Mujica-MyGO, table 2: EM 54.07 and F1 68.48 after MyGO, 52.51 and 66.04 after the warm-up, 15.60 and
+32.70 few-shot.
 
-Not run; learning takes about 1.2 hours by its operations (docs/evaluation.md). Ten passages are searched by their words
-(BM25, ours), and the worker is shown five of them (ours). The rest is as in `hotpotqa_v5e.py`; `two_wiki_text_v5e.py`
-lists what is the paper's and what is ours.
+Not run; learning takes about 1.2 hours by its operations (docs/evaluation.md). Ten passages are
+searched by their words (BM25, ours), and the worker is shown five of them (ours). The rest is as in
+`hotpotqa_v5e.py`; `two_wiki_text_v5e.py` lists what is the paper's and what is ours.
 """
 
 import dataclasses
@@ -17,5 +19,9 @@ from mujica_jax.config.tasks import HotpotConfig
 
 
 def get_config() -> Config:
-    task = HotpotConfig(data_dir="data/hotpotqa", setting="distractor", max_questions=20_000, top_k=5)
-    return dataclasses.replace(load_config("hotpotqa_v5e"), name="hotpotqa_distractor_v5e", task=task)
+    task = HotpotConfig(
+        data_dir="data/hotpotqa", setting="distractor", max_questions=20_000, top_k=5
+    )
+    return dataclasses.replace(
+        load_config("hotpotqa_v5e"), name="hotpotqa_distractor_v5e", task=task
+    )

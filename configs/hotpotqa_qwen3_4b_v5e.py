@@ -1,12 +1,14 @@
-"""HotpotQA over Wikipedia, one agent that decides when to search, with Qwen3-4B on 4 chips (v5e:2x2).
+"""HotpotQA over Wikipedia, one agent that decides when to search, with Qwen3-4B on 4 chips
+(v5e:2x2).
 
     python -m mujica_jax.index build --corpus wiki-18.jsonl.gz --kind scann --embedder intfloat/e5-base-v2 --out INDEX
     python -m mujica_jax.eval configs/hotpotqa_qwen3_4b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX --agents direct rag
 
-Learning When to Search, table 1, share of answers that a judge accepts: 0.28 without search (direct), 0.56 with one
-(rag), 0.55 after both stages with 1.11 searches a question; Qwen3-8B 0.35, 0.54 and 0.55 with 1.15. Index, rows by
-flags and all that is not the task are those of `nq_qwen3_4b_v5e.py`. Not run.
+Learning When to Search, table 1, share of answers that a judge accepts: 0.28 without search
+(direct), 0.56 with one (rag), 0.55 after both stages with 1.11 searches a question; Qwen3-8B 0.35,
+0.54 and 0.55 with 1.15. Index, rows by flags and all that is not the task are those of
+`nq_qwen3_4b_v5e.py`. Not run.
 """
 
 import dataclasses
@@ -19,5 +21,8 @@ def get_config() -> Config:
     base = of_kind(load_config("nq_qwen3_4b_v5e"), "task", "hotpotqa")
     task = dataclasses.replace(base.task, data_dir="data/hotpotqa")
     return dataclasses.replace(
-        base, name="hotpotqa_qwen3_4b_v5e", task=task, eval=EvalConfig(questions=7_405, split="test")
+        base,
+        name="hotpotqa_qwen3_4b_v5e",
+        task=task,
+        eval=EvalConfig(questions=7_405, split="test"),
     )

@@ -1,12 +1,14 @@
-"""MuSiQue over Wikipedia, one agent that decides when to search, with Qwen3-4B on 4 chips (v5e:2x2).
+"""MuSiQue over Wikipedia, one agent that decides when to search, with Qwen3-4B on 4 chips
+(v5e:2x2).
 
     python -m mujica_jax.index build --corpus wiki-18.jsonl.gz --kind scann --embedder intfloat/e5-base-v2 --out INDEX
     python -m mujica_jax.eval configs/musique_qwen3_4b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX --agents direct rag
 
-Learning When to Search, table 1, share of answers that a judge accepts: 0.12 without search (direct), 0.19 with one
-(rag), 0.24 after both stages with 1.25 searches a question; Qwen3-8B 0.14, 0.18 and 0.27 with 2.15. Index, rows by
-flags and all that is not the task are those of `nq_qwen3_4b_v5e.py`. Not run.
+Learning When to Search, table 1, share of answers that a judge accepts: 0.12 without search
+(direct), 0.19 with one (rag), 0.24 after both stages with 1.25 searches a question; Qwen3-8B 0.14,
+0.18 and 0.27 with 2.15. Index, rows by flags and all that is not the task are those of
+`nq_qwen3_4b_v5e.py`. Not run.
 """
 
 import dataclasses

@@ -1,17 +1,20 @@
-"""Natural Questions over Wikipedia, one agent that decides when to search, with Qwen3-4B on 4 chips (v5e:2x2).
+"""Natural Questions over Wikipedia, one agent that decides when to search, with Qwen3-4B on 4 chips
+(v5e:2x2).
 
     python -m mujica_jax.index build --corpus wiki-18.jsonl.gz --kind scann --embedder intfloat/e5-base-v2 --out INDEX
     python -m mujica_jax.eval configs/nq_qwen3_4b_v5e.py --init CHECKPOINT --task.data-dir DIR --task.index INDEX \\
         --agents direct rag
 
-Learning When to Search, table 1, share of answers that a judge accepts (--judge.base-url ..., docs/evaluation.md): 0.32
-without search (direct), 0.55 with one (rag), 0.57 after both stages with 1.07 searches a question; Qwen3-8B 0.39, 0.62
-and 0.64 with 1.13. Trained policies are given as --checkpoint. Rows by flags: Qwen3-8B and Qwen2.5-7B are other values
-of --init, whose engine fits too; the prompt-based rows of DecEx-RAG, table 1, are --task.top-k 3 --agents direct
+Learning When to Search, table 1, share of answers that a judge accepts (--judge.base-url ...,
+docs/evaluation.md): 0.32 without search (direct), 0.55 with one (rag), 0.57 after both stages with
+1.07 searches a question; Qwen3-8B 0.39, 0.62 and 0.64 with 1.13. Trained policies are given as
+--checkpoint. Rows by flags: Qwen3-8B and Qwen2.5-7B are other values of --init, whose engine fits
+too; the prompt-based rows of DecEx-RAG, table 1, are --task.top-k 3 --agents direct
 chain_of_thought rag iter_retgen ircot flare search_o1, and Search-R1 is --agent.style search_r1.
 
-Not run. It is for evaluation: a training step does not fit four chips. Limits are those of the paper's table 5, the
-embedder that of DecEx-RAG; its 21 million embeddings are searched by ScaNN in the host's memory.
+Not run. It is for evaluation: a training step does not fit four chips. Limits are those of the
+paper's table 5, the embedder that of DecEx-RAG; its 21 million embeddings are searched by ScaNN in
+the host's memory.
 """
 
 import dataclasses
@@ -53,7 +56,9 @@ def get_config() -> Config:
             max_trajectory_tokens=2048 + 16384,  # prompt and response
             max_observation_tokens=4096,
         ),
-        engine=EngineConfig(slots=64, decode_steps_per_call=16, prefill_tokens=4096, tensor=4, cache_gigabytes=2.0),
+        engine=EngineConfig(
+            slots=64, decode_steps_per_call=16, prefill_tokens=4096, tensor=4, cache_gigabytes=2.0
+        ),
         trainer=dataclasses.replace(base.trainer, fsdp=1),
         eval=EvalConfig(questions=3_610, split="test"),
     )

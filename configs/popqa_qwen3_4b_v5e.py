@@ -4,9 +4,10 @@
     python -m mujica_jax.eval configs/popqa_qwen3_4b_v5e.py --init CHECKPOINT --task.data-dir DIR \\
         --task.index INDEX --agents direct rag
 
-Learning When to Search, table 1, share of answers that a judge accepts: 0.20 without search (direct), 0.51 with one
-(rag), 0.54 after both stages with 1.06 searches a question; Qwen3-8B 0.25, 0.52 and 0.53 with 1.01. Index, rows by
-flags and all that is not the task are those of `nq_qwen3_4b_v5e.py`. Not run.
+Learning When to Search, table 1, share of answers that a judge accepts: 0.20 without search
+(direct), 0.51 with one (rag), 0.54 after both stages with 1.06 searches a question; Qwen3-8B 0.25,
+0.52 and 0.53 with 1.01. Index, rows by flags and all that is not the task are those of
+`nq_qwen3_4b_v5e.py`. Not run.
 """
 
 import dataclasses

@@ -2,8 +2,8 @@
 
     python -m mujica_jax.train
 
-A decoder of 0.3 million parameters reads generated text, is shown a few hundred demonstrations, and then improves on
-thousands of questions of which it only knows the answers.
+A decoder of 0.3 million parameters reads generated text, is shown a few hundred demonstrations, and
+then improves on thousands of questions of which it only knows the answers.
 """
 
 from mujica_jax.config.schema import (
@@ -58,7 +58,11 @@ def get_config() -> Config:
             documents=16_000, row_parts=2, steps=850, learning_rate=6e-3, end_learning_rate=4e-3
         ),
         warmup=WarmupConfig(
-            steps=500, learning_rate=6e-3, end_learning_rate=3e-4, pretraining_share=0.1, miss_rate=0.1
+            steps=500,
+            learning_rate=6e-3,
+            end_learning_rate=3e-4,
+            pretraining_share=0.1,
+            miss_rate=0.1,
         ),
         sampling=SamplingConfig(
             questions_per_round=400,

@@ -1,14 +1,17 @@
-"""The tiny world with staged rewards: an agent that answers what it knows and searches for the rest, trained by DAPO.
+"""The tiny world with staged rewards: an agent that answers what it knows and searches for the
+rest, trained by DAPO.
 
     python -m mujica_jax.train configs/tiny_world_dapo_staged.py
 
-About half of the questions are about common knowledge (`task.common_knowledge`): what they ask about stands in the
-text that the model reads before its demonstrations, which answer it from memory. Model, reading and warm-up are larger
-than the tiny world's, so that it reads and remembers (chosen on dev with one seed, docs/LOG.md). The first stage
-rewards searching where an answer is wrong, the second one, from `staged.stage_two_round` on, answering without. In the
-table of the end, see how EM and searches move. `--staged.search False`, `--staged.answer False`, `--staged.stage-one
-False` and `--staged.stage-two False` are the ablations of the paper's table 4, `--staged.unified True` is its table 2.
-An attempt that generates more than 448 tokens is punished for its length, as in DAPO.
+About half of the questions are about common knowledge (`task.common_knowledge`): what they ask
+about stands in the text that the model reads before its demonstrations, which answer it from
+memory. Model, reading and warm-up are larger than the tiny world's, so that it reads and remembers
+(chosen on dev with one seed, docs/LOG.md). The first stage rewards searching where an answer is
+wrong, the second one, from `staged.stage_two_round` on, answering without. In the table of the end,
+see how EM and searches move. `--staged.search False`, `--staged.answer False`, `--staged.stage-one
+False` and `--staged.stage-two False` are the ablations of the paper's table 4, `--staged.unified
+True` is its table 2. An attempt that generates more than 448 tokens is punished for its length, as
+in DAPO.
 """
 
 import dataclasses
@@ -33,11 +36,18 @@ def get_config() -> Config:
             common_knowledge=0.5,
         ),
         model=dataclasses.replace(base.model, hidden_size=96, intermediate_size=256),
-        agent=SingleConfig(max_turn_tokens=112, max_trajectory_tokens=640, max_observation_tokens=112, prompt="brief"),
+        agent=SingleConfig(
+            max_turn_tokens=112,
+            max_trajectory_tokens=640,
+            max_observation_tokens=112,
+            prompt="brief",
+        ),
         trainer=dataclasses.replace(base.trainer, row_tokens=640, rows_per_step=4),
         pretraining=dataclasses.replace(base.pretraining, row_parts=4, steps=3_500),
         warmup=dataclasses.replace(base.warmup, steps=2_000, pretraining_share=0.4, miss_rate=0.0),
-        sampling=dataclasses.replace(base.sampling, questions_per_round=50, shard_questions=50, temperature=1.0),
+        sampling=dataclasses.replace(
+            base.sampling, questions_per_round=50, shard_questions=50, temperature=1.0
+        ),
         method=DapoConfig(
             rounds=12,
             rounds_per_phase=4,

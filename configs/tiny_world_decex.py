@@ -2,8 +2,9 @@
 
     python -m mujica_jax.train configs/tiny_world_decex.py
 
-Over passages. About half of the questions are about common knowledge: what they ask about stands in the pre-training
-text, everything else in passages; names do not say which is which, and the rewards of the search trees do.
+Over passages. About half of the questions are about common knowledge: what they ask about stands in
+the pre-training text, everything else in passages; names do not say which is which, and the rewards
+of the search trees do.
 """
 
 import dataclasses
@@ -26,12 +27,19 @@ def get_config() -> Config:
             test_questions=200,
             common_knowledge=0.5,
         ),
-        agent=DecexConfig(max_turn_tokens=288, max_trajectory_tokens=640, max_observation_tokens=96, prompt="brief"),
+        agent=DecexConfig(
+            max_turn_tokens=288,
+            max_trajectory_tokens=640,
+            max_observation_tokens=96,
+            prompt="brief",
+        ),
         engine=dataclasses.replace(base.engine, slots=128),
         trainer=dataclasses.replace(base.trainer, row_tokens=1_280, rows_per_step=2),
         pretraining=dataclasses.replace(base.pretraining, row_parts=8),
         warmup=dataclasses.replace(base.warmup, miss_rate=0.0),
         sampling=dataclasses.replace(base.sampling, questions_per_round=200, shard_questions=50),
-        method=DecexTreeConfig(learning_rate=0.0002, end_learning_rate=2e-05, epochs=2, dpo_learning_rate=0.0001),
+        method=DecexTreeConfig(
+            learning_rate=0.0002, end_learning_rate=2e-05, epochs=2, dpo_learning_rate=0.0001
+        ),
         eval=dataclasses.replace(base.eval, questions=200),
     )

@@ -2,15 +2,16 @@
 
     python -m mujica_jax.train configs/tiny_world_evipath.py
 
-The warm-up stands in for a language model that follows prompts. It shows the agent's own prompts (EviPath's tags) and
-those of the teacher. Then the warmed-up policy is the teacher: told answer and evidence, it writes trajectories, and
-the right ones are learnt.
+The warm-up stands in for a language model that follows prompts. It shows the agent's own prompts
+(EviPath's tags) and those of the teacher. Then the warmed-up policy is the teacher: told answer and
+evidence, it writes trajectories, and the right ones are learnt.
 
-`--method.mode deductive` has the same warm-up and therefore the same teacher, which is told neither;
-`--method.trajectories N` gives both modes the same number of right trajectories (the paper's table 4).
+`--method.mode deductive` has the same warm-up and therefore the same teacher, which is told
+neither; `--method.trajectories N` gives both modes the same number of right trajectories (the
+paper's table 4).
 
-`--method.teacher scripted` has no language model as teacher: the script replays the demonstrations of the warm-up for
-all questions, without mistakes.
+`--method.teacher scripted` has no language model as teacher: the script replays the demonstrations
+of the warm-up for all questions, without mistakes.
 """
 
 import dataclasses

@@ -1,4 +1,5 @@
-"""The tiny world with GRPO in MyGO's place: the same model, demonstrations and questions as `tiny_world.py`.
+"""The tiny world with GRPO in MyGO's place: the same model, demonstrations and questions as
+`tiny_world.py`.
 
     python -m mujica_jax.train configs/tiny_world_grpo.py
 
@@ -16,7 +17,9 @@ def get_config() -> Config:
     return dataclasses.replace(
         base,
         name="tiny_world_grpo",
-        sampling=dataclasses.replace(base.sampling, questions_per_round=50, shard_questions=50, temperature=1.0),
+        sampling=dataclasses.replace(
+            base.sampling, questions_per_round=50, shard_questions=50, temperature=1.0
+        ),
         method=GrpoConfig(
             rounds=8,
             rounds_per_phase=4,

@@ -2,16 +2,18 @@
 
     python -m mujica_jax.train configs/two_wiki_kg_grpo_v5e.py --init CHECKPOINT --task.data-dir DIR
 
-Mujica-MyGO, table 7: F1 86.06 and EM 80.15 after 137,941 trajectories and 135 minutes, where MyGO has 85.70 and 80.30
-after 7,343 and 35 minutes.
+Mujica-MyGO, table 7: F1 86.06 and EM 80.15 after 137,941 trajectories and 135 minutes, where MyGO
+has 85.70 and 80.30 after 7,343 and 35 minutes.
 
-What is searched is the graph of the data folder, or of --task.index. Without files of triples that is the gold
-evidences of the questions. The paper searched Wikidata, which is harder; `two_wiki_kg_v5e.py` says how to do so.
+What is searched is the graph of the data folder, or of --task.index. Without files of triples that
+is the gold evidences of the questions. The paper searched Wikidata, which is harder;
+`two_wiki_kg_v5e.py` says how to do so.
 
-From the paper: about as many trajectories, and a KL term to the policy that the rounds begin with (its equation 4).
-Ours, for the paper prints no number of its GRPO: 67 batches of 128 questions with 16 attempts each, a constant rate of
-1e-6, one pass, clipping at 0.2, and a KL coefficient of 0.04, that of the paper which introduced GRPO (DeepSeekMath).
-The KL term holds a second set of weights, 0.95 GB on each chip. All else is as in `two_wiki_kg_v5e.py`.
+From the paper: about as many trajectories, and a KL term to the policy that the rounds begin with
+(its equation 4). Ours, for the paper prints no number of its GRPO: 67 batches of 128 questions with
+16 attempts each, a constant rate of 1e-6, one pass, clipping at 0.2, and a KL coefficient of 0.04,
+that of the paper which introduced GRPO (DeepSeekMath). The KL term holds a second set of weights,
+0.95 GB on each chip. All else is as in `two_wiki_kg_v5e.py`.
 
 Not run; `tests/test_tpu_compile.py` compiles its training step.
 """
@@ -27,7 +29,9 @@ def get_config() -> Config:
     return dataclasses.replace(
         like,
         name="two_wiki_kg_grpo_v5e",
-        engine=dataclasses.replace(like.engine, kind="native"),  # gives the log-probabilities that GRPO learns from
+        engine=dataclasses.replace(
+            like.engine, kind="native"
+        ),  # gives the log-probabilities that GRPO learns from
         sampling=dataclasses.replace(like.sampling, questions_per_round=128, shard_questions=16),
         method=GrpoConfig(
             rounds=67,

@@ -2,10 +2,11 @@
 
     python -m mujica_jax.train configs/two_wiki_kg_nano.py --task.data-dir DIR
 
-DIR holds a sample of the official dev records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...). A hash splits it into
-training and held-out questions (`split_dev_files`), so its scores are not those of the official dev set. With a file
-train* in DIR nothing of dev* is trained on. What is searched is the graph of DIR: its triples or, without such a file,
-the gold evidences of its questions. The paper searched Wikidata, which is harder.
+DIR holds a sample of the official dev records (`dev_evidences*.json.gz`, `triples.tsv.gz`, ...). A
+hash splits it into training and held-out questions (`split_dev_files`), so its scores are not those
+of the official dev set. With a file train* in DIR nothing of dev* is trained on. What is searched
+is the graph of DIR: its triples or, without such a file, the gold evidences of its questions. The
+paper searched Wikidata, which is harder.
 """
 
 from mujica_jax.config.schema import (
@@ -56,8 +57,12 @@ def get_config() -> Config:
         ),
         engine=EngineConfig(slots=192, decode_steps_per_call=16, prefill_tokens=4096),
         trainer=TrainerConfig(row_tokens=464, rows_per_step=8),
-        pretraining=PretrainingConfig(documents=20_000, steps=1200, learning_rate=5e-3, end_learning_rate=3e-3),
-        warmup=WarmupConfig(steps=2400, learning_rate=5e-3, end_learning_rate=2e-4, pretraining_share=0.15),
+        pretraining=PretrainingConfig(
+            documents=20_000, steps=1200, learning_rate=5e-3, end_learning_rate=3e-3
+        ),
+        warmup=WarmupConfig(
+            steps=2400, learning_rate=5e-3, end_learning_rate=2e-4, pretraining_share=0.15
+        ),
         sampling=SamplingConfig(
             questions_per_round=1000,
             shard_questions=250,

@@ -4,24 +4,28 @@
     python -m mujica_jax.train configs/two_wiki_text_dapo_staged_qwen3_8b_v5e.py --init CHECKPOINT \\
         --task.data-dir DIR --task.index INDEX
 
-Learning When to Search, table 1, 2Wiki with Qwen3-8B: a judge accepts 0.28 without search, 0.43 with one, 0.51 trained.
+Learning When to Search, table 1, 2Wiki with Qwen3-8B: a judge accepts 0.28 without search, 0.43
+with one, 0.51 trained.
 
-Attempts, batch, lengths, turns, rate, KL term and beta are those of the paper's table 5: 500 steps of 32 questions with
-32 attempts each, prompts of 2,048 tokens, observations of 4,096, turns of 8,192 and responses of 16,384, five turns. A
-conversation holds a prompt and a response, 18,432 tokens. The mini-batch is the whole batch, up to 256 rows of that
-length, 4.7 million tokens; a longer batch makes more than one update. Eight chips share each row's matrices, because a
-step needs 17.7 GB of temporaries on a chip of 16 GB where each chip has a row to itself, and 9.3 GB here
-(docs/memory.md). Keys and values have 1.5 GB a chip: the reference of the KL term takes 1 GB beside them.
+Attempts, batch, lengths, turns, rate, KL term and beta are those of the paper's table 5: 500 steps
+of 32 questions with 32 attempts each, prompts of 2,048 tokens, observations of 4,096, turns of
+8,192 and responses of 16,384, five turns. A conversation holds a prompt and a response, 18,432
+tokens. The mini-batch is the whole batch, up to 256 rows of that length, 4.7 million tokens; a
+longer batch makes more than one update. Eight chips share each row's matrices, because a step needs
+17.7 GB of temporaries on a chip of 16 GB where each chip has a row to itself, and 9.3 GB here
+(docs/memory.md). Keys and values have 1.5 GB a chip: the reference of the KL term takes 1 GB beside
+them.
 
 The judge of the paper is Qwen3-235B-A22B-Instruct; give it with
 
     --staged.correctness judge --judge.base-url URL --judge.mode chat \\
     --judge.model Qwen/Qwen3-235B-A22B-Instruct --judge.tokenizer DIR
 
-Without it an answer is right by exact match. Ours: DAPO's clip and its punishment of length (the paper trains by DAPO
-and does not speak of it), a stage of 250 steps each, an evaluation every 50 steps (30), 15% of the questions held out
-(20%), and bge over the task's index where the paper has E5 over Wikipedia, and Qwen3-Embedding for the queries. Not
-run; `tests/test_tpu_compile.py` compiles its training step.
+Without it an answer is right by exact match. Ours: DAPO's clip and its punishment of length (the
+paper trains by DAPO and does not speak of it), a stage of 250 steps each, an evaluation every 50
+steps (30), 15% of the questions held out (20%), and bge over the task's index where the paper has
+E5 over Wikipedia, and Qwen3-Embedding for the queries. Not run; `tests/test_tpu_compile.py`
+compiles its training step.
 """
 
 import dataclasses

@@ -6,16 +6,17 @@
 
 DecEx-RAG, table 1, 2Wiki: EM 50.0 and F1 55.9 over all of Wikipedia; Search-R1 34.7 and 41.8.
 
-Branches, rollouts, iterations, documents and the threshold are those of the DecEx-RAG paper, as far as it has them
-(`methods/search_tree.py`). Its 3,000 questions came from two data sets; here 1,000 are of 2Wiki alone. The rates of SFT
-are ours. There is no warm-up: the trees are grown with the checkpoint. The paper's trees were written by Qwen3-30B-A3B,
-but for the retrieval decision; a second model behind an endpoint does that here too:
+Branches, rollouts, iterations, documents and the threshold are those of the DecEx-RAG paper, as far
+as it has them (`methods/search_tree.py`). Its 3,000 questions came from two data sets; here 1,000
+are of 2Wiki alone. The rates of SFT are ours. There is no warm-up: the trees are grown with the
+checkpoint. The paper's trees were written by Qwen3-30B-A3B, but for the retrieval decision; a
+second model behind an endpoint does that here too:
 
     --method.remote.base-url URL --method.remote.model NAME --method.remote.mode chat --method.remote.tokenizer FOLDER
 
-A row of 8,192 tokens holds both conversations of a pair; a conversation of ours has at most 4,096 tokens.
-`tests/test_tpu_compile.py` compiles the step of DPO; a whole run is still to come. The `model` section is not read with
---init.
+A row of 8,192 tokens holds both conversations of a pair; a conversation of ours has at most 4,096
+tokens. `tests/test_tpu_compile.py` compiles the step of DPO; a whole run is still to come. The
+`model` section is not read with --init.
 """
 
 import dataclasses
@@ -37,8 +38,8 @@ def get_config() -> Config:
             max_trajectory_tokens=4096,
             max_observation_tokens=700,
         ),
-        # A row holds both conversations of a pair. Its step takes a gigabyte more than rows of half the length, which
-        # the engine's cache makes room for.
+        # A row holds both conversations of a pair. Its step takes a gigabyte more than rows of half
+        # the length, which the engine's cache makes room for.
         engine=dataclasses.replace(like.engine, kind="native", cache_gigabytes=3.0),
         trainer=dataclasses.replace(like.trainer, row_tokens=8192),
         warmup=dataclasses.replace(like.warmup, source="scripted", steps=0),

@@ -1,12 +1,14 @@
-"""2WikiMultihopQA over passages, with SmolLM2-135M: EM 46.0 on dev and 42.4 on test after the warm-up, an hour on two
-cores. A round of MyGO over 80 to 120 questions leaves it there; over all 727 it adds 5 greedy and 10 sampled, and as
-much computation on the demonstrations 14 and 18: minutes on a GPU (docs/benchmarks.md has the flags).
+"""2WikiMultihopQA over passages, with SmolLM2-135M: EM 46.0 on dev and 42.4 on test after the
+warm-up, an hour on two cores. A round of MyGO over 80 to 120 questions leaves it there; over all
+727 it adds 5 greedy and 10 sampled, and as much computation on the demonstrations 14 and 18:
+minutes on a GPU (docs/benchmarks.md has the flags).
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2.py --task.data-dir DIR --init smollm2
 
-The warm-up learns demonstrations that a script plays over what BM25 finds. The `model` section is not read with --init.
-DIR is a sample of the official dev file, which a hash splits into training and held-out questions (`split_dev_files`):
-its scores are not those of the official dev set. With a file train* in DIR nothing of dev* is trained on.
+The warm-up learns demonstrations that a script plays over what BM25 finds. The `model` section is
+not read with --init. DIR is a sample of the official dev file, which a hash splits into training
+and held-out questions (`split_dev_files`): its scores are not those of the official dev set. With a
+file train* in DIR nothing of dev* is trained on.
 """
 
 from mujica_jax.config.schema import (
@@ -57,8 +59,12 @@ def get_config() -> Config:
         ),
         engine=EngineConfig(slots=48, decode_steps_per_call=8, prefill_tokens=1024),
         trainer=TrainerConfig(row_tokens=768, rows_per_step=4, lora_rank=8, remat="dots"),
-        pretraining=PretrainingConfig(documents=0, steps=0, learning_rate=0.0, end_learning_rate=0.0),
-        warmup=WarmupConfig(steps=300, learning_rate=1e-3, end_learning_rate=1e-4, pretraining_share=0.0),
+        pretraining=PretrainingConfig(
+            documents=0, steps=0, learning_rate=0.0, end_learning_rate=0.0
+        ),
+        warmup=WarmupConfig(
+            steps=300, learning_rate=1e-3, end_learning_rate=1e-4, pretraining_share=0.0
+        ),
         sampling=SamplingConfig(
             questions_per_round=80,
             shard_questions=40,

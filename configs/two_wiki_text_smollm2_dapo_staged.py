@@ -1,11 +1,11 @@
-"""2WikiMultihopQA over passages, with SmolLM2-135M as an agent that decides itself whether to search: staged rewards
-and DAPO. docs/claims.md has the scores of a shortened run.
+"""2WikiMultihopQA over passages, with SmolLM2-135M as an agent that decides itself whether to
+search: staged rewards and DAPO. docs/claims.md has the scores of a shortened run.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_dapo_staged.py --task.data-dir DIR --init smollm2
 
-The warm-up learns demonstrations that a script plays over what BM25 finds: each of them searches. The paper's numbers
-(500 rounds of 32 questions, 32 attempts, learning rate 1e-6, a stage each) are for models of 4 to 8 billion parameters;
-these are for two cores.
+The warm-up learns demonstrations that a script plays over what BM25 finds: each of them searches.
+The paper's numbers (500 rounds of 32 questions, 32 attempts, learning rate 1e-6, a stage each) are
+for models of 4 to 8 billion parameters; these are for two cores.
 """
 
 import dataclasses
@@ -28,8 +28,12 @@ def get_config() -> Config:
             max_trajectory_tokens=1536,
             max_observation_tokens=256,
         ),
-        trainer=dataclasses.replace(base.trainer, row_tokens=1536, rows_per_step=2, accumulation_steps=2),
-        sampling=dataclasses.replace(base.sampling, questions_per_round=16, shard_questions=8, temperature=1.0),
+        trainer=dataclasses.replace(
+            base.trainer, row_tokens=1536, rows_per_step=2, accumulation_steps=2
+        ),
+        sampling=dataclasses.replace(
+            base.sampling, questions_per_round=16, shard_questions=8, temperature=1.0
+        ),
         method=DapoConfig(
             rounds=8,
             rounds_per_phase=4,

@@ -2,8 +2,9 @@
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_decex.py --task.data-dir DIR --init smollm2
 
-The warm-up learns demonstrations that a script plays over what BM25 finds: all of them search, and whether the model
-remembers enough is left to the trees. The `model` section is not read with --init.
+The warm-up learns demonstrations that a script plays over what BM25 finds: all of them search, and
+whether the model remembers enough is left to the trees. The `model` section is not read with
+--init.
 """
 
 import dataclasses
@@ -29,6 +30,11 @@ def get_config() -> Config:
         trainer=dataclasses.replace(like.trainer, row_tokens=3072, rows_per_step=1),
         sampling=SamplingConfig(questions_per_round=80, shard_questions=20, temperature=0.8),
         method=DecexTreeConfig(
-            branches=2, rollouts=2, learning_rate=3e-4, end_learning_rate=3e-5, epochs=1, dpo_learning_rate=5e-5
+            branches=2,
+            rollouts=2,
+            learning_rate=3e-4,
+            end_learning_rate=3e-5,
+            epochs=1,
+            dpo_learning_rate=5e-5,
         ),
     )

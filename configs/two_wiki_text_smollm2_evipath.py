@@ -1,14 +1,16 @@
-"""2WikiMultihopQA over passages with SmolLM2-135M and EviPath's prompts. docs/claims.md has a shortened run.
+"""2WikiMultihopQA over passages with SmolLM2-135M and EviPath's prompts. docs/claims.md has a
+shortened run.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_evipath.py --task.data-dir DIR --init smollm2
 
-SmolLM2 follows no prompt untrained, so no language model is the teacher here: the script is, which replays the
-demonstrations that a warm-up would show. It reads the paragraphs that the data set gives with each question, as far as
-`agent.max_observation_tokens` has room, and MiniLM chooses the passages that a worker must name. A language model
-teaches with `--method.teacher remote` (an endpoint) or `checkpoint`.
+SmolLM2 follows no prompt untrained, so no language model is the teacher here: the script is, which
+replays the demonstrations that a warm-up would show. It reads the paragraphs that the data set
+gives with each question, as far as `agent.max_observation_tokens` has room, and MiniLM chooses the
+passages that a worker must name. A language model teaches with `--method.teacher remote` (an
+endpoint) or `checkpoint`.
 
-There is no warm-up: the first row of the table is SmolLM2 as it is. Rates and rows are those of the warm-up of
-`two_wiki_text_smollm2.py`. The `model` section is not read with --init.
+There is no warm-up: the first row of the table is SmolLM2 as it is. Rates and rows are those of the
+warm-up of `two_wiki_text_smollm2.py`. The `model` section is not read with --init.
 """
 
 import dataclasses

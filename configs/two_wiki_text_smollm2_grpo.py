@@ -1,5 +1,5 @@
-"""2WikiMultihopQA over passages, with SmolLM2-135M and GRPO in MyGO's place. docs/claims.md scores a
-shortened run.
+"""2WikiMultihopQA over passages, with SmolLM2-135M and GRPO in MyGO's place. docs/claims.md scores
+a shortened run.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_grpo.py --task.data-dir DIR --init smollm2
 
@@ -18,8 +18,12 @@ def get_config() -> Config:
     return dataclasses.replace(
         base,
         name="two_wiki_text_smollm2_grpo",
-        trainer=dataclasses.replace(base.trainer, accumulation_steps=4),  # an update of 12 rows at once takes 16 GB
-        sampling=dataclasses.replace(base.sampling, questions_per_round=16, shard_questions=8, temperature=1.0),
+        trainer=dataclasses.replace(
+            base.trainer, accumulation_steps=4
+        ),  # an update of 12 rows at once takes 16 GB
+        sampling=dataclasses.replace(
+            base.sampling, questions_per_round=16, shard_questions=8, temperature=1.0
+        ),
         method=GrpoConfig(
             rounds=8,
             rounds_per_phase=4,

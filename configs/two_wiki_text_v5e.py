@@ -3,28 +3,30 @@
     python -m mujica_jax.index build --corpus DIR/corpus_6119.json.gz --kind scann --out INDEX
     python -m mujica_jax.train configs/two_wiki_text_v5e.py --init CHECKPOINT --task.data-dir DIR --task.index INDEX
 
-Mujica-MyGO, table 1: EM 53.17 and F1 59.62 after MyGO, 50.18 and 56.25 after the warm-up, 23.35 and 33.52 few-shot
-(12.41 and 19.71 in the paper's first version). Rows by flags: table 4 (--agent.split False, --agent.parallel False) and
-the baselines of table 3 (--agents of mujica_jax.eval).
+Mujica-MyGO, table 1: EM 53.17 and F1 59.62 after MyGO, 50.18 and 56.25 after the warm-up, 23.35 and
+33.52 few-shot (12.41 and 19.71 in the paper's first version). Rows by flags: table 4 (--agent.split
+False, --agent.parallel False) and the baselines of table 3 (--agents of mujica_jax.eval).
 
-From the paper: 20,000 questions, 1,000 a round, at most 16 attempts, 3 kept trajectories a question; AdamW with a plain
-cosine from 5e-7 to 1e-8; a warm-up on 300 few-shot trajectories with EM 1 by the same procedure, from 1e-5 to 1e-6; no
-replay of older rows; bge-large-en-v1.5, and five passages a search as in its table 8.
+From the paper: 20,000 questions, 1,000 a round, at most 16 attempts, 3 kept trajectories a
+question; AdamW with a plain cosine from 5e-7 to 1e-8; a warm-up on 300 few-shot trajectories with
+EM 1 by the same procedure, from 1e-5 to 1e-6; no replay of older rows; bge-large-en-v1.5, and five
+passages a search as in its table 8.
 
 Ours, where the paper says nothing:
 
-- one pass over the rows of a round, and one over those of the warm-up (`steps` is an upper bound that one pass does not
-  reach); one cosine over all rounds; batches of 32 rows of 4,096 tokens
-- AdamW's b1 0.9, b2 0.95, weight decay 0.01, gradients clipped at norm 1; bfloat16 for what is multiplied
+- one pass over the rows of a round, and one over those of the warm-up (`steps` is an upper bound
+  that one pass does not reach); one cosine over all rounds; batches of 32 rows of 4,096 tokens
+- AdamW's b1 0.9, b2 0.95, weight decay 0.01, gradients clipped at norm 1; bfloat16 for what is
+  multiplied
 - sampling at temperature 1, and at most four few-shot attempts a question
 - K begins at 0; the paper chooses its first K for each data set (--method.initial-threshold)
 - five turns of the planner, four searches a turn, and the limits of tokens
 - the wording of the prompts (`agents/protocol.py`); every evaluation is of 500 questions
 
-Not run; learning takes about 1.2 hours by its operations (docs/evaluation.md). The training step compiles for this
-topology and fits, and so does the engine on four of its chips, for Qwen2.5-7B has four heads of keys
-(`tests/test_tpu_compile.py`). The `model` section has the sizes that the checkpoint was published with; with --init
-those of the checkpoint are taken.
+Not run; learning takes about 1.2 hours by its operations (docs/evaluation.md). The training step
+compiles for this topology and fits, and so does the engine on four of its chips, for Qwen2.5-7B has
+four heads of keys (`tests/test_tpu_compile.py`). The `model` section has the sizes that the
+checkpoint was published with; with --init those of the checkpoint are taken.
 """
 
 from mujica_jax.config.schema import (
@@ -83,7 +85,9 @@ def get_config() -> Config:
             cache_gigabytes=4.0,
         ),
         trainer=TrainerConfig(row_tokens=4096, rows_per_step=32, dtype="bfloat16", fsdp=32),
-        pretraining=PretrainingConfig(documents=0, steps=0, learning_rate=0.0, end_learning_rate=0.0),
+        pretraining=PretrainingConfig(
+            documents=0, steps=0, learning_rate=0.0, end_learning_rate=0.0
+        ),
         warmup=WarmupConfig(
             source="few_shot",
             steps=100,

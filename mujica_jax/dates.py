@@ -7,9 +7,11 @@ MONTHS = (
 
 
 def written_date(year: str, month: int = 0, day: int = 0) -> str:
-    """Return a date as most of 2WikiMultihopQA writes it: "14 November 1961", "November 1961" or "1961".
+    """Return a date as most of 2WikiMultihopQA writes it: "14 November 1961", "November 1961" or
+    "1961".
 
-    `year` is text, so that "44 BC" is a year too. A month or a day of 0 is unknown; a day without a month is left out.
+    `year` is text, so that "44 BC" is a year too. A month or a day of 0 is unknown; a day without a
+    month is left out.
     """
     if not 1 <= month <= 12:
         return year

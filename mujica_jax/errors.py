@@ -1,4 +1,5 @@
-"""Errors a user can cause: an entry point prints the sentence and exits with 2. Others keep their traceback."""
+"""Errors a user can cause: an entry point prints the sentence and exits with 2. Others keep their
+traceback."""
 
 import difflib
 from collections.abc import Collection
@@ -17,7 +18,8 @@ class RunMismatch(UserError):
 
 
 class StoreUnavailable(UserError):
-    """A store did not answer within its deadline. Its objects are unknown, so none counts as damaged."""
+    """A store did not answer within its deadline. Its objects are unknown, so none counts as
+    damaged."""
 
 
 def nearest(name: str, known: Collection[str]) -> str:

@@ -1,7 +1,8 @@
 """The nouns of the system: question, turn, conversation, trajectory.
 
-One record goes from rollout to gradient. The engine's own token ids, log-probabilities and loss mask are stored where
-they are made; text is never tokenised again for training. Every file above imports these names from here.
+One record goes from rollout to gradient. The engine's own token ids, log-probabilities and loss
+mask are stored where they are made; text is never tokenised again for training. Every file above
+imports these names from here.
 """
 
 import dataclasses
@@ -14,21 +15,27 @@ TurnRole = Literal["context", "model"]
 
 
 class StopReason(enum.StrEnum):
-    """Why an episode ended. Only ANSWERED carries an answer that can be scored; all others score zero."""
+    """Why an episode ended. Only ANSWERED carries an answer that can be scored; all others score
+    zero."""
 
     ANSWERED = "answered"  # the agent closed with an <answer> tag
     NO_ACTION = "no_action"  # a turn held neither a search nor an answer that the parser accepts
-    # A graph search named a candidate number that was never given. Such a search is refused and the episode goes on;
-    # records of earlier versions end with it.
+    # A graph search named a candidate number that was never given. Such a search is refused and the
+    # episode goes on; records of earlier versions end with it.
     UNKNOWN_CANDIDATE = "unknown_candidate"
-    TOO_MANY_SEARCHES = "too_many_searches"  # one turn asked more searches than max_searches_per_turn
+    TOO_MANY_SEARCHES = (
+        "too_many_searches"  # one turn asked more searches than max_searches_per_turn
+    )
     ITERATION_LIMIT = "iteration_limit"  # max_iterations turns passed without an answer
     TURN_LENGTH = "turn_length"  # a turn reached max_turn_tokens before it ended
     TRAJECTORY_LENGTH = "trajectory_length"  # the conversation would exceed max_trajectory_tokens
     FILTERED = "filtered"  # the model's endpoint withheld its reply (a content filter, a refusal)
-    BAD_REPLY = "bad_reply"  # the model's endpoint gave a reply that cannot be read, or refused this request
+    # the model's endpoint gave a reply that cannot be read, or refused this request
+    BAD_REPLY = "bad_reply"
     SYNTHESIS_FAILED = "synthesis_failed"  # a teacher's turn stayed wrong in all of its tries
-    RETRIEVER_FAILED = "retriever_failed"  # the environment raised a typed retrieval error after its retries
+    RETRIEVER_FAILED = (
+        "retriever_failed"  # the environment raised a typed retrieval error after its retries
+    )
 
 
 JUDGE_FAILED = "judge_failed"  # in the counts of a trajectory on which the judge gave no verdict
@@ -36,7 +43,8 @@ JUDGE_FAILED = "judge_failed"  # in the counts of a trajectory on which the judg
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entity:
-    """A node that a graph task offers as candidate. `id` is the graph's key (a Q-id or the label itself)."""
+    """A node that a graph task offers as candidate. `id` is the graph's key (a Q-id or the label
+    itself)."""
 
     id: str
     label: str
@@ -59,10 +67,12 @@ class GoldPassage:
 
     title: str
     text: str = ""  # empty where the data name a title and no text of it is known
-    by_title: bool = False  # any passage of this title counts: the texts that are searched are not known beforehand
+    # any passage of this title counts: the texts that are searched are not known beforehand
+    by_title: bool = False
 
     def is_shown_by(self, line: str, *, cut: bool = False) -> bool:
-        """Whether a line `title: text`, as a search shows it, is this passage. White space does not count.
+        """Whether a line `title: text`, as a search shows it, is this passage. White space does not
+        count.
 
         `cut`: the line may be the beginning of a longer passage.
         """
@@ -91,7 +101,8 @@ class Question:
     gold_passages: tuple[GoldPassage, ...] = ()
     evidences: tuple[Evidence, ...] = ()
     kind: str = ""  # compositional, comparison, inference, bridge_comparison, ...
-    # Of a question that asks for several things: annotation, answer asked for, its aliases. `answers` has all of them.
+    # Of a question that asks for several things: annotation, answer asked for, its aliases.
+    # `answers` has all of them.
     answer_sets: tuple[tuple[tuple[str, ...], ...], ...] = ()
 
     @property
@@ -102,11 +113,13 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A run of tokens with one author: `context` came from templates, users and retrievers, `model` was sampled.
+    """A run of tokens with one author: `context` came from templates, users and retrievers, `model`
+    was sampled.
 
-    `logprobs` (one float a token, float32, under the unmodified policy) exist for model turns that an engine sampled.
-    `trained` says whether maximum likelihood learns the tokens. `cut` marks a model turn that a length limit ended:
-    maximum likelihood must not learn it, and a policy gradient must, since the reward of the episode punishes it.
+    `logprobs` (one float a token, float32, under the unmodified policy) exist for model turns that
+    an engine sampled. `trained` says whether maximum likelihood learns the tokens. `cut` marks a
+    model turn that a length limit ended: maximum likelihood must not learn it, and a policy
+    gradient must, since the reward of the episode punishes it.
     """
 
     role: TurnRole
@@ -117,9 +130,15 @@ class Turn:
     cut: bool = False
 
     def __post_init__(self) -> None:
-        assert self.role == "model" or not (self.trained or self.cut), "only tokens that the model generated carry loss"
-        assert not (self.trained and self.cut), "maximum likelihood does not learn a turn that a limit cut"
-        assert self.logprobs is None or len(self.logprobs) == len(self.token_ids), "one log-probability a token"
+        assert self.role == "model" or not (self.trained or self.cut), (
+            "only tokens that the model generated carry loss"
+        )
+        assert not (self.trained and self.cut), (
+            "maximum likelihood does not learn a turn that a limit cut"
+        )
+        assert self.logprobs is None or len(self.logprobs) == len(self.token_ids), (
+            "one log-probability a token"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,14 +156,19 @@ class Conversation:
         return [turn.trained for turn in self.turns for _ in turn.token_ids]
 
     def with_cut_turns_trained(self) -> "Conversation":
-        """Return the conversation as a policy gradient learns it: a turn that a length limit cut is trained too."""
-        turns = [dataclasses.replace(turn, trained=True, cut=False) if turn.cut else turn for turn in self.turns]
+        """Return the conversation as a policy gradient learns it: a turn that a length limit cut is
+        trained too."""
+        turns = [
+            dataclasses.replace(turn, trained=True, cut=False) if turn.cut else turn
+            for turn in self.turns
+        ]
         return dataclasses.replace(self, turns=tuple(turns))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """One sub-question of the planner with what came back: the node of the graph that a reader sees."""
+    """One sub-question of the planner with what came back: the node of the graph that a reader
+    sees."""
 
     iteration: int
     query: str
@@ -152,7 +176,9 @@ class Search:
     materials: tuple[str, ...] = ()  # what the retriever returned, in the order shown to the worker
     selected: tuple[int, ...] = ()  # indexes into materials that the worker chose
     sentence: str = ""  # the worker's answer as the planner saw it
-    found: bool = False  # whether it brought an answer, from materials or from the worker's own knowledge
+    found: bool = (
+        False  # whether it brought an answer, from materials or from the worker's own knowledge
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,17 +191,22 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One episode. The agent leaves it without a reward; `run_episodes` adds that (`with_reward`)."""
+    """One episode. The agent leaves it without a reward; `run_episodes` adds that
+    (`with_reward`)."""
 
     question_id: str
     attempt: int
     policy_version: int
     seed: int
-    conversations: tuple[Conversation, ...]  # each an independent training row; the first one holds the final answer
+    conversations: tuple[
+        Conversation, ...
+    ]  # each an independent training row; the first one holds the final answer
     answer: str
     reward: float = 0.0
     rewards_by_part: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what the agent counted, by its own names
+    counts: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # what the agent counted, by its own names
     stop_reason: StopReason
     searches: tuple[Search, ...]
     seconds: float  # not part of the trajectory's identity: excluded from checksums of content
@@ -192,8 +223,8 @@ class Trajectory:
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether `reward` is what the policy earned. Training leaves the other episodes out: a search or the judge
-        failed."""
+        """Whether `reward` is what the policy earned. Training leaves the other episodes out: a
+        search or the judge failed."""
         return not self.is_environment_fault and JUDGE_FAILED not in self.counts
 
     def with_reward(self, reward: Reward) -> "Trajectory":
@@ -201,7 +232,9 @@ class Trajectory:
 
     def without_verdict(self) -> "Trajectory":
         """Return the trajectory marked as one without a reward: the judge gave no verdict."""
-        return dataclasses.replace(self, reward=0.0, rewards_by_part={}, counts={**self.counts, JUDGE_FAILED: 1.0})
+        return dataclasses.replace(
+            self, reward=0.0, rewards_by_part={}, counts={**self.counts, JUDGE_FAILED: 1.0}
+        )
 
 
 def rewarded(trajectories: Iterable[Trajectory]) -> list[Trajectory]:

@@ -1,10 +1,12 @@
-"""Sample for a run that a trainer leads: one of any number of workers, on any hosts, that come and go as they like.
+"""Sample for a run that a trainer leads: one of any number of workers, on any hosts, that come and
+go as they like.
 
     python -m mujica_jax.train CONFIG --run gs://BUCKET/PREFIX --sampling.workers external
     python -m mujica_jax.sample --run gs://BUCKET/PREFIX
 
-It reads the configuration that the run was begun with, plays units of the open round until the run is finished, and
-ends then. SIGTERM or Ctrl-C ends it at once; what it played is kept, and another worker plays the rest.
+It reads the configuration that the run was begun with, plays units of the open round until the run
+is finished, and ends then. SIGTERM or Ctrl-C ends it at once; what it played is kept, and another
+worker plays the rest.
 """
 
 import dataclasses
@@ -36,14 +38,16 @@ MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 5.0, 86_400.0
 class SampleArguments:
     """Sample for a run that a trainer leads."""
 
-    run: str  # directory or gs://BUCKET/PREFIX of a run whose trainer has --sampling.workers external
+    # directory or gs://BUCKET/PREFIX of a run whose trainer has --sampling.workers external
+    run: str
     lease_seconds: float = 60.0  # after which silence of a worker another one plays its unit
     # Where the task's files are on this host: a folder, or tfds:NAME (default: as for the trainer).
     data_dir: str | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 the run is finished or this worker was asked to end, 2 a mistake of the user's, 130 Ctrl-C."""
+    """Exit status: 0 the run is finished or this worker was asked to end, 2 a mistake of the
+    user's, 130 Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     preemption = Preemption(kept="finished units are kept")
 
@@ -51,8 +55,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = override(SampleArguments(run=tyro.MISSING), words, prog=PROGRAM)
         if not MIN_LEASE_SECONDS <= given.lease_seconds <= MAX_LEASE_SECONDS:
             raise UserError(
-                f"--lease-seconds is {given.lease_seconds} and must lie between {MIN_LEASE_SECONDS:g} and "
-                f"{MAX_LEASE_SECONDS:g}: below, a unit under way would be played twice"
+                f"--lease-seconds is {given.lease_seconds} and must lie between "
+                f"{MIN_LEASE_SECONDS:g} and {MAX_LEASE_SECONDS:g}: below, a unit under way would "
+                "be played twice"
             )
         sample(given, preemption)
 
@@ -66,7 +71,9 @@ def sample(given: SampleArguments, preemption: Preemption) -> None:
     from mujica_jax.methods.setup import open_sampling
 
     if not (run_path(given.run) / CONFIG).exists():
-        raise UserError(f"there is no run in {given.run} yet: start its trainer first, or check --run")
+        raise UserError(
+            f"there is no run in {given.run} yet: start its trainer first, or check --run"
+        )
     store = Store(given.run)
     config = _config_of(store, given)
     progress = Progress(live=False)
@@ -86,23 +93,34 @@ def sample(given: SampleArguments, preemption: Preemption) -> None:
 
 
 def _config_of(store: Store, given: SampleArguments) -> Config:
-    """The run's own configuration, with this host's data. Raises UserError for a run that is led otherwise."""
+    """The run's own configuration, with this host's data. Raises UserError for a run that is led
+    otherwise."""
     from mujica_jax.methods.setup import TRAINER
 
     config = from_dict(Config, store.read_json(CONFIG)["config"])
     if config.method.kind != "mygo":
-        raise UserError(f"the run in {store.root} has method.kind {config.method.kind}: workers sample for mygo alone")
-    trainer, own = Leases(store, seconds=given.lease_seconds).newest(TRAINER), provenance.git_revision()
+        raise UserError(
+            f"the run in {store.root} has method.kind {config.method.kind}: workers sample for "
+            "mygo alone"
+        )
+    trainer, own = (
+        Leases(store, seconds=given.lease_seconds).newest(TRAINER),
+        provenance.git_revision(),
+    )
     if trainer and trainer.revision and own and trainer.revision != own:
         raise UserError(
-            f"the trainer of {store.root} is revision {trainer.revision} and this program is {own}: check out the same"
+            f"the trainer of {store.root} is revision {trainer.revision} and this program is "
+            f"{own}: check out the same"
         )
     if given.data_dir is not None:
         if not hasattr(config.task, "data_dir"):
             raise UserError(
-                f"--data-dir is {given.data_dir} and the task {config.task.kind} reads no files: leave it out"
+                f"--data-dir is {given.data_dir} and the task {config.task.kind} reads no files: "
+                "leave it out"
             )
-        config = dataclasses.replace(config, task=dataclasses.replace(config.task, data_dir=given.data_dir))
+        config = dataclasses.replace(
+            config, task=dataclasses.replace(config.task, data_dir=given.data_dir)
+        )
     check_data_dir(config.task)
     return config
 

@@ -2,8 +2,9 @@
 
     python -m mujica_jax.serve --checkpoint RUN|HF_DIR|FILE.gguf|smollm2 [--policy N] [--adapter DIR] --port 9000
 
-The checkpoint is named as for `mujica_jax.eval`: a run directory (its latest policy, or `--policy`), or a model, with
-`--adapter` a LoRA adapter on top. Ctrl-C or SIGTERM ends it when the requests under way are answered.
+The checkpoint is named as for `mujica_jax.eval`: a run directory (its latest policy, or
+`--policy`), or a model, with `--adapter` a LoRA adapter on top. Ctrl-C or SIGTERM ends it when the
+requests under way are answered.
 """
 
 import dataclasses
@@ -32,13 +33,17 @@ GRACE_SECONDS = 30.0  # for the requests under way when it is asked to end
 class ServeArguments:
     """Serve a policy over gRPC, by JetStream's protocol."""
 
-    checkpoint: str  # a run directory (local or gs://BUCKET/PREFIX), a Hugging Face directory, a GGUF file, or smollm2
+    # a run directory (local or gs://BUCKET/PREFIX), a Hugging Face directory, a GGUF file, or
+    # smollm2
+    checkpoint: str
     policy: int | None = None  # of a run (default: the latest)
     adapter: str | None = None  # folder of a LoRA adapter on top of a checkpoint that is no run
     host: str = "127.0.0.1"  # 0.0.0.0 for other machines; the connection is not encrypted
     port: int = 9000  # 0: any that is free
     metrics_port: int | None = None  # for Prometheus (default: none)
-    max_tokens: int | None = None  # of a prompt with its answer (default: 4096, or the model's context if shorter)
+    max_tokens: int | None = (
+        None  # of a prompt with its answer (default: 4096, or the model's context if shorter)
+    )
     max_new_tokens: int = 512  # of an answer, where a request does not say
     temperature: float = 0.0  # 0: the likeliest token
     queue_size: int = 64  # requests that wait beside those that run; what comes on top is refused
@@ -52,7 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = init_as_checkpoint(sys.argv[1:] if arguments is None else arguments)
     engine = EngineConfig(slots=16, decode_steps_per_call=8, prefill_tokens=2048)
     try:
-        given = override(ServeArguments(checkpoint=tyro.MISSING, engine=engine), words, prog=PROGRAM)
+        given = override(
+            ServeArguments(checkpoint=tyro.MISSING, engine=engine), words, prog=PROGRAM
+        )
         _check(given)
         serve(given)
     except UserError as error:
@@ -63,17 +70,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(given: ServeArguments) -> None:
     check_engine(given)
-    for name, least in (("max_tokens", 2), ("max_new_tokens", 1), ("temperature", 0), ("queue_size", 0), ("seed", 0)):
+    for name, least in (
+        ("max_tokens", 2),
+        ("max_new_tokens", 1),
+        ("temperature", 0),
+        ("queue_size", 0),
+        ("seed", 0),
+    ):
         value = getattr(given, name)
         if value is not None and value < least:
             raise UserError(f"--{name.replace('_', '-')} is {value} and must be at least {least}")
     for name, port in (("port", given.port), ("metrics-port", given.metrics_port)):
         if port is not None and not 0 <= port < 2**16:
-            raise UserError(f"--{name} is {port} and must be from 0, for any that is free, to {2**16 - 1}")
+            raise UserError(
+                f"--{name} is {port} and must be from 0, for any that is free, to {2**16 - 1}"
+            )
     if given.max_tokens is not None and given.max_new_tokens >= given.max_tokens:
         raise UserError(
-            f"--max-new-tokens is {given.max_new_tokens} and leaves no room for a prompt in --max-tokens "
-            f"{given.max_tokens}: lower the one or raise the other"
+            f"--max-new-tokens is {given.max_new_tokens} and leaves no room for a prompt in "
+            f"--max-tokens {given.max_tokens}: lower the one or raise the other"
         )
 
 
@@ -95,20 +110,27 @@ def serve(given: ServeArguments) -> None:
     if max_tokens is None:
         max_tokens = min(MAX_TOKENS, decoder.config.context_tokens)
         max_new_tokens = min(max_new_tokens, max_tokens // 2)  # the other half is for the prompt
-    generator = open_generator(decoder, given.engine, tokenizer, positions=max_tokens, queue_size=given.queue_size)
-    sampling = SamplingParams(max_new_tokens=max_new_tokens, temperature=given.temperature, seed=given.seed)
+    generator = open_generator(
+        decoder, given.engine, tokenizer, positions=max_tokens, queue_size=given.queue_size
+    )
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=given.temperature, seed=given.seed
+    )
     if given.engine.factory is not None:
         name = f"engine.factory {given.engine.factory}"
         check_temperatures(generator.capabilities, {"--temperature": given.temperature}, name)
     server = Server(generator, sampling, tokenizer=tokenizer, host=given.host, port=given.port)
-    # Not an Event: a handler that sets one waits for ever if the signal comes while `wait` holds the event's lock.
+    # Not an Event: a handler that sets one waits for ever if the signal comes while `wait` holds
+    # the event's lock.
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.put(number))
     port, close_metrics = server.start(), None
     if given.metrics_port is not None:
         counters = LiveCounters(lambda: server.statistics)
-        metrics_port, close_metrics = serve_metrics(counters, port=given.metrics_port, host=given.host)
+        metrics_port, close_metrics = serve_metrics(
+            counters, port=given.metrics_port, host=given.host
+        )
         print(f"metrics at http://{given.host}:{metrics_port}/metrics", flush=True)
     print(f"{policy.name} at {given.host}:{port}", flush=True)
     signals.get()

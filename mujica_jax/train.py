@@ -2,8 +2,8 @@
 
     python -m mujica_jax.train [configs/NAME.py] [--run DIR] [--init HF_DIR] [--section.field value ...]
 
-Without a configuration file it trains the tiny world. The same --run directory again goes on where a killed run
-stopped.
+Without a configuration file it trains the tiny world. The same --run directory again goes on where
+a killed run stopped.
 """
 
 import shlex
@@ -24,7 +24,8 @@ DEFAULT_CONFIG = "tiny_world"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done or preempted and resumable, 2 a mistake of the user's, 130 interrupted and resumable."""
+    """Exit status: 0 done or preempted and resumable, 2 a mistake of the user's, 130 interrupted
+    and resumable."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     preemption = Preemption()
 

@@ -2,11 +2,12 @@
 
     for one in collectives(text): print(one.kind, one.bytes, one.loops)
 
-`bytes` is what a collective gives on each device: the gathered whole for an all-gather, the part that is left for a
-reduce-scatter. A collective in the body of a loop is listed once and not once a turn: `loops` says in how many loops it
-lies (1: in the scan over layers; 2: in a ring that the TPU compiler made of a product in there, whose turns are
-collective-permutes of one device's part). Pieces of one collective that the compiler spread over several fusions share
-a channel and count as one."""
+`bytes` is what a collective gives on each device: the gathered whole for an all-gather, the part
+that is left for a reduce-scatter. A collective in the body of a loop is listed once and not once a
+turn: `loops` says in how many loops it lies (1: in the scan over layers; 2: in a ring that the TPU
+compiler made of a product in there, whose turns are collective-permutes of one device's part).
+Pieces of one collective that the compiler spread over several fusions share a channel and count as
+one."""
 
 import dataclasses
 import math
@@ -22,10 +23,17 @@ KINDS = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-BITS = {"pred": 8, "s4": 4, "u4": 4, "f4": 4}  # of the types whose names do not say; f8e4m3fn and the like do
+BITS = {
+    "pred": 8,
+    "s4": 4,
+    "u4": 4,
+    "f4": 4,
+}  # of the types whose names do not say; f8e4m3fn and the like do
 
 _COMPUTATION = re.compile(r"(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) \(.*\{$")
-_COLLECTIVE = re.compile(rf"\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>{'|'.join(KINDS)})(?:-start)?\(")
+_COLLECTIVE = re.compile(
+    rf"\s*(?:ROOT )?%?(?P<name>[\w.\-]+) = (?P<type>.*?) (?P<kind>{'|'.join(KINDS)})(?:-start)?\("
+)
 _CALLED = re.compile(
     r"(?P<how>body|condition|calls|to_apply|called_computations|branch_computations)=(?P<names>\{[^}]*\}|%?[\w.\-]+)"
 )
@@ -43,10 +51,13 @@ class Collective:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Of a compiled program, the largest first. Raises ValueError for a text that holds no program."""
+    """Of a compiled program, the largest first. Raises ValueError for a text that holds no
+    program."""
     lines, entry = _computations(text)
     if entry is None:
-        raise ValueError("the text has no ENTRY computation: give what `compiled.as_text()` returns")
+        raise ValueError(
+            "the text has no ENTRY computation: give what `compiled.as_text()` returns"
+        )
     depths = _loops_around(lines, entry)
     found: dict[str, Collective] = {}
     for name, body in lines.items():
@@ -58,7 +69,10 @@ def collectives(text: str) -> list[Collective]:
             arrays = list(_array_bytes(match["type"]))
             key = f"{match['kind']} {channel[1]}" if channel else f"{name} {match['name']}"
             one = Collective(
-                kind=match["kind"], bytes=max(arrays, default=0), loops=depths[name], source=source[1] if source else ""
+                kind=match["kind"],
+                bytes=max(arrays, default=0),
+                loops=depths[name],
+                source=source[1] if source else "",
             )
             if key not in found or one.loops > found[key].loops:
                 found[key] = one
@@ -66,7 +80,8 @@ def collectives(text: str) -> list[Collective]:
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
-    """Lines of each computation by its name, and the name of the one that the program begins with."""
+    """Lines of each computation by its name, and the name of the one that the program begins
+    with."""
     lines: dict[str, list[str]] = {}
     entry = name = None
     for line in text.splitlines():
@@ -80,8 +95,8 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
 
 
 def _loops_around(lines: Mapping[str, list[str]], entry: str) -> dict[str, int]:
-    """In how many loops each computation lies that the entry reaches; the most, where it is called from several
-    places."""
+    """In how many loops each computation lies that the entry reaches; the most, where it is called
+    from several places."""
     depths = {entry: 0}
     waiting = [entry]
     while waiting:

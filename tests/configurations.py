@@ -1,4 +1,5 @@
-"""The files in configs/: checkpoint and chips of those for published models, and which have the same programs."""
+"""The files in configs/: checkpoint and chips of those for published models, and which have the
+same programs."""
 
 import ast
 import dataclasses
@@ -51,4 +52,10 @@ def programs_of(name: str) -> Hashable:
     The engine behind JetStream's interface runs the programs of the native one."""
     config = CONFIGS[name]
     engine = dataclasses.replace(config.engine, kind="native")
-    return (config.model, topology_of(name), config.trainer, engine, config.agent.max_trajectory_tokens)
+    return (
+        config.model,
+        topology_of(name),
+        config.trainer,
+        engine,
+        config.agent.max_trajectory_tokens,
+    )

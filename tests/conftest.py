@@ -1,8 +1,8 @@
-"""Compile quickly in the default tests: most of their time is XLA's, and what they compare does not depend on its
-optimisation, or the test says otherwise.
+"""Compile quickly in the default tests: most of their time is XLA's, and what they compare does not
+depend on its optimisation, or the test says otherwise.
 
-Programs are kept for the next test that needs the same one, and for the next time. The slow tests, and whole runs in
-any (`whole_runs.py`), are compiled as users' programs are."""
+Programs are kept for the next test that needs the same one, and for the next time. The slow tests,
+and whole runs in any (`whole_runs.py`), are compiled as users' programs are."""
 
 import asyncio
 import inspect
@@ -41,12 +41,20 @@ LONG = {
 
 
 def known_flags() -> list[str]:
-    """XLA ends the process at a flag that it does not know, and flags come and go with its versions."""
+    """XLA ends the process at a flag that it does not know, and flags come and go with its
+    versions."""
     library = Path(jaxlib.__file__).parent / "libjax_common.so"
     if not library.exists():
         return [XLA_FLAGS[0]]
-    with open(library, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return [flag for flag in XLA_FLAGS if content.find(flag.strip("-").partition("=")[0].encode()) >= 0]
+    with (
+        open(library, "rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content,
+    ):
+        return [
+            flag
+            for flag in XLA_FLAGS
+            if content.find(flag.strip("-").partition("=")[0].encode()) >= 0
+        ]
 
 
 @pytest.fixture
@@ -65,10 +73,14 @@ def decoder():
 def pytest_configure(config: pytest.Config) -> None:
     # A busy machine is no fault.
     too_slow = hypothesis.HealthCheck.too_slow
-    hypothesis.settings.register_profile("any machine", deadline=None, suppress_health_check=[too_slow])
+    hypothesis.settings.register_profile(
+        "any machine", deadline=None, suppress_health_check=[too_slow]
+    )
     hypothesis.settings.load_profile("any machine")
     if config.getoption("markexpr") == "not slow":
-        os.environ["XLA_FLAGS"] = " ".join([os.environ.get("XLA_FLAGS", ""), *known_flags()]).strip()
+        os.environ["XLA_FLAGS"] = " ".join(
+            [os.environ.get("XLA_FLAGS", ""), *known_flags()]
+        ).strip()
         for name, value in KEPT.items():
             os.environ.setdefault(name, value)
 
@@ -82,7 +94,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """A test may be a coroutine; one that waits for ever fails."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
-    asked = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}
+    asked = {
+        name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters
+    }
     asyncio.run(asyncio.wait_for(pyfuncitem.obj(**asked), HANG_SECONDS))
     return True
 
@@ -99,7 +113,10 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Names the tests that failed once and passed when they were run again (`--reruns 1`)."""
-    found = {outcome: {report.nodeid for report in terminalreporter.stats.get(outcome, ())} for outcome in OUTCOMES}
+    found = {
+        outcome: {report.nodeid for report in terminalreporter.stats.get(outcome, ())}
+        for outcome in OUTCOMES
+    }
     if unstable := found["rerun"] - found["failed"] - found["error"]:
         terminalreporter.section("unstable: failed once, passed when run again")
         for name in sorted(unstable):

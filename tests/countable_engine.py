@@ -1,7 +1,8 @@
-"""An engine whose completions can be computed by hand: its cache holds the tokens themselves, and the next one is their
-checksum.
+"""An engine whose completions can be computed by hand: its cache holds the tokens themselves, and
+the next one is their checksum.
 
-A wrong page, a stale or unwritten position, or a token fed twice changes every token that follows."""
+A wrong page, a stale or unwritten position, or a token fed twice changes every token that follows.
+"""
 
 import dataclasses
 import math
@@ -90,7 +91,9 @@ class CountableEngine(Engine):
         state = SlotState(*(np.array(part) for part in state))
         shape = (self.decode_steps, self.slots)
         decoded = Decoded(
-            np.zeros(shape, np.int32), *(np.zeros(shape, np.float32) for _ in range(2)), np.zeros(shape, bool)
+            np.zeros(shape, np.int32),
+            *(np.zeros(shape, np.float32) for _ in range(2)),
+            np.zeros(shape, bool),
         )
         for step, slot in np.ndindex(shape):
             if state.remaining[slot] == 0:
@@ -98,7 +101,11 @@ class CountableEngine(Engine):
             position, seed = int(state.position[slot]), int(state.seed[slot])
             self._write(slot, position, state.token[slot])
             token, logprob = next_token(
-                self._read(slot, position + 1), state.temperature[slot], seed, self.config.vocab_size, self.policy
+                self._read(slot, position + 1),
+                state.temperature[slot],
+                seed,
+                self.config.vocab_size,
+                self.policy,
             )
             decoded.tokens[step, slot], decoded.valid[step, slot] = token, True
             decoded.logprobs[step, slot] = math.nan if seed == self.broken_seed else logprob

@@ -1,4 +1,5 @@
-"""How far eight virtual devices are from one, kernel by kernel; printed as JSON. Started by `test_devices.py`."""
+"""How far eight virtual devices are from one, kernel by kernel; printed as JSON. Started by
+`test_devices.py`."""
 
 import asyncio
 import dataclasses
@@ -23,7 +24,8 @@ from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.trajectories.packing import pack
 
-# Sizes that fsdp 8 and tensor 4 divide, but for the key heads: those are then whole on every device.
+# Sizes that fsdp 8 and tensor 4 divide, but for the key heads: those are then whole on every
+# device.
 WIDE = dataclasses.replace(MODEL, num_heads=4, num_kv_heads=2, num_layers=2)
 LORA = {"lora_rank": 3, "lora_alpha": 6.0}  # a rank that no mesh divides
 ENCODER = EncoderConfig(
@@ -43,7 +45,12 @@ def trained(**changes) -> tuple[list[np.ndarray], np.ndarray]:
     trainer = Trainer(WIDE, dataclasses.replace(TRAINER, **changes))
     rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
     state = fit(
-        trainer, trainer.initial_state(tiny_decoder(WIDE)), rows, schedule=SHORT_SCHEDULE, steps=2, seed=0
+        trainer,
+        trainer.initial_state(tiny_decoder(WIDE)),
+        rows,
+        schedule=SHORT_SCHEDULE,
+        steps=2,
+        seed=0,
     ).state
     seen = state.params, state.opt_state, trainer.policy(state)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(seen)], trainer.score(state, rows)
@@ -51,7 +58,9 @@ def trained(**changes) -> tuple[list[np.ndarray], np.ndarray]:
 
 def splash(axes: tuple[int, int, int]) -> np.ndarray:
     draw = np.random.default_rng(0)
-    states = [jnp.asarray(draw.normal(size=(8, 128, count, 64)), jnp.float32) for count in (4, 2, 2)]
+    states = [
+        jnp.asarray(draw.normal(size=(8, 128, count, 64)), jnp.float32) for count in (4, 2, 2)
+    ]
     segments = jnp.asarray(np.tile(1 + (np.arange(128) >= 50), (8, 1)), jnp.int32)
     with jax.set_mesh(make_mesh(*axes)):
         return np.asarray(jax.jit(attention._splash)(*states, segments))
@@ -70,7 +79,8 @@ def embedded(data: int) -> np.ndarray:
 
 
 def sampled(tensor: int, storage: Storage = "compute") -> np.ndarray:
-    """Tokens and log-probabilities of six conversations that begin alike, by an engine whose heads are split."""
+    """Tokens and log-probabilities of six conversations that begin alike, by an engine whose heads
+    are split."""
     decoder = tiny_decoder(WIDE)
     engine = ContiguousEngine(
         decoder,
@@ -118,11 +128,17 @@ def main() -> None:
         others, other_scores = trained(**axes)
         found[f"{name}: state"] = max(map(apart, states, others))
         found[f"{name}: log-probabilities"] = apart(scores, other_scores)
-    (states, scores), (others, other_scores) = trained(**LORA), trained(**LORA, data=2, fsdp=2, tensor=2)
+    (states, scores), (others, other_scores) = (
+        trained(**LORA),
+        trained(**LORA, data=2, fsdp=2, tensor=2),
+    )
     found["LoRA, data 2 x fsdp 2 x tensor 2: state"] = max(map(apart, states, others))
     found["LoRA, data 2 x fsdp 2 x tensor 2: log-probabilities"] = apart(scores, other_scores)
     muon = {"optimizer": "muon"}
-    (states, scores), (others, other_scores) = trained(**muon), trained(**muon, data=2, fsdp=2, tensor=2)
+    (states, scores), (others, other_scores) = (
+        trained(**muon),
+        trained(**muon, data=2, fsdp=2, tensor=2),
+    )
     found["Muon, data 2 x fsdp 2 x tensor 2: state"] = max(map(apart, states, others))
     z_loss = {"z_loss": 0.1}
     (states, scores), (others, other_scores) = (

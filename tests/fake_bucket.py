@@ -1,13 +1,15 @@
-"""A small server of Google Cloud Storage's JSON API, which honours generation preconditions and fails as it is told to.
+"""A small server of Google Cloud Storage's JSON API, which honours generation preconditions and
+fails as it is told to.
 
     bucket = use(monkeypatch)  # this process talks to it
     bucket.faults = lambda request: "503" if request.kind == "upload" else None
 
 `serving` is for other processes, which are given `bucket.environment`.
 
-Kept in memory: whole objects with generation, metadata and checksums. Any bucket name is a bucket, except those that
-begin with "no-", and those that begin with "closed-", to which nobody has access. Uploads in one part, in two and
-resumable; downloads with ranges; lists with prefix, delimiter, offsets and pages; delete and compose."""
+Kept in memory: whole objects with generation, metadata and checksums. Any bucket name is a bucket,
+except those that begin with "no-", and those that begin with "closed-", to which nobody has access.
+Uploads in one part, in two and resumable; downloads with ranges; lists with prefix, delimiter,
+offsets and pages; delete and compose."""
 
 import base64
 import contextlib
@@ -69,7 +71,9 @@ class Request:
             return "download"
         if self.path.endswith("/compose"):
             return "compose"
-        return {"GET": "list" if self.path.endswith("/o") else "find"}.get(self.method, self.method.lower())
+        return {"GET": "list" if self.path.endswith("/o") else "find"}.get(
+            self.method, self.method.lower()
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +90,8 @@ class Refused(Exception):
 
 
 class FakeBucket:
-    """`objects[bucket, name]`. `faults(request)` is asked before each request; `requests` remembers all."""
+    """`objects[bucket, name]`. `faults(request)` is asked before each request; `requests` remembers
+    all."""
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Object] = {}
@@ -125,7 +130,9 @@ class FakeBucket:
 
     def names(self, bucket: str, prefix: str = "") -> list[str]:
         with self._lock:
-            return sorted(name for owner, name in self.objects if owner == bucket and name.startswith(prefix))
+            return sorted(
+                name for owner, name in self.objects if owner == bucket and name.startswith(prefix)
+            )
 
     def content(self, bucket: str, name: str) -> bytes:
         return self.objects[bucket, name].content
@@ -148,7 +155,11 @@ class FakeBucket:
             handler.close_connection = True
             handler.connection.shutdown(socket.SHUT_RDWR)
             return
-        body = _chunked(handler) if handler.headers.get("Transfer-Encoding") == "chunked" else handler.rfile.read(size)
+        body = (
+            _chunked(handler)
+            if handler.headers.get("Transfer-Encoding") == "chunked"
+            else handler.rfile.read(size)
+        )
         if fault == "hang":
             self.stopped.wait(self.hang_seconds)
             handler.close_connection = True
@@ -166,7 +177,11 @@ class FakeBucket:
             handler.close_connection = True
             return
         lines = [f"HTTP/1.1 {answer.status} {http.HTTPStatus(answer.status).phrase}"]
-        headers = {"Content-Type": "application/json", **answer.headers, "Content-Length": str(len(answer.content))}
+        headers = {
+            "Content-Type": "application/json",
+            **answer.headers,
+            "Content-Length": str(len(answer.content)),
+        }
         lines += [f"{name}: {value}" for name, value in headers.items()]
         content = answer.content
         if fault == "cut download":
@@ -175,7 +190,9 @@ class FakeBucket:
         handler.wfile.write("\r\n".join([*lines, "", ""]).encode() + content)
 
     def _answer(self, request: Request, headers: Any, body: bytes) -> Answer:
-        found = re.fullmatch(r"(/upload|/download)?/storage/v1/b/([^/]+)(?:/o(?:/([^/]+)(?:/(.+))?)?)?", request.path)
+        found = re.fullmatch(
+            r"(/upload|/download)?/storage/v1/b/([^/]+)(?:/o(?:/([^/]+)(?:/(.+))?)?)?", request.path
+        )
         if found is None:
             raise Refused(404, f"no such address: {request.path}")
         bucket, name, action = found[2], urllib.parse.unquote(found[3] or ""), found[4] or ""
@@ -190,7 +207,9 @@ class FakeBucket:
         if not name:
             if request.path.endswith("/o"):
                 return self._list(request, bucket)
-            return Answer(200, json.dumps({"kind": "storage#bucket", "name": bucket, "id": bucket}).encode())
+            return Answer(
+                200, json.dumps({"kind": "storage#bucket", "name": bucket, "id": bucket}).encode()
+            )
         there = self.objects.get((bucket, name))
         if there is None:
             raise Refused(404, f"No such object: {bucket}/{name}")
@@ -217,7 +236,11 @@ class FakeBucket:
                 described, _ = message.iter_parts()
                 resource = json.loads(described.get_payload(decode=True))
                 return self._store(
-                    bucket, resource["name"], _second_part(headers["Content-Type"], body), resource, query
+                    bucket,
+                    resource["name"],
+                    _second_part(headers["Content-Type"], body),
+                    resource,
+                    query,
                 )
             case "resumable" if request.method == "POST":
                 resource = json.loads(body or b"{}")
@@ -233,14 +256,21 @@ class FakeBucket:
                 if span != "*":
                     begin = int(span.partition("-")[0])
                     if begin != len(content):
-                        raise Refused(400, f"{len(content)} bytes are here and the next one sent is {begin}")
+                        raise Refused(
+                            400, f"{len(content)} bytes are here and the next one sent is {begin}"
+                        )
                     content += body
                 if total != "*" and len(content) == int(total):
                     return self._store(bucket, name, bytes(content), resource, opened_with)
                 return Answer(308, b"", {"Range": f"bytes=0-{len(content) - 1}"} if content else {})
 
     def _store(
-        self, bucket: str, name: str, content: bytes, resource: dict[str, Any], conditions: dict[str, str]
+        self,
+        bucket: str,
+        name: str,
+        content: bytes,
+        resource: dict[str, Any],
+        conditions: dict[str, str],
     ) -> Answer:
         self._require(conditions, self.objects.get((bucket, name)))
         made = Object(content, next(self._generations), dict(resource.get("metadata") or {}))
@@ -262,7 +292,9 @@ class FakeBucket:
         names = [name for name in self.names(bucket, query.get("prefix", "")) if low <= name < high]
         after = query.get("pageToken", "")
         page = [name for name in names if name > after][: int(query.get("maxResults") or PAGE)]
-        said: dict[str, Any] = {"items": [_resource(bucket, name, self.objects[bucket, name]) for name in page]}
+        said: dict[str, Any] = {
+            "items": [_resource(bucket, name, self.objects[bucket, name]) for name in page]
+        }
         if page and page[-1] != names[-1]:
             said["nextPageToken"] = page[-1]
         return Answer(200, json.dumps(said).encode())
@@ -288,7 +320,11 @@ def _content(there: Object, span: str | None) -> Answer:
     last = min(whole - 1, int(end)) if begin and end else whole - 1
     if first >= whole:
         raise Refused(416, "the range is not in the object")
-    return Answer(206, there.content[first : last + 1], headers | {"Content-Range": f"bytes {first}-{last}/{whole}"})
+    return Answer(
+        206,
+        there.content[first : last + 1],
+        headers | {"Content-Range": f"bytes {first}-{last}/{whole}"},
+    )
 
 
 def _resource(bucket: str, name: str, made: Object) -> dict[str, Any]:
@@ -329,7 +365,9 @@ def _chunked(handler: http.server.BaseHTTPRequestHandler) -> bytes:
 def _of_this_process() -> FakeBucket:
     """Until the process ends: TensorStore reads the address of its server once."""
     bucket = FakeBucket()
-    threading.Thread(target=bucket.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
+    threading.Thread(
+        target=bucket.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    ).start()
     return bucket
 
 
@@ -349,7 +387,9 @@ def use(monkeypatch: pytest.MonkeyPatch) -> FakeBucket:
 @contextlib.contextmanager
 def serving() -> Iterator[FakeBucket]:
     bucket = FakeBucket()
-    thread = threading.Thread(target=bucket.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=bucket.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield bucket

@@ -1,8 +1,9 @@
 """An engine of somebody else behind JetStream's interface, in the style of MaxText's MaxEngine.
 
-Its decode state is one padded cache of keys and values for all slots. `prefill` computes one padded prompt and gives
-`(prefix, ResultTokens)` with the first token, as later versions of JetStream have it. It marks every result as valid,
-and it knows no limits and no stop tokens. It reads its weights by the names of Hugging Face tensors.
+Its decode state is one padded cache of keys and values for all slots. `prefill` computes one padded
+prompt and gives `(prefix, ResultTokens)` with the first token, as later versions of JetStream have
+it. It marks every result as valid, and it knows no limits and no stop tokens. It reads its weights
+by the names of Hugging Face tensors.
 """
 
 import dataclasses
@@ -33,12 +34,22 @@ COLUMNS = {"tokens_idx": (0, 1), "valid_idx": (1, 2), "length_idx": (2, 3), "sam
 
 
 class ForeignEngine(engine_api.Engine):
-    """Greedy. The "cache" of a slot is its tokens, and every step reads all of them again: slow and plain."""
+    """Greedy. The "cache" of a slot is its tokens, and every step reads all of them again: slow and
+    plain."""
 
-    def __init__(self, model: DecoderConfig, *, slots: int, positions: int, max_prefill_length: int | None = None):
+    def __init__(
+        self,
+        model: DecoderConfig,
+        *,
+        slots: int,
+        positions: int,
+        max_prefill_length: int | None = None,
+    ):
         self.model, self.slots, self.positions = model, slots, positions
         self._max_prefill_length = positions if max_prefill_length is None else max_prefill_length
-        self._graph, self._shapes = nnx.split(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))))
+        self._graph, self._shapes = nnx.split(
+            nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
+        )
         self.freed: list[int] = []
         self.prefill_lengths: list[int] = []
         self.loaded = 0
@@ -80,8 +91,12 @@ class ForeignEngine(engine_api.Engine):
             "generated": decode_state["generated"].at[slot].set(1),
         }
 
-    def generate(self, params: Any, decode_state: dict[str, Any]) -> tuple[dict[str, Any], engine_api.ResultTokens]:
-        lengths = jnp.minimum(decode_state["lengths"], self.positions - 1)  # a slot goes on until it is used again
+    def generate(
+        self, params: Any, decode_state: dict[str, Any]
+    ) -> tuple[dict[str, Any], engine_api.ResultTokens]:
+        lengths = jnp.minimum(
+            decode_state["lengths"], self.positions - 1
+        )  # a slot goes on until it is used again
         logits = _next_logits(self._graph, params, decode_state["tokens"], lengths)
         token = self._draw(logits, decode_state, lengths)
         rows = jnp.arange(self.slots)
@@ -93,7 +108,9 @@ class ForeignEngine(engine_api.Engine):
         data = jnp.stack([token, jnp.ones_like(token), state["generated"]], axis=1)
         return state, engine_api.ResultTokens(data=data, **COLUMNS)
 
-    def _draw(self, logits: Float[Array, "slots vocab"], state: dict[str, Any], lengths: Any) -> Int[Array, " slots"]:
+    def _draw(
+        self, logits: Float[Array, "slots vocab"], state: dict[str, Any], lengths: Any
+    ) -> Int[Array, " slots"]:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def free_resource(self, slot: int) -> None:
@@ -144,19 +161,26 @@ class SamplingEngine(ForeignEngine):
         self, prefix: Any, decode_state: dict[str, Any], slot: int, *, sampling: SamplingParams
     ) -> dict[str, Any]:
         state = super().insert(prefix, decode_state, slot)
-        state["lengths"] = state["lengths"].at[slot].set(prefix["length"])  # the first token is still to be drawn
+        state["lengths"] = (
+            state["lengths"].at[slot].set(prefix["length"])
+        )  # the first token is still to be drawn
         state["generated"] = state["generated"].at[slot].set(0)
         state["temperature"][slot], state["seed"][slot] = sampling.temperature, sampling.seed
         return state
 
-    def _draw(self, logits: Float[Array, "slots vocab"], state: dict[str, Any], lengths: Any) -> Int[Array, " slots"]:
+    def _draw(
+        self, logits: Float[Array, "slots vocab"], state: dict[str, Any], lengths: Any
+    ) -> Int[Array, " slots"]:
         uniform = uniforms(jnp.asarray(state["seed"]), lengths - 1)
         return sample(logits, jnp.asarray(state["temperature"]), uniform).token
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _next_logits(
-    graph: nnx.GraphDef, weights: nnx.State, tokens: Int[Array, "rows time"], lengths: Int[Array, " rows"]
+    graph: nnx.GraphDef,
+    weights: nnx.State,
+    tokens: Int[Array, "rows time"],
+    lengths: Int[Array, " rows"],
 ) -> Float[Array, "rows vocab"]:
     decoder = nnx.merge(graph, weights)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -178,17 +202,25 @@ def make_small_engine(request: EngineRequest) -> ForeignEngine:
 
 def make_short_engine(request: EngineRequest) -> ForeignEngine:
     return ForeignEngine(
-        request.model, slots=request.slots, positions=request.positions, max_prefill_length=request.positions // 2
+        request.model,
+        slots=request.slots,
+        positions=request.positions,
+        max_prefill_length=request.positions // 2,
     )
 
 
 def make_short_cache(request: EngineRequest) -> ForeignEngine:
     shorter = request.positions - 1
-    return _declaring(request, Capabilities(sampling_per_request=False, log_probabilities=False, positions=shorter))
+    return _declaring(
+        request,
+        Capabilities(sampling_per_request=False, log_probabilities=False, positions=shorter),
+    )
 
 
 def make_engine_of_another_model(request: EngineRequest) -> ForeignEngine:
-    wider = dataclasses.replace(request.model, intermediate_size=2 * request.model.intermediate_size)
+    wider = dataclasses.replace(
+        request.model, intermediate_size=2 * request.model.intermediate_size
+    )
     return ForeignEngine(wider, slots=request.slots, positions=request.positions)
 
 

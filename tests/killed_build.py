@@ -4,7 +4,8 @@
 
 kills it before the second call of `mujica_jax.retrieval.text.embeddings.write_json`.
 
-As a program it is the build: it says when the moment has come and waits there for its end. Chunks are small ones."""
+As a program it is the build: it says when the moment has come and waits there for its end. Chunks
+are small ones."""
 
 import importlib
 import os

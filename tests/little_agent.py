@@ -1,4 +1,5 @@
-"""Episodes without a model: a tokenizer, a little graph, and a policy that writes what it is told."""
+"""Episodes without a model: a tokenizer, a little graph, and a policy that writes what it is
+told."""
 
 import asyncio
 import dataclasses
@@ -28,17 +29,24 @@ CONFIG = MujicaConfig(
     max_trajectory_tokens=1000,
     max_observation_tokens=300,
 )
-FILM, DIRECTOR, CITY = (Entity(id=f"Q{n}", label=name) for n, name in enumerate(["Amber Tide", "Ilse Vand", "Ghent"]))
+FILM, DIRECTOR, CITY = (
+    Entity(id=f"Q{n}", label=name) for n, name in enumerate(["Amber Tide", "Ilse Vand", "Ghent"])
+)
 OTHER_FILM = Entity(id="Q3", label="Tin Orchard")
 QUESTION = Question(
-    id="q-1", text="Where was the director of Amber Tide born?", answers=("Ghent",), candidates=(FILM, OTHER_FILM)
+    id="q-1",
+    text="Where was the director of Amber Tide born?",
+    answers=("Ghent",),
+    candidates=(FILM, OTHER_FILM),
 )
 GRAPH = {
     FILM.id: (
         Material(text="Amber Tide, publication date, 1961", entities=(FILM,)),
         Material(text="Amber Tide, director, Ilse Vand", entities=(FILM, DIRECTOR)),
     ),
-    OTHER_FILM.id: (Material(text="Tin Orchard, director, Ilse Vand", entities=(OTHER_FILM, DIRECTOR)),),
+    OTHER_FILM.id: (
+        Material(text="Tin Orchard, director, Ilse Vand", entities=(OTHER_FILM, DIRECTOR)),
+    ),
     DIRECTOR.id: (Material(text="Ilse Vand, place of birth, Ghent", entities=(DIRECTOR, CITY)),),
 }
 
@@ -51,7 +59,8 @@ def tokenizer() -> Tokenizer:
 
 @dataclasses.dataclass
 class LittleWorld:
-    """Materials by entity (graph) or by query (text); searches whose query is in `failing` raise."""
+    """Materials by entity (graph) or by query (text); searches whose query is in `failing`
+    raise."""
 
     materials: Mapping[str, Sequence[Material]] = dataclasses.field(default_factory=lambda: GRAPH)
     kind: Literal["graph", "text"] = "graph"
@@ -76,12 +85,15 @@ class Request:
 
 
 class ToldPolicy:
-    """Writes the planner's turns in their order and a worker's turn by its query. For one episode."""
+    """Writes the planner's turns in their order and a worker's turn by its query. For one
+    episode."""
 
     version = 3
 
     def __init__(
-        self, plans: Sequence[str], reads: Mapping[str, str] | Callable[[WorkerState], str] | None = None
+        self,
+        plans: Sequence[str],
+        reads: Mapping[str, str] | Callable[[WorkerState], str] | None = None,
     ) -> None:
         self._plans = list(plans)
         self._reads = reads or {}
@@ -112,7 +124,9 @@ def completion(text: str, most_tokens: int = 1000) -> Completion:
     )
 
 
-def attempt(question: Question = QUESTION, *, number: int = 0, seed: int = 0, temperature: float = 1.0) -> Attempt:
+def attempt(
+    question: Question = QUESTION, *, number: int = 0, seed: int = 0, temperature: float = 1.0
+) -> Attempt:
     return Attempt(question=question, number=number, seed=seed, temperature=temperature)
 
 
@@ -129,11 +143,16 @@ def rewarded(trajectory: Trajectory, question: Question, name: str = "f1") -> Tr
     return trajectory.with_reward(find_reward(name, "two_wiki")(trajectory, question))
 
 
-def play(policy: ToldPolicy, world: Environment | None = None, question: Question = QUESTION, **changes) -> Trajectory:
+def play(
+    policy: ToldPolicy, world: Environment | None = None, question: Question = QUESTION, **changes
+) -> Trajectory:
     """One episode and its F1; `changes` are limits that differ from CONFIG."""
     world = LittleWorld() if world is None else world
     return rewarded(
-        asyncio.run(asyncio.wait_for(agent(**changes).run(attempt(question), world, policy), HANG_SECONDS)), question
+        asyncio.run(
+            asyncio.wait_for(agent(**changes).run(attempt(question), world, policy), HANG_SECONDS)
+        ),
+        question,
     )
 
 

@@ -69,7 +69,10 @@ LINES = [
     f"<{WD}Q2> <http://www.w3.org/1999/02/22-rdf-syntax-ns#type> <{WIKIBASE}Item> .",
     f"<{WD}Q2> <http://www.wikidata.org/prop/direct-normalized/P345> <https://www.imdb.com/nm1> .",
 ]
-FILM = [("The Purple Shore", "director", "Ilse Vand"), ("The Purple Shore", "title", "The Purple Shore, a film")]
+FILM = [
+    ("The Purple Shore", "director", "Ilse Vand"),
+    ("The Purple Shore", "title", "The Purple Shore, a film"),
+]
 DIRECTOR = [
     ("Ilse Vand", "place of birth", "Ghent"),
     ("Ilse Vand", "instance of", "human"),

@@ -25,10 +25,11 @@ class Answer:
     content: Any = None  # sent as JSON; bytes as they are
     status: int = 200
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    # "hang up": close without a word; "cut": close in the middle; "silent": say nothing until the client goes away;
-    # "trickle": one byte at a time
+    # "hang up": close without a word; "cut": close in the middle; "silent": say nothing until the
+    # client goes away; "trickle": one byte at a time
     fault: str = ""
-    # Called before the answer, and before each byte of one that trickles: a test turns its clock here.
+    # Called before the answer, and before each byte of one that trickles: a test turns its clock
+    # here.
     meanwhile: Callable[[], object] = lambda: None
 
 
@@ -96,7 +97,11 @@ class LocalEndpoint:
         if answer.fault == "hang up":
             handler.close_connection = True
             return
-        content = answer.content if isinstance(answer.content, bytes) else json.dumps(answer.content).encode()
+        content = (
+            answer.content
+            if isinstance(answer.content, bytes)
+            else json.dumps(answer.content).encode()
+        )
         with contextlib.suppress(ConnectionError):
             handler.send_response(answer.status)
             for name, value in answer.headers.items():
@@ -130,7 +135,9 @@ class LocalEndpoint:
 @contextlib.contextmanager
 def serving(answer: Callable[[Request, int], Answer]) -> Iterator[LocalEndpoint]:
     endpoint = LocalEndpoint(answer)
-    thread = threading.Thread(target=endpoint._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread = threading.Thread(
+        target=endpoint._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+    )
     thread.start()
     try:
         yield endpoint

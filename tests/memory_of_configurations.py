@@ -1,5 +1,5 @@
-"""Bytes on each chip, by phase and part, of configurations with published models, over as many devices of a CPU as they
-have chips; prints JSON. Started by `test_configurations.py`.
+"""Bytes on each chip, by phase and part, of configurations with published models, over as many
+devices of a CPU as they have chips; prints JSON. Started by `test_configurations.py`.
 
 python tests/memory_of_configurations.py CONFIG=MODEL ..."""
 

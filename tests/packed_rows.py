@@ -37,7 +37,12 @@ def conversation(*turns: tuple[int, ...], trained: tuple[bool, ...] | None = Non
     return Conversation(
         role="worker",
         turns=tuple(
-            Turn(role="model" if is_trained else "context", token_ids=ids, text="", trained=is_trained)
+            Turn(
+                role="model" if is_trained else "context",
+                token_ids=ids,
+                text="",
+                trained=is_trained,
+            )
             for ids, is_trained in zip(turns, trained, strict=True)
         ),
     )
@@ -48,7 +53,9 @@ def random_conversations(count: int, seed: int = 0, longest: int = 30) -> list[C
     random = np.random.default_rng(seed)
 
     def turn() -> tuple[int, ...]:
-        return tuple(random.integers(0, MODEL.vocab_size, random.integers(1, longest // 4 + 1)).tolist())
+        return tuple(
+            random.integers(0, MODEL.vocab_size, random.integers(1, longest // 4 + 1)).tolist()
+        )
 
     return [conversation(turn(), turn(), turn(), turn()) for _ in range(count)]
 

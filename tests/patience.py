@@ -1,4 +1,5 @@
 """How long a test waits for what must come."""
 
-# Ends a test that hangs. It is far more than anything takes on a busy machine, and no test measures it.
+# Ends a test that hangs. It is far more than anything takes on a busy machine, and no test measures
+# it.
 HANG_SECONDS = 900.0

@@ -2,8 +2,9 @@
 
     python tests/prepared_sets.py FOLDERS.json LOADED.json
 
-TensorFlow starts slowly, so the tests run this once, in a process of its own. FOLDERS has for each name (as
-`--task.data-dir` has it, without `tfds:`) the folder of official files that the set is prepared from.
+TensorFlow starts slowly, so the tests run this once, in a process of its own. FOLDERS has for each
+name (as `--task.data-dir` has it, without `tfds:`) the folder of official files that the set is
+prepared from.
 """
 
 import dataclasses
@@ -47,11 +48,19 @@ def loaded(kind: str, data_dir: str) -> Any:
     else:
         config = {"hotpotqa": HotpotConfig, "musique": MusiqueConfig}[kind]
         task = open_domain.build(config(data_dir=data_dir, top_k=2))
-        paragraphs = {question.id: task.own_paragraphs(question) for question in task.questions("train")}
+        paragraphs = {
+            question.id: task.own_paragraphs(question) for question in task.questions("train")
+        }
         found = {
-            "records": [(training, dataclasses.asdict(record)) for training, record in read_set(folder, kind)],
+            "records": [
+                (training, dataclasses.asdict(record))
+                for training, record in read_set(folder, kind)
+            ],
             "questions": questions_of(task),
-            "paragraphs": {id: [dataclasses.asdict(one) for one in passages] for id, passages in paragraphs.items()},
+            "paragraphs": {
+                id: [dataclasses.asdict(one) for one in passages]
+                for id, passages in paragraphs.items()
+            },
         }
     return json.loads(json.dumps(found))
 

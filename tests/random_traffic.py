@@ -1,4 +1,5 @@
-"""Traffic that hypothesis draws, on an engine whose completions are computed by hand: any generator can be asked."""
+"""Traffic that hypothesis draws, on an engine whose completions are computed by hand: any generator
+can be asked."""
 
 import asyncio
 from typing import Any
@@ -11,7 +12,8 @@ from traffic import params, run
 
 from mujica_jax.inference.requests import DeadlineError, OverloadError, RequestError, SamplingParams
 
-# What the tokens of a small vocabulary say: a character in two parts, tokens of several letters, one without text.
+# What the tokens of a small vocabulary say: a character in two parts, tokens of several letters,
+# one without text.
 PIECES = [b"<stop>", b"a", b"b", b"ab", b"", "é".encode()[:1], "é".encode()[1:], b"aab"]
 VOCABULARY = len(PIECES)
 STOPS = ["a", "ab", "ba", "aaba", "é", "bé"]
@@ -24,7 +26,8 @@ def policy(version: int) -> nnx.State:
 def expected(
     engine: CountableEngine, prompt: list[int], wanted: SamplingParams, version: int
 ) -> tuple[list[int], list[float], str]:
-    """(tokens, log-probabilities, finish reason) of a request alone; its text is searched anew after every token."""
+    """(tokens, log-probabilities, finish reason) of a request alone; its text is searched anew
+    after every token."""
     tokens, logprobs = engine.by_hand(prompt, wanted, version)
     for count in range(1, len(tokens) + 1):
         if tokens[count - 1] in engine.stop_token_ids.union(wanted.stop_token_ids):
@@ -73,9 +76,12 @@ engines = st.builds(
 
 
 def play(actions: list[tuple[str, Any]], engine: CountableEngine, generator: Any) -> None:
-    """Do what was drawn. Everyone gets the result of their request alone, and the engine holds nothing at the end."""
+    """Do what was drawn. Everyone gets the result of their request alone, and the engine holds
+    nothing at the end."""
 
-    async def ask(prompt: list[int], wanted: SamplingParams, continues: bool, streams: bool, version: int) -> None:
+    async def ask(
+        prompt: list[int], wanted: SamplingParams, continues: bool, streams: bool, version: int
+    ) -> None:
         shown: list[int] = []
         try:
             if streams:
@@ -102,7 +108,9 @@ def play(actions: list[tuple[str, Any]], engine: CountableEngine, generator: Any
             assert streams and len(tasks) > generator.capacity - engine.slots
         except RequestError as error:
             assert "pages of KV memory" in str(error)
-            assert -(-(len(prompt) + wanted.max_new_tokens) // engine.page_tokens) > engine.num_pages
+            assert (
+                -(-(len(prompt) + wanted.max_new_tokens) // engine.page_tokens) > engine.num_pages
+            )
         finally:  # whatever was shown is the beginning of what is right
             assert shown == expected(engine, prompt, wanted, version)[0][: len(shown)]
 

@@ -1,4 +1,5 @@
-"""One process of a job whose processes share out the rows of an index; prints JSON. Started by `test_job_search.py`.
+"""One process of a job whose processes share out the rows of an index; prints JSON. Started by
+`test_job_search.py`.
 
 python tests/search_of_a_job.py PORT PROCESSES PROCESS"""
 
@@ -28,7 +29,9 @@ def stranger(address: tuple[str, int]) -> str:
 
 def main(port: str, processes: str, process: str) -> None:
     jax.config.update("jax_num_cpu_devices", 2)
-    joining = DistributedConfig(coordinator=f"localhost:{port}", processes=int(processes), process=int(process))
+    joining = DistributedConfig(
+        coordinator=f"localhost:{port}", processes=int(processes), process=int(process)
+    )
     distributed.start(joining, on_preemption=lambda signal: None)
     exact.BLOCK_ROWS = 128
     draw = np.random.default_rng(1)
@@ -41,16 +44,28 @@ def main(port: str, processes: str, process: str) -> None:
         embeddings = compressed(vectors, storage)
         search = JobSearch(embeddings)
         for k in (9, 1200):  # more than a share has
-            for number in range(1 + 2 * int(process)):  # each in its own time: the others need not search
+            for number in range(
+                1 + 2 * int(process)
+            ):  # each in its own time: the others need not search
                 scores, positions = search.search(queries[number:], k)
                 expected, _ = best_rows(queries[number:], embeddings.float32(), k)
-                there = np.take_along_axis(queries[number:] @ embeddings.float32().T, positions, axis=1)
+                there = np.take_along_axis(
+                    queries[number:] @ embeddings.float32().T, positions, axis=1
+                )
                 assert all(len(set(of)) == k for of in positions.tolist())
-                largest = max(largest, np.abs(scores - expected).max(), np.abs(scores - there).max())
+                largest = max(
+                    largest, np.abs(scores - expected).max(), np.abs(scores - there).max()
+                )
                 if number == 0:
-                    assert positions[0, :2].tolist() == [3, 1500], "of equal scores the first row wins"
+                    assert positions[0, :2].tolist() == [3, 1500], (
+                        "of equal scores the first row wins"
+                    )
     first = next(iter(search._others.values()))[0]
-    said = {"rows_here": search._own.rows, "largest_difference": float(largest), "stranger": stranger(first)}
+    said = {
+        "rows_here": search._own.rows,
+        "largest_difference": float(largest),
+        "stranger": stranger(first),
+    }
     distributed.barrier("all have searched")
     try:
         JobSearch(compressed(vectors[:1], "bfloat16"))

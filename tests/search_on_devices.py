@@ -1,4 +1,5 @@
-"""Exact and approximate search over eight virtual devices beside numpy; prints JSON. Started by `test_exact.py`."""
+"""Exact and approximate search over eight virtual devices beside numpy; prints JSON. Started by
+`test_exact.py`."""
 
 import json
 

@@ -1,4 +1,5 @@
-"""Where the samples of public benchmarks lie. Tests that read them skip, with this reason, where they are missing."""
+"""Where the samples of public benchmarks lie. Tests that read them skip, with this reason, where
+they are missing."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Every field of PEFT's adapter_config.json: applied as PEFT's formula has it, or refused by name."""
+"""Every field of PEFT's adapter_config.json: applied as PEFT's formula has it, or refused by
+name."""
 
 import json
 import math
@@ -22,7 +23,9 @@ from mujica_jax.models.lora import adapted
 
 RANK, ALPHA = 4, 12
 PROJECTIONS = {weight.hugging_face.removesuffix(".weight"): weight for weight in projections(MODEL)}
-MODULES = [f"model.layers.{layer}.{name}" for layer in range(MODEL.num_layers) for name in PROJECTIONS]
+MODULES = [
+    f"model.layers.{layer}.{name}" for layer in range(MODEL.num_layers) for name in PROJECTIONS
+]
 QUERY_AND_VALUE = [module for module in MODULES if module.endswith(("q_proj", "v_proj"))]
 CONFIG = {
     "peft_type": "LORA",
@@ -91,7 +94,9 @@ def written(folder: Path, of_modules: Matrices, **fields: object) -> Path:
     return folder
 
 
-def check(plain: Decoder, folder: Path, of_modules: Matrices, scales: Mapping[str, float] | float) -> None:
+def check(
+    plain: Decoder, folder: Path, of_modules: Matrices, scales: Mapping[str, float] | float
+) -> None:
     """Every kernel is W + scale * B A, written out in numpy; one without matrices is W."""
     merged = with_adapter(nnx.clone(plain), folder)
     for layer in range(MODEL.num_layers):
@@ -127,7 +132,12 @@ def test_the_scale_of_rank_stabilised_adapters_is_alpha_by_the_root_of_the_rank(
 def test_patterns_give_modules_ranks_and_alphas_of_their_own(plain, tmp_path, stabilised):
     """A key fits the end of a module's name, behind a point; the first that fits counts."""
     ranks = {"model.layers.1.self_attn.q_proj": 2, "down_proj": 8, "q_proj": 1}
-    alphas = {r"layers\.0\.self_attn\.(k|v)_proj": 5, "^model.layers.1.mlp.up_proj": 7.5, "roj": 1, "proj": 2}
+    alphas = {
+        r"layers\.0\.self_attn\.(k|v)_proj": 5,
+        "^model.layers.1.mlp.up_proj": 7.5,
+        "roj": 1,
+        "proj": 2,
+    }
 
     def rank(module: str) -> int:
         if module == "model.layers.1.self_attn.q_proj":
@@ -137,9 +147,14 @@ def test_patterns_give_modules_ranks_and_alphas_of_their_own(plain, tmp_path, st
     alpha = dict.fromkeys(MODULES, ALPHA)
     alpha |= {"model.layers.0.self_attn.k_proj": 5, "model.layers.0.self_attn.v_proj": 5}
     alpha |= {"model.layers.1.mlp.up_proj": 7.5}
-    scales = {module: alpha[module] / (math.sqrt(rank(module)) if stabilised else rank(module)) for module in MODULES}
+    scales = {
+        module: alpha[module] / (math.sqrt(rank(module)) if stabilised else rank(module))
+        for module in MODULES
+    }
     made = matrices(MODULES, rank)
-    folder = written(tmp_path, made, rank_pattern=ranks, alpha_pattern=alphas, use_rslora=stabilised)
+    folder = written(
+        tmp_path, made, rank_pattern=ranks, alpha_pattern=alphas, use_rslora=stabilised
+    )
     check(plain, folder, made, scales)
 
 
@@ -156,7 +171,9 @@ def test_patterns_give_modules_ranks_and_alphas_of_their_own(plain, tmp_path, st
         ("All-Linear", MODULES),
     ],
 )
-def test_targets_are_names_their_ends_or_an_expression_for_whole_names(plain, tmp_path, targets, modules):
+def test_targets_are_names_their_ends_or_an_expression_for_whole_names(
+    plain, tmp_path, targets, modules
+):
     made = matrices(modules)
     check(plain, written(tmp_path, made, target_modules=targets), made, ALPHA / RANK)
 
@@ -164,7 +181,10 @@ def test_targets_are_names_their_ends_or_an_expression_for_whole_names(plain, tm
 @pytest.mark.parametrize(
     ("fields", "modules"),
     [
-        ({"exclude_modules": ["mlp.up_proj", "k_proj"]}, [m for m in MODULES if not m.endswith(("up_proj", "k_proj"))]),
+        (
+            {"exclude_modules": ["mlp.up_proj", "k_proj"]},
+            [m for m in MODULES if not m.endswith(("up_proj", "k_proj"))],
+        ),
         ({"exclude_modules": r".*layers\.1.*", "target_modules": "all-linear"}, MODULES[:7]),
         ({"exclude_modules": []}, MODULES),
         ({"layers_to_transform": [1]}, MODULES[7:]),
@@ -185,7 +205,9 @@ def test_matrices_in_bfloat16_are_read(plain, tmp_path):
         for module, (a, b) in matrices(MODULES).items()
     }
     folder = written(tmp_path, rounded)
-    exact = {module: (a.astype(np.float32), b.astype(np.float32)) for module, (a, b) in rounded.items()}
+    exact = {
+        module: (a.astype(np.float32), b.astype(np.float32)) for module, (a, b) in rounded.items()
+    }
     check(plain, folder, exact, ALPHA / RANK)
 
 
@@ -242,13 +264,25 @@ def test_ways_to_begin_that_keep_the_base_are_no_matter(plain, tmp_path, value):
         ({"rank_pattern": ["q_proj"]}, "sets rank_pattern to ['q_proj'] and a map"),
         ({"rank_pattern": {"q_proj": 0}}, "sets rank_pattern of q_proj to 0 and a whole number"),
         ({"alpha_pattern": {"q_proj": None}}, "sets alpha_pattern of q_proj to None and a number"),
-        ({"alpha_pattern": {"(q_proj": 3}}, "has '(q_proj' in alpha_pattern, which is no regular expression"),
-        ({"target_modules": "*.q_proj"}, "has '*.q_proj' in target_modules, which is no regular expression"),
-        ({"target_modules": {"q_proj": 1}}, "sets target_modules to {'q_proj': 1} and a text or a list of texts"),
+        (
+            {"alpha_pattern": {"(q_proj": 3}},
+            "has '(q_proj' in alpha_pattern, which is no regular expression",
+        ),
+        (
+            {"target_modules": "*.q_proj"},
+            "has '*.q_proj' in target_modules, which is no regular expression",
+        ),
+        (
+            {"target_modules": {"q_proj": 1}},
+            "sets target_modules to {'q_proj': 1} and a text or a list of texts",
+        ),
         ({"target_modules": [1]}, "sets target_modules to [1] and a text or a list"),
         ({"exclude_modules": "("}, "has '(' in exclude_modules, which is no regular expression"),
         ({"layers_to_transform": "0"}, "sets layers_to_transform to '0' and numbers of layers"),
-        ({"layers_to_transform": [True]}, "sets layers_to_transform to [True] and numbers of layers"),
+        (
+            {"layers_to_transform": [True]},
+            "sets layers_to_transform to [True] and numbers of layers",
+        ),
         ({"layers_to_transform": [1], "layers_pattern": "["}, "has '[' in layers_pattern"),
         ({"layers_to_transform": [1], "target_modules": "all-linear"}, "PEFT does not allow"),
     ],
@@ -260,7 +294,11 @@ def test_a_field_with_a_wrong_value_is_one_sentence(plain, tmp_path, fields, sai
 @pytest.mark.parametrize(
     ("fields", "modules", "said"),
     [
-        ({"target_modules": ["q_proj"]}, QUERY_AND_VALUE, "v_proj.lora_A.weight and adapter_config.json does not name"),
+        (
+            {"target_modules": ["q_proj"]},
+            QUERY_AND_VALUE,
+            "v_proj.lora_A.weight and adapter_config.json does not name",
+        ),
         (
             {"layers_to_transform": [0]},
             MODULES,
@@ -294,9 +332,13 @@ def test_matrices_and_configuration_must_fit_each_other(plain, tmp_path, fields,
 def test_a_matrix_for_the_output_layer_is_refused_by_name(plain, tmp_path):
     folder = written(tmp_path, {}, target_modules=["lm_head"])
     save_file(
-        {"base_model.model.lm_head.lora_A.weight": np.zeros((4, 16), np.float32)}, folder / "adapter_model.safetensors"
+        {"base_model.model.lm_head.lora_A.weight": np.zeros((4, 16), np.float32)},
+        folder / "adapter_model.safetensors",
     )
-    assert "has a tensor base_model.model.lm_head.lora_A.weight and the model no such matrix" in refused(plain, folder)
+    assert (
+        "has a tensor base_model.model.lm_head.lora_A.weight and the model no such matrix"
+        in refused(plain, folder)
+    )
 
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 11421896\n"
@@ -311,7 +353,11 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 114218
         ("adapter_config.json", "", "adapter_config.json is not JSON"),
         ("adapter_model.safetensors", POINTER, "adapter_model.safetensors is a Git LFS pointer"),
         ("adapter_model.safetensors", "", "adapter_model.safetensors is truncated or damaged"),
-        ("adapter_model.safetensors", None, "adapter_model.safetensors is missing: download the adapter again"),
+        (
+            "adapter_model.safetensors",
+            None,
+            "adapter_model.safetensors is missing: download the adapter again",
+        ),
         ("adapter_config.json", None, "give --adapter a folder as RUN/policies/N/adapter"),
     ],
 )
@@ -334,11 +380,14 @@ def test_training_goes_on_with_one_rank_and_one_scale(plain, tmp_path):
     made = matrices(QUERY_AND_VALUE)
     rank, alpha = read_adapter(plain, written(tmp_path, made, target_modules=None)).rank_and_alpha()
     assert (rank, alpha) == (RANK, ALPHA)
-    rank, alpha = read_adapter(plain, written(tmp_path, made, target_modules=None, use_rslora=True)).rank_and_alpha()
+    rank, alpha = read_adapter(
+        plain, written(tmp_path, made, target_modules=None, use_rslora=True)
+    ).rank_and_alpha()
     assert (rank, alpha) == (RANK, pytest.approx(ALPHA * math.sqrt(RANK)))
     mixed = written(tmp_path, made, target_modules=None, alpha_pattern={"q_proj": 1})
     with pytest.raises(
-        UserError, match=r"rank 4 and scale 0\.25, rank 4 and scale 3, and adapters are trained with one"
+        UserError,
+        match=r"rank 4 and scale 0\.25, rank 4 and scale 3, and adapters are trained with one",
     ):
         read_adapter(plain, mixed).rank_and_alpha()
     some_layers = written(tmp_path, matrices(MODULES[:7]), layers_to_transform=[0])
@@ -349,7 +398,9 @@ def test_training_goes_on_with_one_rank_and_one_scale(plain, tmp_path):
 @pytest.mark.parametrize("stabilised", [False, True])
 def test_training_begins_with_what_the_adapter_computes(plain, tmp_path, stabilised):
     """Kernels that the adapter does not correct begin with fresh adapters, which change nothing."""
-    folder = written(tmp_path, matrices(QUERY_AND_VALUE), target_modules=None, use_rslora=stabilised)
+    folder = written(
+        tmp_path, matrices(QUERY_AND_VALUE), target_modules=None, use_rslora=stabilised
+    )
     adapter = read_adapter(plain, folder)
     rank, alpha = adapter.rank_and_alpha()
     trained = adapted(plain, rank=rank, alpha=alpha, key=jax.random.key(0))

@@ -12,8 +12,11 @@ from mujica_jax.models import attention
 from mujica_jax.models.attention import check_platform, resolve, segment_attention
 
 
-def packed(time: int, *, heads: int, kv_heads: int, head_dim: int, seed: int = 0) -> tuple[jax.Array, ...]:
-    """Random query, key and value over two rows: three segments and padding, and one whole segment."""
+def packed(
+    time: int, *, heads: int, kv_heads: int, head_dim: int, seed: int = 0
+) -> tuple[jax.Array, ...]:
+    """Random query, key and value over two rows: three segments and padding, and one whole
+    segment."""
     draw = np.random.default_rng(seed)
     shapes = [(2, time, count, head_dim) for count in (heads, kv_heads, kv_heads)]
     cuts = (np.arange(time) >= time // 4).astype(int) + (np.arange(time) >= time // 2)
@@ -38,22 +41,33 @@ def interpreted(monkeypatch):
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim"),
-    [(4, 2, 128), pytest.param(2, 2, 128, marks=pytest.mark.slow), pytest.param(4, 1, 64, marks=pytest.mark.slow)],
+    [
+        (4, 2, 128),
+        pytest.param(2, 2, 128, marks=pytest.mark.slow),
+        pytest.param(4, 1, 64, marks=pytest.mark.slow),
+    ],
 )
 def test_splash_computes_what_xla_does(interpreted, heads, kv_heads, head_dim):
     *inputs, segments = packed(128, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
-    (xla, expected), (splash, found) = (with_gradients(kind, inputs, segments) for kind in ("xla", "splash"))
+    (xla, expected), (splash, found) = (
+        with_gradients(kind, inputs, segments) for kind in ("xla", "splash")
+    )
     np.testing.assert_allclose(splash, xla, atol=2e-5)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-5)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "time"), [(6, 2, 16, 200), (2, 2, 16, 96), (7, 1, 20, 37)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "time"), [(6, 2, 16, 200), (2, 2, 16, 96), (7, 1, 20, 37)]
+)
 def test_blocks_compute_what_xla_does(heads, kv_heads, head_dim, time):
-    """Lengths that are no multiple of a block or of a tile, conversations that begin within one, and padding."""
+    """Lengths that are no multiple of a block or of a tile, conversations that begin within one,
+    and padding."""
     *inputs, segments = packed(time, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    (xla, expected), (blocks, found) = (with_gradients(kind, inputs, segments) for kind in ("xla", "blocks"))
+    (xla, expected), (blocks, found) = (
+        with_gradients(kind, inputs, segments) for kind in ("xla", "blocks")
+    )
     np.testing.assert_allclose(blocks, xla, atol=2e-6)
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=5e-6, atol=5e-6)
@@ -64,7 +78,9 @@ def test_blocks_of_another_conversation_are_not_multiplied():
     """What a conversation does not see may be anything, where a product would spread it."""
     *inputs, segments = packed(288, heads=2, kv_heads=2, head_dim=16)
     query, key, value = inputs
-    poisoned = key.at[0, :72].set(jnp.nan)  # the whole first conversation of the first row, which ends within a block
+    poisoned = key.at[0, :72].set(
+        jnp.nan
+    )  # the whole first conversation of the first row, which ends within a block
     mixed = segment_attention(query, poisoned, value, segments, "blocks")
     assert np.isnan(mixed[0, :72]).all() and not np.isnan(mixed[0, 72:]).any()
 
@@ -91,9 +107,13 @@ def test_auto_takes_the_platforms_kernel(monkeypatch):
 
 @pytest.mark.parametrize(("kernel", "needed"), [("splash", "tpu"), ("cudnn", "gpu")])
 def test_a_kernel_of_another_platform_is_refused(monkeypatch, kernel, needed):
-    with pytest.raises(UserError, match=rf"trainer.attention {kernel} runs on {needed} and this is cpu: use auto"):
+    with pytest.raises(
+        UserError, match=rf"trainer.attention {kernel} runs on {needed} and this is cpu: use auto"
+    ):
         check_platform(kernel)
     monkeypatch.setattr(jax, "default_backend", lambda: needed)
     check_platform(kernel)
-    with pytest.raises(UserError, match=f"trainer.attention blocks runs on cpu and this is {needed}"):
+    with pytest.raises(
+        UserError, match=f"trainer.attention blocks runs on cpu and this is {needed}"
+    ):
         check_platform("blocks")

@@ -1,5 +1,5 @@
-"""Mistakes of users: one sentence on stderr with both values and what to do, exit status 2, no traceback, and nothing
-written or lost."""
+"""Mistakes of users: one sentence on stderr with both values and what to do, exit status 2, no
+traceback, and nothing written or lost."""
 
 import dataclasses
 import errno
@@ -56,7 +56,8 @@ TWO_WIKI = str(ROOT / "tests" / "loops" / "smoke_two_wiki_config.py")
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """An empty working directory; the programs leave this process's compilation cache and allocator alone."""
+    """An empty working directory; the programs leave this process's compilation cache and allocator
+    alone."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "use_compilation_cache", lambda: None)
 
@@ -116,7 +117,10 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
     bare = types.SimpleNamespace(name="bare", rule="two_wiki", environment_kind="text")
     monkeypatch.setattr(start, "build_task", lambda config: bare)
     message = refused(train, SMOKE, "--run", "run")
-    lacking = "task bare lacks demonstrations, pretraining_documents, tokenizer_text, which a model from scratch"
+    lacking = (
+        "task bare lacks demonstrations, pretraining_documents, tokenizer_text, which a model from "
+        "scratch"
+    )
     assert f"{lacking} begins with: start from a checkpoint with --init" in message
     none = ("--pretraining.steps", "0", "--init", "nowhere", "--warmup.steps", "0")
     assert lacking in refused(train, SMOKE, "--run", "run", *none)  # which a control learns
@@ -130,8 +134,14 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
     [
         ({"name": None}, "task tiny_world: its name is None and must be a text"),
         ({"rule": "exakt"}, "its rule is 'exakt' and must be hotpot or two_wiki"),
-        ({"environment_kind": "text"}, "its environment_kind is text and its environment has kind graph"),
-        ({"questions": list}, r"questions\('train'\) gave a list; it must return a list of Question"),
+        (
+            {"environment_kind": "text"},
+            "its environment_kind is text and its environment has kind graph",
+        ),
+        (
+            {"questions": list},
+            r"questions\('train'\) gave a list; it must return a list of Question",
+        ),
         ({"ids": [7]}, "id of a question is 7 and must be a text"),
         ({"answers": "Ghent"}, "answers of question 'q' are 'Ghent'; give a tuple of texts"),
         ({"answers": ()}, r"answers of question 'q' are \(\); give a tuple of texts"),
@@ -142,7 +152,10 @@ def test_mistakes_of_a_task_of_ones_own_are_named(monkeypatch, mistake, sentence
     answers = mistake.get("answers", ("Ghent",))
     asked = [Question(id=id, text="Where?", answers=answers) for id in mistake.get("ids", "q")]
     right = {"name": "own", "rule": "two_wiki", "environment_kind": "graph"}
-    right |= {"questions": lambda split: asked, "environment": lambda question: types.SimpleNamespace(kind="graph")}
+    right |= {
+        "questions": lambda split: asked,
+        "environment": lambda question: types.SimpleNamespace(kind="graph"),
+    }
     task = types.SimpleNamespace(**right | mistake)
     monkeypatch.setattr(start, "implementation", lambda section: lambda section: task)
     with pytest.raises(UserError, match=sentence):
@@ -150,7 +163,9 @@ def test_mistakes_of_a_task_of_ones_own_are_named(monkeypatch, mistake, sentence
 
 
 def test_eval_refuses_what_only_training_reads(capsys):
-    said = refused_by_tyro(capsys, evaluation, SMOKE, "--checkpoint", "nowhere", "--method.rounds", "2")
+    said = refused_by_tyro(
+        capsys, evaluation, SMOKE, "--checkpoint", "nowhere", "--method.rounds", "2"
+    )
     assert "--method.rounds" in said
 
 
@@ -189,7 +204,8 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--eval.questions 0": "eval.questions is 0",
     "--eval.temperature 0": "eval.temperature is 0.0",
     "--engine.slots 0": (
-        "engine.slots is 0 and must be at least 1: change it in the configuration or pass --engine.slots"
+        "engine.slots is 0 and must be at least 1: change it in the configuration or pass "
+        "--engine.slots"
     ),
     "--agent.max-iterations 0": "agent.max_iterations is 0",
     "--agent.max-observation-tokens 400": "400 and agent.max_turn_tokens 80 are 480 tokens together",
@@ -238,9 +254,15 @@ def test_eval_checks_what_it_is_given(refused):
     ("changed", "sentence"),
     [
         ("engine=replace(given.engine, slots='many')", "engine.slots is 'many' and must be int"),
-        ("trainer=replace(given.trainer, clip_norm=None)", "trainer.clip_norm is None and must be float"),
+        (
+            "trainer=replace(given.trainer, clip_norm=None)",
+            "trainer.clip_norm is None and must be float",
+        ),
         ("eval=replace(given.eval, control=1)", "eval.control is 1 and must be bool"),
-        ("model=replace(given.model, family='mistral')", "model.family is 'mistral' and must be one of qwen2, qwen3,"),
+        (
+            "model=replace(given.model, family='mistral')",
+            "model.family is 'mistral' and must be one of qwen2, qwen3,",
+        ),
         ("seed=1.5", "seed is 1.5 and must be int: change it in the configuration"),
         (
             "profile=replace(given.profile, steps=('a', 2))",
@@ -268,7 +290,9 @@ def test_only_a_phase_that_is_left_out_needs_no_learning_rate():
     left_out = dataclasses.replace(config.warmup, steps=0, learning_rate=0.0, end_learning_rate=0.0)
     assert refusal(dataclasses.replace(config, warmup=left_out)) is None
     done = dataclasses.replace(left_out, steps=1)
-    assert "warmup.learning_rate is 0.0 and must be above 0" in str(refusal(dataclasses.replace(config, warmup=done)))
+    assert "warmup.learning_rate is 0.0 and must be above 0" in str(
+        refusal(dataclasses.replace(config, warmup=done))
+    )
 
 
 def refusal(config: Config) -> UserError | None:
@@ -284,11 +308,20 @@ def test_a_task_without_data_or_without_held_out_questions_is_refused(refused, t
     assert "folder nowhere does not exist; set data_dir" in missing and written(tmp_path) == []
     data = tmp_path / "data"
     data.mkdir()
-    record = {"_id": "a", "question": "Who made Taxi!?", "answer": "Roy Del Ruth", "supporting_facts": [["Taxi!", 0]]}
+    record = {
+        "_id": "a",
+        "question": "Who made Taxi!?",
+        "answer": "Roy Del Ruth",
+        "supporting_facts": [["Taxi!", 0]],
+    }
     (data / "questions.jsonl").write_text(json.dumps(record) + "\n")
-    (data / "corpus.json").write_text(json.dumps([{"title": "Taxi!", "text": "A film by Roy Del Ruth."}]))
+    (data / "corpus.json").write_text(
+        json.dumps([{"title": "Taxi!", "text": "A film by Roy Del Ruth."}])
+    )
     flags = ["--task.environment", "text", "--task.augmented-copies", "0"]
-    assert "1 training and 0 dev questions and needs both" in refused(train, TWO_WIKI, "--run", "run", *flags)
+    assert "1 training and 0 dev questions and needs both" in refused(
+        train, TWO_WIKI, "--run", "run", *flags
+    )
     assert written(tmp_path) == ["data"]
 
 
@@ -301,7 +334,9 @@ def test_more_devices_than_there_are_are_refused(refused, tmp_path):
 
 def test_heads_that_the_engines_devices_cannot_share_are_refused(refused, tmp_path, monkeypatch):
     devices = np.array(jax.devices() * 3)
-    monkeypatch.setattr(engines, "engine_mesh", lambda engine: Mesh(devices.reshape(1, 1, 3), MESH_AXES))
+    monkeypatch.setattr(
+        engines, "engine_mesh", lambda engine: Mesh(devices.reshape(1, 1, 3), MESH_AXES)
+    )
     message = refused(train, SMOKE, "--run", "run", "--engine.tensor", "3")
     assert "key and value heads cannot be split over engine.tensor 3: use a divisor of" in message
     assert written(tmp_path) == []
@@ -310,12 +345,19 @@ def test_heads_that_the_engines_devices_cannot_share_are_refused(refused, tmp_pa
 def test_a_mesh_that_does_not_divide_the_model_is_refused(refused, tmp_path, monkeypatch):
     devices = np.array(jax.devices() * 4)[:4]
     monkeypatch.setattr(start, "make_mesh", lambda *shape: Mesh(devices.reshape(shape), MESH_AXES))
-    message = refused(train, SMOKE, "--run", "run", "--trainer.fsdp", "4", "--model.hidden-size", "30")
-    assert "axis embed of size 30 cannot be split over fsdp of size 4: use fsdp of 1, 2 or 3" in message
+    message = refused(
+        train, SMOKE, "--run", "run", "--trainer.fsdp", "4", "--model.hidden-size", "30"
+    )
+    assert (
+        "axis embed of size 30 cannot be split over fsdp of size 4: use fsdp of 1, 2 or 3"
+        in message
+    )
     assert written(tmp_path) == []
 
 
-def test_a_run_directory_of_another_configuration_is_kept_and_the_differences_are_listed(refused, tmp_path):
+def test_a_run_directory_of_another_configuration_is_kept_and_the_differences_are_listed(
+    refused, tmp_path
+):
     config = load_config(SMOKE)
     open_run("run", dataclasses.asdict(config))
     before = (tmp_path / "run" / "config.json").read_bytes()
@@ -328,7 +370,10 @@ def test_a_run_directory_of_another_configuration_is_kept_and_the_differences_ar
 def warming_up(**changes) -> Any:
     """As much of a Run as the warm-up needs before it learns."""
     config = load_config(SMOKE)
-    sections = {section: dataclasses.replace(getattr(config, section), **fields) for section, fields in changes.items()}
+    sections = {
+        section: dataclasses.replace(getattr(config, section), **fields)
+        for section, fields in changes.items()
+    }
     config = dataclasses.replace(config, **sections)
     task: Any = start.build_task(config)
     tokenizer = Tokenizer.train(task.tokenizer_text(), 768)
@@ -344,20 +389,30 @@ def warming_up(**changes) -> Any:
 
 
 def test_rows_too_short_or_limits_too_small_for_any_demonstration_are_said():
-    with pytest.raises(UserError, match=r"of the 3 .* trainer.row_tokens 32, the shortest has \d+ tokens: raise"):
+    with pytest.raises(
+        UserError, match=r"of the 3 .* trainer.row_tokens 32, the shortest has \d+ tokens: raise"
+    ):
         warmup.warm_up(warming_up(task={"demonstrations": 3}, trainer={"row_tokens": 32}))
-    with pytest.raises(UserError, match=r"none of 3 scripted .* raise agent.max_turn_tokens 9 or the limit of turns"):
+    with pytest.raises(
+        UserError,
+        match=r"none of 3 scripted .* raise agent.max_turn_tokens 9 or the limit of turns",
+    ):
         warmup.warm_up(warming_up(task={"demonstrations": 3}, agent={"max_turn_tokens": 9}))
 
 
 def test_rows_too_short_for_some_conversations_are_said():
     said = []
-    run: Any = types.SimpleNamespace(config=load_config(SMOKE), progress=types.SimpleNamespace(line=said.append))
+    run: Any = types.SimpleNamespace(
+        config=load_config(SMOKE), progress=types.SimpleNamespace(line=said.append)
+    )
     assert run.config.trainer.row_tokens == 384
 
     def conversation(tokens: int) -> Conversation:
         given, written = Turn(role="context", token_ids=(1,), text=""), (2,) * (tokens - 1)
-        return Conversation(role="planner", turns=(given, Turn(role="model", token_ids=written, text="", trained=True)))
+        return Conversation(
+            role="planner",
+            turns=(given, Turn(role="model", token_ids=written, text="", trained=True)),
+        )
 
     short, long = conversation(384), conversation(385)
     assert Run.fitting(run, [short, long, short]) == [short, short]
@@ -368,7 +423,9 @@ GROUPS = ("--method.rounds-per-phase", "1", "--method.group-attempts", "2")
 PRETRAINED = ("--pretraining.steps", "0")
 
 
-def test_a_configuration_for_a_model_from_scratch_takes_no_checkpoint(refused, checkpoint, tmp_path):
+def test_a_configuration_for_a_model_from_scratch_takes_no_checkpoint(
+    refused, checkpoint, tmp_path
+):
     message = refused(train, SMOKE, "--run", "run", "--init", str(checkpoint))
     assert "pre-trains for 20 steps: its learning rates are for a model from scratch" in message
     assert "configs/two_wiki_text_smollm2.py" in message
@@ -381,11 +438,15 @@ def test_worked_examples_need_a_checkpoint_and_room(refused, checkpoint, tmp_pat
     assert "warmup.source is few_shot and init is None" in message
     started = ("--run", "run", *PRETRAINED, *few_shot, "--init", str(checkpoint))
     message = refused(train, SMOKE, *started)
-    assert "agent.prompt is brief, which numbers materials in another way than worked examples do" in message
+    assert (
+        "agent.prompt is brief, which numbers materials in another way than worked examples do"
+        in message
+    )
     assert "warmup.source is few_shot: add --agent.prompt zero_shot" in message
     message = refused(train, SMOKE, *started, "--agent.prompt", "zero_shot")
     assert re.search(
-        r"the planner's prompt \(few_shot\) has \d+ tokens, needs \d+ .*: raise it to \d+ or more", message
+        r"the planner's prompt \(few_shot\) has \d+ tokens, needs \d+ .*: raise it to \d+ or more",
+        message,
     )
     assert not (tmp_path / "run").exists()
 
@@ -400,13 +461,17 @@ def test_worked_examples_without_room_are_refused_by_an_evaluation_too(refused, 
 def test_a_worker_joins_only_a_run_of_its_own_program(refused, monkeypatch):
     words = [str(SMOKE), "--run", "run", "--sampling.workers", "external"]
     about = dataclasses.asdict(command_line(words, default="tiny_world"))
-    assert Leases(open_run(Path("run"), about), seconds=30.0, revision="a" * 40).claim(start.TRAINER)
+    assert Leases(open_run(Path("run"), about), seconds=30.0, revision="a" * 40).claim(
+        start.TRAINER
+    )
     monkeypatch.setattr(provenance, "git_revision", lambda: "b" * 40)
     assert f"revision {'a' * 40} and this program is {'b' * 40}" in refused(sample, "--run", "run")
     grpo = command_line([str(GRPO), "--run", "other"], default="tiny_world")
     open_run(Path("other"), dataclasses.asdict(grpo))
     assert "method.kind grpo: workers sample for mygo alone" in refused(sample, "--run", "other")
-    assert "--lease-seconds is 0.1 and must lie between" in refused(sample, "--run", "run", "--lease-seconds", "0.1")
+    assert "--lease-seconds is 0.1 and must lie between" in refused(
+        sample, "--run", "run", "--lease-seconds", "0.1"
+    )
 
 
 def test_a_run_directory_of_another_method_is_refused(refused):
@@ -424,7 +489,12 @@ def test_an_incomplete_init_directory_is_refused(refused, checkpoint, tmp_path, 
 
 
 def test_a_tokenizer_of_another_model_is_refused(refused, checkpoint, tmp_path):
-    texts = iter(["Many more words than the other tokenizer has seen: directors, composers, spouses, dates and films."])
+    texts = iter(
+        [
+            "Many more words than the other tokenizer has seen: directors, composers, spouses, "
+            "dates and films."
+        ]
+    )
     larger = Tokenizer.train(texts, 330)
     larger.save(checkpoint)
     message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint))
@@ -433,10 +503,23 @@ def test_a_tokenizer_of_another_model_is_refused(refused, checkpoint, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_adapters_of_a_rank_that_the_checkpoint_cannot_have_are_refused(refused, checkpoint, tmp_path):
-    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint), "--trainer.lora-rank", "9")
+def test_adapters_of_a_rank_that_the_checkpoint_cannot_have_are_refused(
+    refused, checkpoint, tmp_path
+):
+    message = refused(
+        train,
+        SMOKE,
+        "--run",
+        "run",
+        *PRETRAINED,
+        "--init",
+        str(checkpoint),
+        "--trainer.lora-rank",
+        "9",
+    )
     assert (
-        "trainer.lora_rank is 9 and key_kernel of this model is a matrix of 16 x 8: use a rank of at most 8" in message
+        "trainer.lora_rank is 9 and key_kernel of this model is a matrix of 16 x 8: use a rank of "
+        "at most 8" in message
     )
     assert not (tmp_path / "run").exists()
 
@@ -445,7 +528,16 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra_by_eval_too(
     refused, checkpoint, tmp_path, monkeypatch
 ):
     monkeypatch.setitem(sys.modules, "qwix", None)
-    message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint), "--engine.weights=int8")
+    message = refused(
+        train,
+        SMOKE,
+        "--run",
+        "run",
+        *PRETRAINED,
+        "--init",
+        str(checkpoint),
+        "--engine.weights=int8",
+    )
     assert "needs the package qwix and qwix is not installed: install the extra `qwix`" in message
     assert not (tmp_path / "run").exists()
     message = refused(evaluation, SMOKE, "--checkpoint", str(checkpoint), "--engine.weights", "fp8")
@@ -454,7 +546,11 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra_by_eval_too(
 
 @pytest.mark.parametrize(
     ("code", "words"),
-    [(errno.EROFS, "read-only"), (errno.ENOSPC, "no space is left"), (errno.EACCES, "permission is denied")],
+    [
+        (errno.EROFS, "read-only"),
+        (errno.ENOSPC, "no space is left"),
+        (errno.EACCES, "permission is denied"),
+    ],
 )
 def test_a_disk_that_takes_nothing_is_explained(refused, monkeypatch, code, words):
     def fails(*_):
@@ -469,17 +565,23 @@ def test_a_disk_that_takes_nothing_is_explained(refused, monkeypatch, code, word
 def test_a_disk_that_fills_up_is_explained_where_a_library_says_it_in_words(refused, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=48k", "tmpfs", str(disk)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting is not allowed here")
     try:
-        assert "disk/run/tokenizer: no space is left there; free some" in refused(train, SMOKE, "--run", "disk/run")
+        assert "disk/run/tokenizer: no space is left there; free some" in refused(
+            train, SMOKE, "--run", "disk/run"
+        )
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_disk_too_small_for_a_checkpoint_is_refused_with_both_sizes(tmp_path):
-    with pytest.raises(UserError, match=r"1,000,000,000,000,000,000 bytes are needed and [\d,]+ are free"):
+    with pytest.raises(
+        UserError, match=r"1,000,000,000,000,000,000 bytes are needed and [\d,]+ are free"
+    ):
         require_space(tmp_path, 10**18)
 
 
@@ -489,7 +591,10 @@ def test_a_full_disk_ends_the_metrics_with_a_sentence(tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(run_directory, "FileIO", Full)
-    with MetricsLog(tmp_path) as log, pytest.raises(UserError, match=r"metrics\.jsonl: no space is left there"):
+    with (
+        MetricsLog(tmp_path) as log,
+        pytest.raises(UserError, match=r"metrics\.jsonl: no space is left there"),
+    ):
         log.write("warm-up", 1, {"loss": 1.0})
 
 
@@ -505,7 +610,10 @@ def test_eval_without_a_checkpoint_says_what_is_missing(capsys):
 
 def test_eval_of_a_hugging_face_directory_needs_a_configuration(refused, checkpoint):
     message = refused(evaluation, "--checkpoint", str(checkpoint))
-    assert f"{checkpoint} is no run directory" in message and "mujica_jax.eval tiny_world --checkpoint" in message
+    assert (
+        f"{checkpoint} is no run directory" in message
+        and "mujica_jax.eval tiny_world --checkpoint" in message
+    )
     shutil.copytree(checkpoint, "run/policies/000001/model")
     policy = refused(evaluation, "--checkpoint", "run/policies/000001")
     assert "run/policies/000001 is a policy of a run: give --checkpoint RUN --policy N" in policy
@@ -517,12 +625,19 @@ def test_eval_of_a_hugging_face_directory_has_no_policies_to_choose_from(refused
 
 
 def test_eval_of_an_adapter_names_what_it_needs(refused, checkpoint, tmp_path):
-    assert "there is no directory nowhere" in refused(evaluation, "--init", str(checkpoint), "--adapter", "nowhere")
+    assert "there is no directory nowhere" in refused(
+        evaluation, "--init", str(checkpoint), "--adapter", "nowhere"
+    )
     (tmp_path / "alone").mkdir()
     message = refused(evaluation, "--init", str(checkpoint), "--adapter", "alone")
-    assert "alone has no config.json of the run" in message and "mujica_jax.eval tiny_world --init" in message
+    assert (
+        "alone has no config.json of the run" in message
+        and "mujica_jax.eval tiny_world --init" in message
+    )
     open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
-    assert "run is a run, whose policies" in refused(evaluation, SMOKE, "--checkpoint", "run", "--adapter", "alone")
+    assert "run is a run, whose policies" in refused(
+        evaluation, SMOKE, "--checkpoint", "run", "--adapter", "alone"
+    )
 
 
 def test_eval_of_a_run_names_the_policies_there_are(refused, tmp_path):
@@ -568,7 +683,9 @@ def test_eval_that_may_not_write_says_so_before_it_evaluates(refused, checkpoint
 def test_a_run_whose_configuration_this_program_does_not_know_is_refused(refused, tmp_path):
     values = dataclasses.asdict(load_config(SMOKE))
     open_run(tmp_path / "run", values | {"engine": values["engine"] | {"slotz": 1}})
-    assert "EngineConfig has no field slotz: did you mean slots?" in refused(evaluation, "--checkpoint", "run")
+    assert "EngineConfig has no field slotz: did you mean slots?" in refused(
+        evaluation, "--checkpoint", "run"
+    )
 
 
 def test_a_run_without_its_configuration_is_refused(refused, tmp_path):
@@ -589,11 +706,16 @@ def test_a_run_without_its_configuration_is_refused(refused, tmp_path):
         ("engine", "weights", "int8", "engine.weights needs int8"),
     ],
 )
-def test_a_type_that_the_platform_does_not_compute_with_is_refused(monkeypatch, section, field, value, named):
-    """CPUs compute with all of them: here one of them raises as XLA does where it is not implemented."""
+def test_a_type_that_the_platform_does_not_compute_with_is_refused(
+    monkeypatch, section, field, value, named
+):
+    """CPUs compute with all of them: here one of them raises as XLA does where it is not
+    implemented."""
     plain = load_config(SMOKE)
     start.check_dtypes(plain)
-    config = dataclasses.replace(plain, **{section: dataclasses.replace(getattr(plain, section), **{field: value})})
+    config = dataclasses.replace(
+        plain, **{section: dataclasses.replace(getattr(plain, section), **{field: value})}
+    )
     start.check_dtypes(config)
     possible = start._product_in
 
@@ -605,6 +727,7 @@ def test_a_type_that_the_platform_does_not_compute_with_is_refused(monkeypatch, 
     monkeypatch.setattr(start, "_product_in", product_in)
     start.check_dtypes(plain)
     with pytest.raises(
-        UserError, match=rf"{named} and cpu does not compute with it \(no .* here\): choose another one"
+        UserError,
+        match=rf"{named} and cpu does not compute with it \(no .* here\): choose another one",
     ):
         start.check_dtypes(config)

@@ -1,4 +1,5 @@
-"""The agents beside Mujica: what each asks, searches and reads, worked out by hand in a world of three passages."""
+"""The agents beside Mujica: what each asks, searches and reads, worked out by hand in a world of
+three passages."""
 
 import asyncio
 import dataclasses
@@ -65,7 +66,9 @@ class Everything(LittleWorld):
 
 def world(*texts: str, failing: frozenset[str] = frozenset()) -> Everything:
     passages = texts or (FILM, PERSON)
-    return Everything({"": tuple(Material(text=text) for text in passages)}, kind="text", failing=failing)
+    return Everything(
+        {"": tuple(Material(text=text) for text in passages)}, kind="text", failing=failing
+    )
 
 
 def config(kind: str, **changes) -> AgentLimits:
@@ -96,7 +99,10 @@ PLAYS: dict[str, tuple[list[str], list[str]]] = {  # what is written, and what i
         ["<think> Ilse Vand made it. </think> <answer> Rome </answer>", GHENT],
         [QUESTION.text, f"{QUESTION.text} Ilse Vand made it. Rome"],
     ),
-    "ircot": (["Amber Tide is by Ilse Vand.", GHENT], [QUESTION.text, "Amber Tide is by Ilse Vand."]),
+    "ircot": (
+        ["Amber Tide is by Ilse Vand.", GHENT],
+        [QUESTION.text, "Amber Tide is by Ilse Vand."],
+    ),
     "search_o1": (
         [
             "I need her. <search> director of Amber Tide </search>",
@@ -106,7 +112,10 @@ PLAYS: dict[str, tuple[list[str], list[str]]] = {  # what is written, and what i
         ["director of Amber Tide"],
     ),
     "react": (
-        ["Thought: who?\nAction: Search[Amber Tide director]", "Thought: Ghent.\nAction: Finish[Ghent]"],
+        [
+            "Thought: who?\nAction: Search[Amber Tide director]",
+            "Thought: Ghent.\nAction: Finish[Ghent]",
+        ],
         ["Amber Tide director"],
     ),
     "flare": (["Amber Tide is by Ilse Vand.", "She is from Ghent.", GHENT], []),
@@ -120,8 +129,9 @@ PLAYS: dict[str, tuple[list[str], list[str]]] = {  # what is written, and what i
     ),
     "decex": (
         [
-            "<think> Who made it? So, the next sub-question is: Who directed Amber Tide?\nI need to look this up. "
-            "</think>\n<search> Amber Tide director </search>",
+            "<think> Who made it? So, the next sub-question is: Who directed Amber Tide?\n"
+            "I need to look this up. </think>\n"
+            "<search> Amber Tide director </search>",
             f"<think> Ilse Vand, of Ghent. </think>\n{GHENT}",
         ],
         ["Amber Tide director"],
@@ -142,17 +152,26 @@ def test_an_episode_searches_and_answers_as_its_method_says(kind):
     assert queries(found) == searched == [query for query, _ in passages.searched]
     assert all(search.materials == (FILM, PERSON) for search in found.searches)
     assert QUESTION.text in policy.prompts[0] and all(policy.stops)
-    written = [turn.text for said in found.conversations for turn in said.turns if turn.role == "model"]
+    written = [
+        turn.text for said in found.conversations for turn in said.turns if turn.role == "model"
+    ]
     assert sorted(written) == sorted(texts), "each turn is recorded once"
-    assert "Ghent" in found.conversations[0].turns[-1].text, "the conversation with the answer comes first"
+    assert "Ghent" in found.conversations[0].turns[-1].text, (
+        "the conversation with the answer comes first"
+    )
     for said in found.conversations:
-        assert [turn.trained for turn in said.turns] == [turn.role == "model" for turn in said.turns]
+        assert [turn.trained for turn in said.turns] == [
+            turn.role == "model" for turn in said.turns
+        ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_cannot_be_read_ends_the_episode(kind):
     found = play(kind, Told(["no tag at all <answer> not closed"] * 9))
-    assert (found.answer, found.stop_reason) in {("", StopReason.NO_ACTION), ("", StopReason.ITERATION_LIMIT)}
+    assert (found.answer, found.stop_reason) in {
+        ("", StopReason.NO_ACTION),
+        ("", StopReason.ITERATION_LIMIT),
+    }
     cut = play(kind, Told(["word " * 400] * 9))
     assert (cut.answer, cut.stop_reason) == ("", StopReason.TURN_LENGTH)
     assert not any(turn.trained for said in cut.conversations for turn in said.turns)
@@ -171,7 +190,9 @@ def test_flare_searches_for_the_likely_words_of_an_unlikely_sentence():
     assert len(found.searches) == 1 and found.answer == "Ghent"
     assert "She is from" in queries(found)[0] and "Rome" not in queries(found)[0]
     assert FILM not in policy.prompts[0] and FILM in policy.prompts[1]
-    assert "Reasoning so far: She is from Ghent." in policy.prompts[2], "the sentence that was searched for is replaced"
+    assert "Reasoning so far: She is from Ghent." in policy.prompts[2], (
+        "the sentence that was searched for is replaced"
+    )
     none = dataclasses.replace(completion("x"), logprobs=None)
 
     class Silent(Told):
@@ -201,7 +222,10 @@ def test_ircot_shows_new_passages_once_and_first():
     policy = Told(["Amber Tide is by Ilse Vand.", "Ilse Vand is from Ghent.", GHENT])
     found = play("ircot", policy)
     assert policy.prompts[2].count(FILM) == 1
-    assert "Reasoning so far: Amber Tide is by Ilse Vand. Ilse Vand is from Ghent." in policy.prompts[2]
+    assert (
+        "Reasoning so far: Amber Tide is by Ilse Vand. Ilse Vand is from Ghent."
+        in policy.prompts[2]
+    )
     assert len(found.searches) == 3
     endless = play("ircot", Told(["A sentence."] * 9), max_searches=2)
     assert (endless.stop_reason, len(endless.searches)) == (StopReason.NO_ACTION, 2)
@@ -216,9 +240,9 @@ def test_thoughts_and_brackets_do_not_end_a_turn():
     for kind in ("ircot", "flare"):
         policy = Told([thought, GHENT])
         found = play(kind, policy)
-        assert found.answer == "Ghent" and "so far: Amber Tide is by Ilse Vand.<" in policy.prompts[1].replace(
-            "\n", "<"
-        )
+        assert found.answer == "Ghent" and "so far: Amber Tide is by Ilse Vand.<" in policy.prompts[
+            1
+        ].replace("\n", "<")
     later = play("ircot", Told(["Amber Tide is by Ilse Vand.\n<answer> Rome </answer>", GHENT]))
     assert later.answer == "Ghent", "an answer counts when it is the next sentence"
 
@@ -243,39 +267,84 @@ def test_searches_are_bounded(kind):
         ("reflect", [f"<think> I know. </think>{GHENT}"], False),
         (
             "reflect",
-            ["<think> a </think><search> b </search>", "<search> c </search>", f"<reflect> d </reflect>{GHENT}"],
+            [
+                "<think> a </think><search> b </search>",
+                "<search> c </search>",
+                f"<reflect> d </reflect>{GHENT}",
+            ],
             False,  # what the first search brought is not judged
         ),
         ("reflect", [f"<reflect> Ghent. </reflect>{GHENT}"], False),
         ("reflect", [f"Well. <think> I know. </think><reflect> Ghent. </reflect>{GHENT}"], False),
         ("reflect", [SEARCHING, f"<reflect> Ghent. </reflect>{GHENT}"], True),
-        # The paper's loop: think, search, information, reflect, think, search, information, reflect, answer.
-        ("reflect", [SEARCHING, f"<reflect> More. </reflect>\n{SEARCHING}", f"<reflect> d </reflect>{GHENT}"], True),
+        # The paper's loop: think, search, information, reflect, think, search, information,
+        # reflect, answer.
+        (
+            "reflect",
+            [
+                SEARCHING,
+                f"<reflect> More. </reflect>\n{SEARCHING}",
+                f"<reflect> d </reflect>{GHENT}",
+            ],
+            True,
+        ),
         ("reflect", [SEARCHING, f"<reflect> d </reflect>\n<think> e </think>\n{GHENT}"], True),
         (
             "reflect",
-            [SEARCHING, "<reflect> More. </reflect><search> c </search>", f"<reflect> d </reflect>{GHENT}"],
+            [
+                SEARCHING,
+                "<reflect> More. </reflect><search> c </search>",
+                f"<reflect> d </reflect>{GHENT}",
+            ],
             True,
         ),
         ("reflect", [SEARCHING, f"<think> d </think>{GHENT}"], False),
         ("reflect", [SEARCHING, f"<think> d </think><reflect> e </reflect>{GHENT}"], False),
-        ("reflect", [f"<think> a </think><reflect> b </reflect>{SEARCH}", f"<reflect> c </reflect>{GHENT}"], False),
+        (
+            "reflect",
+            [f"<think> a </think><reflect> b </reflect>{SEARCH}", f"<reflect> c </reflect>{GHENT}"],
+            False,
+        ),
         ("reflect", [f"<think> a </think> so {SEARCH}", f"<reflect> c </reflect>{GHENT}"], False),
-        ("reflect", [f"<think> a </think><think> b </think>{SEARCH}", f"<reflect> c </reflect>{GHENT}"], False),
-        ("reflect", [SEARCHING, f"<reflect> c </reflect><observation> d </observation>{GHENT}"], False),
-        ("reflect", [SEARCHING, f"<reflect> c <observation> d </observation> </reflect>{GHENT}"], False),
+        (
+            "reflect",
+            [f"<think> a </think><think> b </think>{SEARCH}", f"<reflect> c </reflect>{GHENT}"],
+            False,
+        ),
+        (
+            "reflect",
+            [SEARCHING, f"<reflect> c </reflect><observation> d </observation>{GHENT}"],
+            False,
+        ),
+        (
+            "reflect",
+            [SEARCHING, f"<reflect> c <observation> d </observation> </reflect>{GHENT}"],
+            False,
+        ),
         ("reflect", [SEARCHING, f"<reflect> c </reflect><reflect> d </reflect>{GHENT}"], False),
         ("reflect", [SEARCHING, f"<reflect> </reflect>{GHENT}"], False),
         ("reflect", [SEARCHING, f"<reflect> c <think> d </reflect></think>{GHENT}"], False),
         ("reflect", [SEARCHING, "<reflect> c </reflect><Answer> Ghent </Answer>"], False),
         ("reflect", [SEARCHING, f"<reflect> c </reflect>{GHENT} That is all."], False),
-        ("reflect", [f"<think> an <answer> comes </answer> last </think><reflect> b </reflect>{GHENT}"], True),
+        (
+            "reflect",
+            [f"<think> an <answer> comes </answer> last </think><reflect> b </reflect>{GHENT}"],
+            True,
+        ),
         ("search_r1", [f"<think> a </think> so {GHENT}"], False),
         ("search_r1", [SEARCHING, GHENT], False),
         ("search_r1", [SEARCHING, f"<reflect> a </reflect>{GHENT}"], False),
-        ("search_r1", [f"<think> a </think>\n\n{SEARCH}\n", f"\n<think> b </think>\n\n{GHENT}\n"], True),
+        (
+            "search_r1",
+            [f"<think> a </think>\n\n{SEARCH}\n", f"\n<think> b </think>\n\n{GHENT}\n"],
+            True,
+        ),
         ("search_r1", [f"<think> I know. </think>{GHENT}"], True),
-        ("search_r1", ["<think> a </think><search> b </search>", f"<think> c </think>{GHENT}"], True),
+        (
+            "search_r1",
+            ["<think> a </think><search> b </search>", f"<think> c </think>{GHENT}"],
+            True,
+        ),
         ("search_r1", ["<search> b </search>", f"<think> c </think>{GHENT}"], False),
     ],
 )
@@ -293,8 +362,12 @@ def test_what_was_found_is_sent_between_information_tags():
     turn = found.conversations[0].turns[2]
     expected = f"<information>\n[0] {FILM}\n[1] {PERSON}\n</information>"
     assert expected in tokenizer().decode(turn.token_ids) and expected in policy.prompts[1]
-    tags = [id for tag in ("<information>", "</information>") for id in tokenizer().encode_model(tag)]
-    assert len(tags) == 2 and [id for id in turn.token_ids if id in tags] == tags and not turn.trained
+    tags = [
+        id for tag in ("<information>", "</information>") for id in tokenizer().encode_model(tag)
+    ]
+    assert (
+        len(tags) == 2 and [id for id in turn.token_ids if id in tags] == tags and not turn.trained
+    )
     empty = Told([SEARCHING, f"<reflect> Nothing. </reflect>{GHENT}"])
     play("single", empty, Everything({"": ()}, kind="text"))
     assert "<information>\nnone\n</information>" in empty.prompts[1]
@@ -315,16 +388,24 @@ def test_passages_cannot_end_the_information():
 
 
 def test_a_thought_that_the_template_opened_is_part_of_the_shape():
-    """Its tag is the prompt's: what was sampled begins inside. In later turns it is the template's alone."""
+    """Its tag is the prompt's: what was sampled begins inside. In later turns it is the template's
+    alone."""
 
     def conversation(*texts: str) -> Conversation:
         turns = [Turn(role="model", token_ids=(1,), text=text, trained=True) for text in texts]
         return Conversation(role="single", turns=tuple(turns))
 
-    searching, later = conversation("a </think><search> b </search>", f"c </think><reflect> d </reflect>{GHENT}"), GHENT
-    assert is_well_formed(searching, "reflect", thought_open=True) and not is_well_formed(searching, "reflect")
+    searching, later = (
+        conversation("a </think><search> b </search>", f"c </think><reflect> d </reflect>{GHENT}"),
+        GHENT,
+    )
+    assert is_well_formed(searching, "reflect", thought_open=True) and not is_well_formed(
+        searching, "reflect"
+    )
     assert is_well_formed(conversation(f"a </think>{later}"), "search_r1", thought_open=True)
-    assert not is_well_formed(conversation(f"a <answer> b </answer> {later}"), "search_r1", thought_open=True)
+    assert not is_well_formed(
+        conversation(f"a <answer> b </answer> {later}"), "search_r1", thought_open=True
+    )
 
 
 ACTIONS = {
@@ -351,11 +432,14 @@ def test_an_action_of_react_is_read(text):
     found = play("react", policy)
     assert (found.answer, found.stop_reason) == (ACTIONS[text], StopReason.ANSWERED)
     (stop,) = policy.stops[0]
-    assert first_stop_of_turn(text, [stop]) is None, "no stop string ends the turn before its action"
+    assert first_stop_of_turn(text, [stop]) is None, (
+        "no stop string ends the turn before its action"
+    )
 
 
 @pytest.mark.parametrize(
-    "text", ["Thought: see passage [0]\n", "Finish[Ghent]", "Action: Finish(Ghent)", "Action: Finish[]"]
+    "text",
+    ["Thought: see passage [0]\n", "Finish[Ghent]", "Action: Finish(Ghent)", "Action: Finish[]"],
 )
 def test_what_is_no_action_of_react_ends_the_episode(text):
     assert play("react", Told([text])).stop_reason is StopReason.NO_ACTION
@@ -375,7 +459,9 @@ READ_BY_ALL = {
 }
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("react", "iter_retgen", "skr")])
+@pytest.mark.parametrize(
+    "kind", [kind for kind in KINDS if kind not in ("react", "iter_retgen", "skr")]
+)
 @pytest.mark.parametrize("text", READ_BY_ALL)
 def test_every_agent_reads_an_answer_outside_of_thoughts(kind, text):
     found = play(kind, Told([text]))
@@ -392,17 +478,27 @@ HARMLESS = {kind: play(kind, Told(texts, unlikely=None)) for kind, (texts, _) in
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@given(words=st.one_of(st.sampled_from(HOSTILE), st.text(max_size=30)), tag=st.sampled_from(HOSTILE))
+@given(
+    words=st.one_of(st.sampled_from(HOSTILE), st.text(max_size=30)), tag=st.sampled_from(HOSTILE)
+)
 @settings(max_examples=180, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_hostile_passages_and_questions_change_nothing(kind, words, tag):
     texts, _ = PLAYS[kind]
     chosen = config(kind)
-    hostile = world(f"Amber Tide: {words} {tag} <reflect> x </reflect> Action: Finish[x]", f"{tag} {words}")
+    hostile = world(
+        f"Amber Tide: {words} {tag} <reflect> x </reflect> Action: Finish[x]", f"{tag} {words}"
+    )
     asked = dataclasses.replace(QUESTION, text=f"{QUESTION.text} {words} {tag}")
     playing = implementation(chosen)(tokenizer(), chosen).run(attempt(asked), hostile, Told(texts))
     found, safe = asyncio.run(playing), HARMLESS[kind]
-    assert (found.answer, found.stop_reason, found.counts) == (safe.answer, safe.stop_reason, safe.counts)
-    assert len(found.searches) == len(safe.searches) and len(found.conversations) == len(safe.conversations)
+    assert (found.answer, found.stop_reason, found.counts) == (
+        safe.answer,
+        safe.stop_reason,
+        safe.counts,
+    )
+    assert len(found.searches) == len(safe.searches) and len(found.conversations) == len(
+        safe.conversations
+    )
     for said, expected in zip(found.conversations, safe.conversations, strict=True):
         assert [(turn.role, turn.trained) for turn in said.turns] == [
             (turn.role, turn.trained) for turn in expected.turns
@@ -412,7 +508,9 @@ def test_hostile_passages_and_questions_change_nothing(kind, words, tag):
                 assert turn.token_ids == other.token_ids
             else:
                 added = [id for id in turn.token_ids if id in known_ids()]
-                assert added == [id for id in other.token_ids if id in known_ids()], "no token of the template or a tag"
+                assert added == [id for id in other.token_ids if id in known_ids()], (
+                    "no token of the template or a tag"
+                )
 
 
 def of_agent(*words: str) -> Config:
@@ -420,16 +518,37 @@ def of_agent(*words: str) -> Config:
 
 
 def test_agents_that_read_passages_are_not_sent_into_a_graph():
-    with pytest.raises(UserError, match=r"agent\.kind is rag, which reads passages, and task.environment is graph"):
+    with pytest.raises(
+        UserError, match=r"agent\.kind is rag, which reads passages, and task.environment is graph"
+    ):
         check(of_agent("--agent.kind", "rag", "--warmup.steps", "0"))
-    with pytest.raises(UserError, match=r"agent\.kind is rag, and warmup.source scripted demonstrates mujica"):
+    with pytest.raises(
+        UserError, match=r"agent\.kind is rag, and warmup.source scripted demonstrates mujica"
+    ):
         check_demonstrations(of_agent("--agent.kind", "rag", "--task.environment", "text"))
     with pytest.raises(UserError, match=r"agent\.kind is rag, which has no worked examples"):
         few_shot = ["--warmup.source", "few_shot"]
-        check_demonstrations(of_agent("--agent.kind", "rag", "--task.environment", "text", *few_shot))
-    check_demonstrations(of_agent("--agent.kind", "rag", "--task.environment", "text", "--warmup.steps", "0"))
-    with pytest.raises(UserError, match=r"--agent\.kind is ragg and there is none of this name: did you mean rag"):
+        check_demonstrations(
+            of_agent("--agent.kind", "rag", "--task.environment", "text", *few_shot)
+        )
+    check_demonstrations(
+        of_agent("--agent.kind", "rag", "--task.environment", "text", "--warmup.steps", "0")
+    )
+    with pytest.raises(
+        UserError, match=r"--agent\.kind is ragg and there is none of this name: did you mean rag"
+    ):
         of_agent("--agent.kind", "ragg")
     assert isinstance(of_agent("--agent.kind", "single").agent, SingleConfig)
-    with pytest.raises(UserError, match=r"agent\.min_probability is 0\.0: give above 0 and at most 1"):
-        check(of_agent("--agent.kind", "flare", "--task.environment", "text", "--agent.min-probability", "0"))
+    with pytest.raises(
+        UserError, match=r"agent\.min_probability is 0\.0: give above 0 and at most 1"
+    ):
+        check(
+            of_agent(
+                "--agent.kind",
+                "flare",
+                "--task.environment",
+                "text",
+                "--agent.min-probability",
+                "0",
+            )
+        )

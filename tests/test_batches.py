@@ -72,7 +72,9 @@ def test_another_number_of_processes_continues():
     of_two = [batches(own=own) for own in np.split(np.arange(ROWS_PER_STEP), 2)]
     for part in of_two:
         part.set_state(one.get_state())
-    assert [first + second for first, second in zip(*(drawn(part, 3) for part in of_two), strict=True)] == drawn(one, 3)
+    assert [
+        first + second for first, second in zip(*(drawn(part, 3) for part in of_two), strict=True)
+    ] == drawn(one, 3)
 
 
 def test_packing_knows_the_seed_and_no_process():
@@ -87,7 +89,10 @@ def test_packing_knows_the_seed_and_no_process():
     ("changes", "words"),
     [
         ({"seed": 4}, "seed 3, and this run has .* seed 4"),
-        ({"rows": pack(random_conversations(20), row_tokens=32, seed=0)}, r"22 rows, .* has \d\d rows"),
+        (
+            {"rows": pack(random_conversations(20), row_tokens=32, seed=0)},
+            r"22 rows, .* has \d\d rows",
+        ),
     ],
 )
 def test_a_place_in_another_order_is_refused(changes, words):
@@ -101,6 +106,11 @@ def test_no_rows_are_refused():
 
 
 def test_a_program_starts_without_grain():
-    program = "import sys, mujica_jax.methods.mygo; print([name for name in ('grain', 'orbax') if name in sys.modules])"
-    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    program = (
+        "import sys, mujica_jax.methods.mygo; print([name for name in ('grain', 'orbax') if name "
+        "in sys.modules])"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert shown.stdout.strip() == "[]"

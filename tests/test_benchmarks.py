@@ -29,7 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def printed(program: str, *arguments: str, status: int = 0) -> str:
     command = [sys.executable, str(ROOT / "benchmarks" / program), *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=HANG_SECONDS)
+    finished = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=HANG_SECONDS
+    )
     assert finished.returncode == status, finished.stderr
     return finished.stdout if status == 0 else finished.stderr
 
@@ -38,11 +40,18 @@ def printed(program: str, *arguments: str, status: int = 0) -> str:
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_importing_peaks_below_1_3_times_the_weights(tmp_path):
     wide = dataclasses.replace(
-        MODEL, vocab_size=100_000, hidden_size=384, intermediate_size=1536, num_layers=12, num_heads=6, head_dim=64
+        MODEL,
+        vocab_size=100_000,
+        hidden_size=384,
+        intermediate_size=1536,
+        num_layers=12,
+        num_heads=6,
+        head_dim=64,
     )
     save_checkpoint(tiny_decoder(wide), tmp_path / "model")
     found = re.search(
-        r"([\d.]+) MiB of weights, peak ([\d.]+) times", printed("import_memory.py", str(tmp_path / "model"))
+        r"([\d.]+) MiB of weights, peak ([\d.]+) times",
+        printed("import_memory.py", str(tmp_path / "model")),
     )
     assert found is not None and float(found[1]) > 200
     assert 1.0 <= float(found[2]) < 1.3
@@ -72,7 +81,9 @@ def test_tokens_a_second_of_training_are_measured_beside_a_peer(tmp_path):
     refused = printed("train_tokens.py", "--checkpoint", str(tmp_path / "nowhere"), status=2)
     assert "nowhere/config.json is missing" in refused
     without_tunix = ["--tunix-python", sys.executable, "--without", "transformers"]
-    failed = printed("train_tokens.py", "--checkpoint", str(tmp_path / "model"), *sizes, *without_tunix, status=1)
+    failed = printed(
+        "train_tokens.py", "--checkpoint", str(tmp_path / "model"), *sizes, *without_tunix, status=1
+    )
     assert "tunix_training.py ended with status 1" in failed and "No module named" in failed
 
 
@@ -92,7 +103,18 @@ def test_the_conversations_to_train_on_are_those_that_are_promised():
 @pytest.mark.slow
 def test_under_overload_every_request_is_answered_or_refused_and_memory_is_bounded(tmp_path):
     save_checkpoint(tiny_decoder(), tmp_path / "model")
-    sizes = ["--slots", "3", "--queue-size", "5", "--rounds", "3", "--prompt-tokens", "24", "--new-tokens", "6"]
+    sizes = [
+        "--slots",
+        "3",
+        "--queue-size",
+        "5",
+        "--rounds",
+        "3",
+        "--prompt-tokens",
+        "24",
+        "--new-tokens",
+        "6",
+    ]
     found = json.loads(printed("serving_overload.py", str(tmp_path / "model"), *sizes))
     assert found["requests"] == 4 * (3 + 5) * 3
     assert found["answered"] + found["refused"] == found["requests"] and found["faults"] == []
@@ -106,22 +128,30 @@ def test_under_overload_every_request_is_answered_or_refused_and_memory_is_bound
 
 @pytest.mark.slow
 def test_rollouts_are_measured_and_their_work_is_counted_by_the_formula(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # a cache of compiled programs that is empty at first
+    monkeypatch.setenv(
+        "XDG_CACHE_HOME", str(tmp_path)
+    )  # a cache of compiled programs that is empty at first
     wide = dataclasses.replace(MODEL, vocab_size=400, max_position_embeddings=1024)
     save_checkpoint(tiny_decoder(wide), tmp_path / "model")
     sizes = ["--sessions", "3", "--turns", "2", "--slots", "2", "--runs", "1"]
     found, again = (
-        json.loads(printed("rollout.py", "--checkpoint", str(tmp_path / "model"), *sizes)) for _ in range(2)
+        json.loads(printed("rollout.py", "--checkpoint", str(tmp_path / "model"), *sizes))
+        for _ in range(2)
     )
-    assert again["recompiles"] == [0, 0], "what the first program compiled, the second one finds on disk"
+    assert again["recompiles"] == [0, 0], (
+        "what the first program compiled, the second one finds on disk"
+    )
     program = runpy.run_path(str(ROOT / "benchmarks" / "rollout.py"))
     sessions = program["workload"](400, sessions=3, turns=2, seed=0)
-    assert found["generated_tokens"] == sum(turn.generated_tokens for one in sessions for turn in one.turns)
+    assert found["generated_tokens"] == sum(
+        turn.generated_tokens for one in sessions for turn in one.turns
+    )
     assert found["saved_tokens"] >= 3 * 384, "the second turn of each begins as the first did"
     assert found["recompiles"][0] > 0 == found["recompiles"][1]
     refused = printed("rollout.py", "--checkpoint", str(tmp_path / "nowhere"), status=2)
     assert "nowhere/config.json is missing" in refused
-    # One session, one turn of 1 token after 24 questions: a layer has 4 x 256 + 3 x 384 weights, the head 400 x 16.
+    # One session, one turn of 1 token after 24 questions: a layer has 4 x 256 + 3 x 384 weights,
+    # the head 400 x 16.
     turn = program["Turn"](1, [])
     operations, read = program["work"](wide, [program["Session"]([], [turn])])
     in_layers, tokens, pairs = 4 * 256 + 3 * 384, 384 + 25, 384**2 / 2 + sum(range(384, 409))
@@ -138,27 +168,47 @@ def test_the_run_directory_is_measured_on_disk_and_in_a_bucket():
         assert len(rates) == 6 and min(rates.values()) > 0
         for kind in ("read", "write"):
             megabytes = rates[f"{kind}_shards_per_second"] * found["bytes_per_shard"] / 1e6
-            assert rates[f"{kind}_megabytes_per_second"] == pytest.approx(megabytes, rel=0.05, abs=0.02)
+            assert rates[f"{kind}_megabytes_per_second"] == pytest.approx(
+                megabytes, rel=0.05, abs=0.02
+            )
     refused = printed("store.py", *sizes, "--bucket", "s3://bucket", status=2)
     assert "is neither a local directory nor gs://BUCKET/NAME" in refused
 
 
 @pytest.mark.slow
 def test_sampling_by_many_workers_is_simulated_over_a_measured_store(tmp_path):
-    """Without waiting for each other, the store or the trainer, workers are as fast as they are many."""
-    words = ["--unit-seconds", "60", "--units", "200", "--rounds", "2", "--workers", "1", "10", "400"]
-    one, ten, many = map(json.loads, printed("samplers.py", "--latency", "0", *words).splitlines()[1:])
+    """Without waiting for each other, the store or the trainer, workers are as fast as they are
+    many."""
+    words = [
+        "--unit-seconds",
+        "60",
+        "--units",
+        "200",
+        "--rounds",
+        "2",
+        "--workers",
+        "1",
+        "10",
+        "400",
+    ]
+    one, ten, many = map(
+        json.loads, printed("samplers.py", "--latency", "0", *words).splitlines()[1:]
+    )
     assert 0.9 < one["share_of_linear"] < 1.1 and 0.85 < ten["share_of_linear"] < 1.1
     assert many["idle_share"] > 0.5, "two workers a unit"
     store = json.loads(
-        printed("samplers.py", "--store", str(tmp_path), "--workers", "1", "--units", "2").splitlines()[0]
+        printed(
+            "samplers.py", "--store", str(tmp_path), "--workers", "1", "--units", "2"
+        ).splitlines()[0]
     )
     assert 0 < store["read"] < 1 and 0 < store["create"] < 1 and not list(tmp_path.glob("*/*"))
 
 
 def test_graphs_are_measured_beside_the_graph_in_memory(tmp_path):
     rows = [f"Film {n}\tdirector\tAnn {n % 7}\tQ{n + 100}\tQ{n % 7 + 10}" for n in range(300)]
-    (tmp_path / "t.tsv").write_text("subject\trelation\tobject\tsubject_qid\tobject_qid\n" + "\n".join(rows))
+    (tmp_path / "t.tsv").write_text(
+        "subject\trelation\tobject\tsubject_qid\tobject_qid\n" + "\n".join(rows)
+    )
     sizes = ["--entities", "500", "--facts", "3", "--searches", "50"]
     found = json.loads(printed("graph.py", "--table", str(tmp_path / "t.tsv"), *sizes))
     assert (found["table"]["triples"], found["dump"]["triples"]) == (300, 2000)
@@ -168,13 +218,33 @@ def test_graphs_are_measured_beside_the_graph_in_memory(tmp_path):
 
 @pytest.mark.slow
 def test_searching_is_measured_and_indexes_are_found_again(tmp_path):
-    words = ["search", "--work", str(tmp_path), "--rows", "4000", "--rounds", "1", "--engines", "scann", "exact"]
-    first, second = ([json.loads(line) for line in printed("retrieval.py", *words).splitlines()] for _ in range(2))
+    words = [
+        "search",
+        "--work",
+        str(tmp_path),
+        "--rows",
+        "4000",
+        "--rounds",
+        "1",
+        "--engines",
+        "scann",
+        "exact",
+    ]
+    first, second = (
+        [json.loads(line) for line in printed("retrieval.py", *words).splitlines()]
+        for _ in range(2)
+    )
     by_the_rule, exact = first[0], first[-1]
-    assert (by_the_rule["engine"], by_the_rule["setting"], exact["engine"]) == ("scann", None, "exact")
+    assert (by_the_rule["engine"], by_the_rule["setting"], exact["engine"]) == (
+        "scann",
+        None,
+        "exact",
+    )
     assert by_the_rule["recall@10"] > 0.95 and exact["recall@10"] > 0.999
     assert all(row["queries_per_second"] > 0 < row["one_by_one_per_second"] for row in first)
-    assert [row["build_seconds"] for row in second] == [row["build_seconds"] for row in first], "none is built again"
+    assert [row["build_seconds"] for row in second] == [row["build_seconds"] for row in first], (
+        "none is built again"
+    )
     assert [row["recall@10"] for row in second] == [row["recall@10"] for row in first]
     refused = printed("retrieval.py", *words[:3], "--rows", "5000", status=1)
     assert "holds 4,000 vectors and --rows is 5,000: give another --work" in refused
@@ -185,8 +255,17 @@ def test_embedding_is_measured(tmp_path):
     corpus = tmp_path / "corpus.jsonl"
     lines = [json.dumps({"title": word, "text": f"{word} and more"}) for word in WORDS]
     corpus.write_text("\n".join(lines))
-    words = ["--embedder", str(tiny_embedder(tmp_path / "embedder")), "--passages", "64", "--rounds", "1"]
-    (row,) = map(json.loads, printed("retrieval.py", "encode", "--corpus", str(corpus), *words).splitlines())
+    words = [
+        "--embedder",
+        str(tiny_embedder(tmp_path / "embedder")),
+        "--passages",
+        "64",
+        "--rounds",
+        "1",
+    ]
+    (row,) = map(
+        json.loads, printed("retrieval.py", "encode", "--corpus", str(corpus), *words).splitlines()
+    )
     assert row["encoder"] == "ours" and row["passages"] == 64 and row["passages_per_second"] > 0
 
 
@@ -200,10 +279,14 @@ def test_every_run_behind_the_claims_has_a_command_that_is_taken(monkeypatch):
             assert {role.removesuffix("@start") for role in experiment.roles} <= named.keys()
             continue
         assert experiment.start is None or claims["EXPERIMENTS"][experiment.start].start is None
-        named[name] = command_line(claims["command"](Path("runs"), name, 1)[3:], default="tiny_world")
+        named[name] = command_line(
+            claims["command"](Path("runs"), name, 1)[3:], default="tiny_world"
+        )
         check(named[name])
         check_demonstrations(named[name])
-        assert named[name].seed == 1 and bool(named[name].init) == (experiment.text or bool(experiment.start))
+        assert named[name].seed == 1 and bool(named[name].init) == (
+            experiment.text or bool(experiment.start)
+        )
     method = named["dapo"].method
     assert isinstance(method, DapoConfig) and method.dynamic_sampling
     assert set(claims["SECTIONS"]) == set(claims["Runs"](Path("nowhere"), [1]).tables())
@@ -217,18 +300,31 @@ def test_a_table_without_runs_stays_as_it_is_on_the_page(tmp_path):
     runs = claims["Runs"](tmp_path, [0])
     scores = {"em": 12.5, "em_sampled": 2.5, "f1_sampled": 5.0, "searches": 1.0}
     for place, name in enumerate(("evipath", "evipath-deductive")):
-        points = [claims["Point"](phase, scores, 7 * place, 0, 0, 0.0, 0.0) for phase in ("warm-up", "evipath")]
+        points = [
+            claims["Point"](phase, scores, 7 * place, 0, 0, 0.0, 0.0)
+            for phase in ("warm-up", "evipath")
+        ]
         runs.curves[name] = {0: points}
         runs.revisions[name] = {"abcdef0"}
     claims["write"](runs, page, "a machine")
-    before, after = (ROOT / "docs" / "claims.md").read_text().split("\n\n"), page.read_text().split("\n\n")
+    before, after = (
+        (ROOT / "docs" / "claims.md").read_text().split("\n\n"),
+        page.read_text().split("\n\n"),
+    )
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     table, commands = changed[-2], changed[-1]
-    assert [new.split()[0] for _, new in changed[-2:]] == ["|", "|"], "EviPath's table and the commands"
-    assert all(new.startswith(("Do", "The paper: what is written backwards")) for _, new in changed[:-2])
+    assert [new.split()[0] for _, new in changed[-2:]] == ["|", "|"], (
+        "EviPath's table and the commands"
+    )
+    assert all(
+        new.startswith(("Do", "The paper: what is written backwards")) for _, new in changed[:-2]
+    )
     assert "| deductive, the same teacher | 1 | 12.5 | 2.5 | 5.0 | 1.00 | 7 |" in table[1]
     old, new = (dict(line.split(" | ", 1) for line in lines.splitlines()[2:]) for lines in commands)
-    assert {name for name in new if old.get(name) != new[name]} == {"| evipath", "| evipath-deductive"}
+    assert {name for name in new if old.get(name) != new[name]} == {
+        "| evipath",
+        "| evipath-deductive",
+    }
     assert new.keys() == {name for name in old if name.removeprefix("| ") in claims["EXPERIMENTS"]}
 
 
@@ -242,7 +338,9 @@ def test_two_models_are_evaluated_by_one_command_and_cost_what_both_took(tmp_pat
     untuned_worker = claims["command"](Path("runs"), "evipath-planner-beside", 0)
     assert "runs/evipath-0/policies/000000/model" in untuned_worker
     untuned_planner = " ".join(claims["command"](Path("runs"), "evipath-executor-beside", 0))
-    assert "--checkpoint runs/evipath-0 --policy 0 --worker runs/evipath-executor-0" in untuned_planner
+    assert (
+        "--checkpoint runs/evipath-0 --policy 0 --worker runs/evipath-executor-0" in untuned_planner
+    )
     scores = {"em": 50.0, "searches": 2.0, "f1": 60.0}
     file = tmp_path / "result.json"
     file.write_text(json.dumps({"greedy": scores, "sampled": scores | {"em": 40.0}}))
@@ -253,7 +351,9 @@ def test_two_models_are_evaluated_by_one_command_and_cost_what_both_took(tmp_pat
     assert both.scores == {"em": 50.0, "searches": 2.0, "em_sampled": 40.0, "f1_sampled": 60.0}
 
 
-def test_the_table_of_agents_has_commands_that_are_taken_and_reads_what_they_leave(monkeypatch, tmp_path):
+def test_the_table_of_agents_has_commands_that_are_taken_and_reads_what_they_leave(
+    monkeypatch, tmp_path
+):
     monkeypatch.chdir(ROOT)
     agents = runpy.run_path(str(ROOT / "benchmarks" / "agents.py"))
     asked = []
@@ -265,26 +365,45 @@ def test_the_table_of_agents_has_commands_that_are_taken_and_reads_what_they_lea
         place.mkdir(parents=True)
         for one in configs:
             em = [1.0, 0.0, float(name == "trained")][: 2 + (name == "trained")]
-            score = {"em": 50.0, "em_interval": [0.0, 100.0], "f1": 60.0, "f1_interval": [0.0, 100.0]}
+            score = {
+                "em": 50.0,
+                "em_interval": [0.0, 100.0],
+                "f1": 60.0,
+                "f1_interval": [0.0, 100.0],
+            }
             greedy = score | {"questions": len(em), "searches": 1.0, "tokens": 9.0, "seconds": 0.5}
             file = place / f"{task}-{one.agent.kind}-test.json"
             file.write_text(json.dumps({"task": task, "agent": one.agent.kind, "greedy": greedy}))
-            file.with_suffix(".predictions.jsonl").write_text("".join(json.dumps({"em": of}) + "\n" for of in em))
+            file.with_suffix(".predictions.jsonl").write_text(
+                "".join(json.dumps({"em": of}) + "\n" for of in em)
+            )
             asked.append((task, one.agent.kind))
-    assert len(asked) == 3 * (1 + 12) and not list(agents["compared"](tmp_path))[3:], "no comparison: not whole"
+    assert len(asked) == 3 * (1 + 12) and not list(agents["compared"](tmp_path))[3:], (
+        "no comparison: not whole"
+    )
     for task in agents["FOLDERS"]:
         (tmp_path / task / "untrained" / "comparison-test.json").write_text("[]")
     found = rows(list(agents["compared"](tmp_path)))
     assert [(row["task"], row["agent"].split(",")[0]) for row in found] == asked
-    assert found[1]["agent"] == "mujica, untrained" and found[1]["against"]["em"] == 0, "of the first two questions"
+    assert found[1]["agent"] == "mujica, untrained" and found[1]["against"]["em"] == 0, (
+        "of the first two questions"
+    )
 
 
 def test_policies_are_compared_question_by_question():
     """Two questions of a kind and one of none, worked out by hand."""
     program = runpy.run_path(str(ROOT / "benchmarks" / "compare_policies.py"))
-    kinds = (Question(id=str(n), text="?", answers=("a",), kind=kind) for n, kind in enumerate(("comparison", "") * 2))
+    kinds = (
+        Question(id=str(n), text="?", answers=("a",), kind=kind)
+        for n, kind in enumerate(("comparison", "") * 2)
+    )
     questions = list(kinds)[:3]
-    first = {"em": [0.0, 1.0, 0.0], "f1": [0.5, 1.0, 0.0], "em_sampled": [0.25, 0.5, 0.0], "f1_sampled": [0.5] * 3}
+    first = {
+        "em": [0.0, 1.0, 0.0],
+        "f1": [0.5, 1.0, 0.0],
+        "em_sampled": [0.25, 0.5, 0.0],
+        "f1_sampled": [0.5] * 3,
+    }
     second = {**first, "em": [1.0, 1.0, 0.0], "em_sampled": [0.5, 0.75, 0.25]}
     found = program["summary"](questions, second, first)
     assert found["em"][0] == 66.7 and found["em_sampled"] == [50.0, 25.0, 75.0]
@@ -296,4 +415,6 @@ def test_policies_are_compared_question_by_question():
 
 def test_a_policy_without_number_or_checkpoint_is_refused(tmp_path):
     assert "give --init" in printed("compare_policies.py", str(tmp_path / "adapter"), status=2)
-    assert "there is no directory" in printed("compare_policies.py", str(tmp_path / "run" / "0"), status=2)
+    assert "there is no directory" in printed(
+        "compare_policies.py", str(tmp_path / "run" / "0"), status=2
+    )

@@ -21,7 +21,8 @@ ANIMALS = [
 
 @needs_data
 @pytest.mark.parametrize(
-    ("tokeniser", "recall_at_2", "recall_at_5"), [("default", 54.16, 64.60), ("elasticsearch", 50.66, 61.39)]
+    ("tokeniser", "recall_at_2", "recall_at_5"),
+    [("default", 54.16, 64.60), ("elasticsearch", 50.66, 61.39)],
 )
 def test_recall_on_2wiki_is_the_published_one(tokeniser, recall_at_2, recall_at_5):
     index = Bm25Index(read_corpus([TWO_WIKI / "corpus_6119.json.gz"]), tokeniser)
@@ -32,7 +33,10 @@ def test_recall_on_2wiki_is_the_published_one(tokeniser, recall_at_2, recall_at_
         shares = []
         for question, result in zip(questions, results, strict=True):
             gold = set(question["supporting_facts"])
-            shares.append(len(gold & {index.passages[position].title for position, _ in result[:k]}) / len(gold))
+            shares.append(
+                len(gold & {index.passages[position].title for position, _ in result[:k]})
+                / len(gold)
+            )
         return 100 * sum(shares) / len(shares)
 
     assert recall(2) == pytest.approx(recall_at_2, abs=0.1)
@@ -40,8 +44,8 @@ def test_recall_on_2wiki_is_the_published_one(tokeniser, recall_at_2, recall_at_
 
 
 def test_elasticsearch_scores_by_hand():
-    # Words with the title: 8, 4 and 10, on average 22/3; "cat" stands in two of three passages, three times in the
-    # first.
+    # Words with the title: 8, 4 and 10, on average 22/3; "cat" stands in two of three passages,
+    # three times in the first.
     idf = math.log(1 + (3 - 2 + 0.5) / (2 + 0.5))
     expected = [
         (0, idf * 3 / (3 + 1.2 * (0.25 + 0.75 * 8 / (22 / 3)))),
@@ -53,7 +57,8 @@ def test_elasticsearch_scores_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("words", "stored"), [(0, 0), (7, 7), (39, 39), (40, 40), (41, 40), (43, 42), (100, 96), (1000, 984)]
+    ("words", "stored"),
+    [(0, 0), (7, 7), (39, 39), (40, 40), (41, 40), (43, 42), (100, 96), (1000, 984)],
 )
 def test_lengths_are_rounded_as_in_lucene(words, stored):
     assert lucene_length(words) == stored
@@ -86,8 +91,8 @@ def test_a_corpus_without_words_finds_nothing(tokeniser):
 
 @pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
 def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
-    """The index is that of all texts at once, and its words are numbered as the corpus has them, whatever Python's
-    hashes are."""
+    """The index is that of all texts at once, and its words are numbered as the corpus has them,
+    whatever Python's hashes are."""
     passages = [*ANIMALS, Passage(id="3", title="!", text="?")] * 3
     whole, sizes, told = Bm25Index(passages, tokeniser), [], []
 
@@ -113,16 +118,22 @@ def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(
-        st.lists(st.sampled_from(["red", "green", "blue", "grey"]), min_size=1, max_size=4), min_size=1, max_size=8
+        st.lists(st.sampled_from(["red", "green", "blue", "grey"]), min_size=1, max_size=4),
+        min_size=1,
+        max_size=8,
     ),
     st.sampled_from(["default", "elasticsearch"]),
 )
 def test_a_shorter_result_is_a_prefix_of_a_longer_one(texts, tokeniser):
-    passages = [Passage(id=str(n), title="colour", text=" ".join(words)) for n, words in enumerate(texts)]
+    passages = [
+        Passage(id=str(n), title="colour", text=" ".join(words)) for n, words in enumerate(texts)
+    ]
     index = Bm25Index(passages, tokeniser)
     longest = index.search(["red blue"], len(passages))[0]
     assert [score for _, score in longest] == sorted((score for _, score in longest), reverse=True)
-    assert {position for position, _ in longest} == {n for n, words in enumerate(texts) if {"red", "blue"} & set(words)}
+    assert {position for position, _ in longest} == {
+        n for n, words in enumerate(texts) if {"red", "blue"} & set(words)
+    }
     for k in range(1, len(passages) + 1):
         assert index.search(["red blue"], k)[0] == longest[:k]
 
@@ -145,7 +156,9 @@ SCRIPTS = {
 @pytest.mark.parametrize("text", list(SCRIPTS))
 def test_text_of_scripts_without_spaces_is_found(tokeniser, text):
     texts = [*SCRIPTS, "The cat purrs."]
-    index = Bm25Index([Passage(id=str(n), title="", text=one) for n, one in enumerate(texts)], tokeniser)
+    index = Bm25Index(
+        [Passage(id=str(n), title="", text=one) for n, one in enumerate(texts)], tokeniser
+    )
     (best, *_), *_ = index.search([SCRIPTS[text]], 1)
     assert texts[best[0]] == text
 
@@ -153,8 +166,12 @@ def test_text_of_scripts_without_spaces_is_found(tokeniser, text):
 @pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
 def test_pairs_are_those_of_lucenes_analyser(tokeniser):
     index = Bm25Index([], tokeniser)
-    assert index.encode(["东京大学 iPhone手机, 猫!"]) == [["iphone", "东京", "京大", "大学", "手机", "猫"]]
-    assert bm25.indexed_words(["东京大学"], tokeniser) == [["东京", "京大", "大学", "东", "京", "大", "学"]]
+    assert index.encode(["东京大学 iPhone手机, 猫!"]) == [
+        ["iphone", "东京", "京大", "大学", "手机", "猫"]
+    ]
+    assert bm25.indexed_words(["东京大学"], tokeniser) == [
+        ["东京", "京大", "大学", "东", "京", "大", "学"]
+    ]
     assert bm25.indexed_words(["한글"], tokeniser) == [["한글"]]
 
 
@@ -165,13 +182,19 @@ def test_widths_and_accents_do_not_matter(tokeniser):
     assert index.encode(["Cafe\u0301 de\u0301ja\u0300"]) == [["café", "déjà"]]
 
 
-@given(st.text(st.characters(max_codepoint=0x2FF), max_size=40), st.sampled_from(["default", "elasticsearch"]))
+@given(
+    st.text(st.characters(max_codepoint=0x2FF), max_size=40),
+    st.sampled_from(["default", "elasticsearch"]),
+)
 def test_words_of_latin_text_are_those_of_the_tokeniser(text, tokeniser):
     assert bm25.indexed_words([text], tokeniser) == bm25._spaced_words([text], tokeniser)
 
 
 def test_an_index_from_before_pairs_is_searched_by_its_own_words(tmp_path):
-    passages = [Passage(id="0", title="", text="东京大学 Tokyo"), Passage(id="1", title="", text="京都 Kyoto")]
+    passages = [
+        Passage(id="0", title="", text="东京大学 Tokyo"),
+        Passage(id="1", title="", text="京都 Kyoto"),
+    ]
     Bm25Index(passages).save(tmp_path / "new")
     new = Bm25Index.load(tmp_path / "new", passages, version="v")
     assert [position for position, _ in new.search(["大学"], 2)[0]] == [0]
@@ -183,9 +206,12 @@ def test_an_index_from_before_pairs_is_searched_by_its_own_words(tmp_path):
 
 def test_an_index_with_words_of_a_later_release_is_refused(tmp_path):
     Bm25Index(ANIMALS).save(tmp_path / "index" / "bm25")
-    (tmp_path / "index" / "bm25" / bm25.WORDS_FILE).write_text('{"scripts_without_spaces": "dictionary"}')
+    (tmp_path / "index" / "bm25" / bm25.WORDS_FILE).write_text(
+        '{"scripts_without_spaces": "dictionary"}'
+    )
     with pytest.raises(
-        UserError, match=r"words\.json describes words that this release does not make: remove .*index "
+        UserError,
+        match=r"words\.json describes words that this release does not make: remove .*index ",
     ):
         Bm25Index.load(tmp_path / "index" / "bm25", ANIMALS, version="v")
 

@@ -1,5 +1,5 @@
-"""A corpus in a bucket is read as the same file on disk is, whatever breaks on the way; what is wrong with it is one
-sentence."""
+"""A corpus in a bucket is read as the same file on disk is, whatever breaks on the way; what is
+wrong with it is one sentence."""
 
 import bz2
 import gzip
@@ -37,7 +37,9 @@ def archive() -> bytes:
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w:gz") as made:
         for number in range(2):
-            content = bz2.compress(b"\n".join(LINES.splitlines()[100 * number : 100 * number + 100]))
+            content = bz2.compress(
+                b"\n".join(LINES.splitlines()[100 * number : 100 * number + 100])
+            )
             member = tarfile.TarInfo(f"part_{number}.bz2")
             member.size = len(content)
             made.addfile(member, io.BytesIO(content))
@@ -110,7 +112,9 @@ def test_it_is_built_and_another_content_is_another_corpus(bucket, tmp_path):
 
 def test_a_bucket_that_never_answers_ends_in_one_sentence(bucket):
     bucket.faults = lambda request: "503" if request.query.get("alt") == "media" else None
-    with pytest.raises(StoreUnavailable, match=r"gs://mine/folder/corpus\.jsonl could not be read in 8 attempts"):
+    with pytest.raises(
+        StoreUnavailable, match=r"gs://mine/folder/corpus\.jsonl could not be read in 8 attempts"
+    ):
         read_corpus(["gs://mine/folder/corpus.jsonl"])
 
 
@@ -129,7 +133,9 @@ def test_an_object_that_is_replaced_while_it_is_read_is_said(bucket):
 def test_bytes_that_changed_on_the_way_are_noticed(bucket, monkeypatch):
     mine = gcs.open_bucket("mine")
     whole = mine.read_range
-    monkeypatch.setattr(mine, "read_range", lambda *asked: whole(*asked).replace(b"number 19", b"number 91"))
+    monkeypatch.setattr(
+        mine, "read_range", lambda *asked: whole(*asked).replace(b"number 19", b"number 91")
+    )
     with pytest.raises(UserError, match="was damaged on the way"):
         read_corpus(["gs://mine/folder/corpus.jsonl"])
 
@@ -137,14 +143,25 @@ def test_bytes_that_changed_on_the_way_are_noticed(bucket, monkeypatch):
 @pytest.mark.parametrize(
     ("address", "sentence"),
     [
-        ("gs://mine/nothing.jsonl", r"gs://mine/nothing\.jsonl cannot be read \(there is no such object"),
+        (
+            "gs://mine/nothing.jsonl",
+            r"gs://mine/nothing\.jsonl cannot be read \(there is no such object",
+        ),
         ("gs://no-bucket/corpus.jsonl", "or no such bucket"),
-        ("gs://closed-bucket/corpus.jsonl", r"access to gs://closed-bucket/corpus\.jsonl is denied"),
+        (
+            "gs://closed-bucket/corpus.jsonl",
+            r"access to gs://closed-bucket/corpus\.jsonl is denied",
+        ),
         ("gs://mine", "names no object in a bucket"),
     ],
 )
 def test_what_cannot_be_read_is_one_sentence(bucket, tmp_path, capsys, address, sentence):
-    assert index.main(["build", "--corpus", address, "--kind", "bm25", "--out", str(tmp_path / "index")]) == 2
+    assert (
+        index.main(
+            ["build", "--corpus", address, "--kind", "bm25", "--out", str(tmp_path / "index")]
+        )
+        == 2
+    )
     said = capsys.readouterr().err
     assert re.search(sentence, said)
     assert said.startswith("error: ") and said.count("\n") == 1

@@ -13,4 +13,6 @@ def test_where_caches_lie(monkeypatch, tmp_path):
     monkeypatch.setattr(cache_folders.os, "getuid", lambda: 2**31 - 7)  # nobody's
     assert cache_folder("compiled") == tmp_path / "caches" / "mujica_jax" / "compiled"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert cache_folder("buckets").is_dir(), "a user without a home has folders that are removed at the end"
+    assert cache_folder("buckets").is_dir(), (
+        "a user without a home has folders that are removed at the end"
+    )

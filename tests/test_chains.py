@@ -17,7 +17,10 @@ from mujica_jax.tasks.two_wiki.chains import (
 
 
 def question(kind: str, text: str, answer: str, *evidences: tuple[str, str, str]) -> Question:
-    chain = tuple(Evidence(subject=subject, relation=relation, object=found) for subject, relation, found in evidences)
+    chain = tuple(
+        Evidence(subject=subject, relation=relation, object=found)
+        for subject, relation, found in evidences
+    )
     return Question(id="q", text=text, answers=(answer,), evidences=chain, kind=kind)
 
 
@@ -117,8 +120,19 @@ def test_rounds_ask_what_is_independent_together():
 
 def test_ids_link_a_bridge_under_two_names():
     chain = (
-        Evidence(subject="Faisal", relation="father", object="King Abdullah", subject_id="Q1", object_id="Q2"),
-        Evidence(subject="Abdullah of Saudi Arabia", relation="date of death", object="2015", subject_id="Q2"),
+        Evidence(
+            subject="Faisal",
+            relation="father",
+            object="King Abdullah",
+            subject_id="Q1",
+            object_id="Q2",
+        ),
+        Evidence(
+            subject="Abdullah of Saudi Arabia",
+            relation="date of death",
+            object="2015",
+            subject_id="Q2",
+        ),
     )
     assert [len(asked) for asked in evidence_rounds(chain)] == [1, 1]
 
@@ -128,7 +142,10 @@ X_BORN, X_DIED = ("X", "date of birth", "1900"), ("X", "date of death", "1990")
 Y_BORN, Y_DIED = ("Y", "date of birth", "1950"), ("Y", "date of death", "2020")
 Y_AMERICAN = ("Y", "country of citizenship", "U.S.")
 Y_PERUVIAN = ("Y", "country of citizenship", "Peru")
-X_FROM_TWO = (("X", "country of citizenship", "American"), ("X", "country of citizenship", "French"))
+X_FROM_TWO = (
+    ("X", "country of citizenship", "American"),
+    ("X", "country of citizenship", "French"),
+)
 TWO_DEATHS = (("A", "date of death", "2 May 1999"), ("B", "date of death", "May 1, 1999"))
 
 
@@ -165,7 +182,12 @@ def test_an_answer_follows_up_to_the_scripts_normalisation():
 
 @pytest.mark.parametrize(
     ("label", "name"),
-    [("U.S.", "united states"), ("American", "united states"), ("Italian", "italy"), ("Annam", "annam")],
+    [
+        ("U.S.", "united states"),
+        ("American", "united states"),
+        ("Italian", "italy"),
+        ("Annam", "annam"),
+    ],
 )
 def test_country(label, name):
     assert country(label) == name

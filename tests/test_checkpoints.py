@@ -73,7 +73,9 @@ def save(checkpoints: Checkpoints, *given: Any) -> None:
 def test_a_state_comes_back_bit_for_bit_with_its_loop_state(place):
     loop_state = {"phase": "round", "round": 3, "k": 0.1 + 0.2, "done": [1, 2]}
     save(Checkpoints(place, keep=1), state(7), loop_state)
-    restored, loop_restored = Checkpoints(place, keep=1).restore_latest(jax.eval_shape(lambda: state(0)))
+    restored, loop_restored = Checkpoints(place, keep=1).restore_latest(
+        jax.eval_shape(lambda: state(0))
+    )
     assert_same(restored, state(7))
     assert loop_restored == loop_state
 
@@ -96,7 +98,9 @@ def test_the_last_ones_are_kept_and_numbers_go_on_in_a_new_process(three_saved):
 
 
 @pytest.mark.parametrize("mark", [COMMITTED, ORBAX_COMMITTED])
-def test_a_checkpoint_without_its_mark_is_removed_and_its_number_used_again(three_saved, caplog, mark):
+def test_a_checkpoint_without_its_mark_is_removed_and_its_number_used_again(
+    three_saved, caplog, mark
+):
     (three_saved.directory / "000003" / mark).unlink()
     again = Checkpoints(three_saved.directory, keep=3)
     assert "000003 is incomplete and is removed" in caplog.text
@@ -131,16 +135,24 @@ def test_no_flipped_byte_reaches_a_state(three_saved, caplog):
 
 
 def test_another_model_is_refused_with_both_shapes(three_saved):
-    with pytest.raises(UserError, match=r"params/kernel is of shape \[3, 4\] there and of shape \[3, 5\] in this run"):
+    with pytest.raises(
+        UserError,
+        match=r"params/kernel is of shape \[3, 4\] there and of shape \[3, 5\] in this run",
+    ):
         three_saved.restore_latest(state(0, width=5))
-    with pytest.raises(UserError, match=r"params/bias is absent there and of shape \[2\] in this run"):
+    with pytest.raises(
+        UserError, match=r"params/bias is absent there and of shape \[2\] in this run"
+    ):
         three_saved.restore_latest(state(0, bias=nnx.Param(jnp.zeros(2))))
 
 
 def test_other_types_are_refused_with_both(place):
     save(Checkpoints(place, keep=1), state(1), {})
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16) if leaf.ndim else leaf, state(1))
-    with pytest.raises(UserError, match=r"keeps params/kernel in float32, and this run in bfloat16: .*parameter_dtype"):
+    with pytest.raises(
+        UserError,
+        match=r"keeps params/kernel in float32, and this run in bfloat16: .*parameter_dtype",
+    ):
         Checkpoints(place, keep=1).restore_latest(narrow)
 
 
@@ -166,7 +178,9 @@ def test_a_save_goes_on_beside_steps_that_reuse_its_buffers(tmp_path, slow_disk)
         for _ in range(5):
             now = step(now)
         jax.block_until_ready(now)
-        assert not (tmp_path / "000001" / COMMITTED).exists(), "the steps went on before the save was done"
+        assert not (tmp_path / "000001" / COMMITTED).exists(), (
+            "the steps went on before the save was done"
+        )
         slow_disk.set()
     assert_same(Checkpoints(tmp_path, keep=1).restore_latest(state(0, width=1 << 20))[0], expected)
 
@@ -188,7 +202,9 @@ def test_a_restore_sees_the_save_under_way(tmp_path, slow_disk):
 
 
 @pytest.mark.parametrize("where", ["next save", "finish", "end of the block"])
-def test_what_went_wrong_in_the_background_is_raised_at_the_next_occasion(tmp_path, monkeypatch, where):
+def test_what_went_wrong_in_the_background_is_raised_at_the_next_occasion(
+    tmp_path, monkeypatch, where
+):
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -244,8 +260,12 @@ def fake(monkeypatch) -> FakeBucket:
 def test_a_save_that_meets_faults_is_whole(fake):
     whole = Checkpoints("gs://bucket/undisturbed", keep=1)
     save(whole, state(7), {})
-    # TensorStore waits a second before it repeats a request, so that it meets one fault of each kind.
-    left = {"media": ["503", "lost answer"], "multipart": ["429", "cut upload", "lost answer", "503"]}
+    # TensorStore waits a second before it repeats a request, so that it meets one fault of each
+    # kind.
+    left = {
+        "media": ["503", "lost answer"],
+        "multipart": ["429", "cut upload", "lost answer", "503"],
+    }
 
     def faults(request):
         waiting = left.get(request.query.get("uploadType", ""), [])
@@ -255,7 +275,9 @@ def test_a_save_that_meets_faults_is_whole(fake):
     disturbed = Checkpoints("gs://bucket/run", keep=1)
     save(disturbed, state(7), {"round": 7})
     assert left == {"media": [], "multipart": []}
-    fake.faults = lambda request: "503" if request.kind == "download" and request.nth % 7 == 0 else None
+    fake.faults = lambda request: (
+        "503" if request.kind == "download" and request.nth % 7 == 0 else None
+    )
     restored, loop_state = Checkpoints("gs://bucket/run", keep=1).restore_latest(state(0))
     assert_same(restored, state(7))
     assert loop_state == {"round": 7}
@@ -265,7 +287,11 @@ def test_a_bucket_that_tensorstore_gave_up_is_one_sentence(fake):
     import tensorstore
 
     fake.faults = lambda request: "503"
-    patience = {"max_retries": 2, "initial_delay": "1ms", "max_delay": "1ms"}  # Orbax's context takes 15 minutes
+    patience = {
+        "max_retries": 2,
+        "initial_delay": "1ms",
+        "max_delay": "1ms",
+    }  # Orbax's context takes 15 minutes
     store = tensorstore.KvStore.open(
         {"driver": "gcs", "bucket": "bucket", "path": "run/"},
         context=tensorstore.Context({"gcs_request_retries": patience}),

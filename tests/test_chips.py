@@ -8,7 +8,12 @@ import jax
 import pytest
 
 from mujica_jax.runtime import chips
-from mujica_jax.runtime.chips import CHIPS, chip_of, measured_flops_per_second, peak_flops_per_second
+from mujica_jax.runtime.chips import (
+    CHIPS,
+    chip_of,
+    measured_flops_per_second,
+    peak_flops_per_second,
+)
 
 
 def devices(kind: str, platform: str, count: int, processes: int = 1) -> list[Any]:
@@ -19,10 +24,18 @@ def devices(kind: str, platform: str, count: int, processes: int = 1) -> list[An
 
 
 def test_chips_are_known_by_what_jax_calls_them():
-    names = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e", "TPU7x": "v7x"}
+    names = {
+        "TPU v4": "v4",
+        "TPU v5 lite": "v5e",
+        "TPU v5": "v5p",
+        "TPU v6 lite": "v6e",
+        "TPU7x": "v7x",
+    }
     assert {kind: chip_of(kind).name for kind in names} == names
     assert chip_of("cpu") is None and chip_of("NVIDIA H200") is None
-    assert len({kind for chip in CHIPS for kind in chip.kinds}) == sum(len(chip.kinds) for chip in CHIPS)
+    assert len({kind for chip in CHIPS for kind in chip.kinds}) == sum(
+        len(chip.kinds) for chip in CHIPS
+    )
 
 
 def test_a_slice_can_do_what_its_chips_can():
@@ -31,7 +44,11 @@ def test_a_slice_can_do_what_its_chips_can():
 
 @pytest.mark.parametrize(
     ("found", "times"),
-    [(devices("cpu", "cpu", 8), 1), (devices("cpu", "cpu", 8, processes=2), 2), (devices("H200", "gpu", 8), 8)],
+    [
+        (devices("cpu", "cpu", 8), 1),
+        (devices("cpu", "cpu", 8, processes=2), 2),
+        (devices("H200", "gpu", 8), 8),
+    ],
 )
 def test_devices_of_one_cpu_are_one_machine(found, times, monkeypatch):
     monkeypatch.setattr(chips, "measured_flops_per_second", lambda platform, dtype: 5.0)
@@ -56,5 +73,7 @@ def test_measuring_spends_what_it_may_and_keeps_the_fastest(monkeypatch):
         clock += next(takes)
 
     assert chips.fastest_seconds(call, spend_seconds=0.0625) == 0.015625
-    assert clock == 100.0 + 9.0 + (0.03125 + 0.015625 + 9.0), "the first one's time is not among what it may spend"
+    assert clock == 100.0 + 9.0 + (0.03125 + 0.015625 + 9.0), (
+        "the first one's time is not among what it may spend"
+    )
     assert chips.fastest_seconds(call, spend_seconds=0.0) > 0, "once at least"

@@ -1,4 +1,5 @@
-"""Collectives are read from a program's text: kinds, bytes, loops, and pieces of one that count once."""
+"""Collectives are read from a program's text: kinds, bytes, loops, and pieces of one that count
+once."""
 
 import jax
 import jax.numpy as jnp

@@ -101,7 +101,10 @@ def test_a_folder_in_the_place_of_a_file_is_named(folder):
         ("tokenizer.json", "{}"),
         ("tokenizer.json", '{"model": {"type": "BPE", "vocab": [], "merges": []}}'),
         ("tokenizer.json", '{"model": []}'),
-        ("tokenizer_config.json", '{"added_tokens_decoder": ["a"], "chat_template": "{{ messages }}"}'),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": ["a"], "chat_template": "{{ messages }}"}',
+        ),
         ("tokenizer_config.json", '{"model_max_length": "long", "extra_special_tokens": 3}'),
     ],
 )
@@ -132,7 +135,9 @@ def test_a_special_token_that_is_no_text_is_named(folder, name, token):
 def test_a_broken_chat_template_is_named(folder, template):
     (folder / "chat_template.jinja").write_text(template)
     message = refused(folder)
-    assert "chat" in message and ("chat_template.jinja" in message or "the chat template" in message)
+    assert "chat" in message and (
+        "chat_template.jinja" in message or "the chat template" in message
+    )
 
 
 def test_a_chat_template_that_is_no_text_is_named(folder):
@@ -142,10 +147,14 @@ def test_a_chat_template_that_is_no_text_is_named(folder):
 
 def test_a_chat_template_without_a_closing_token_is_named(folder):
     (folder / "chat_template.jinja").write_text("hello")
-    assert refused(folder).startswith(f"{folder / 'chat_template.jinja'}: the chat template closes a model turn with ")
+    assert refused(folder).startswith(
+        f"{folder / 'chat_template.jinja'}: the chat template closes a model turn with "
+    )
 
 
-@pytest.mark.parametrize("template", ["{% for m in messages %}{{ m['content'] }", "{{ messages + 1 }}"])
+@pytest.mark.parametrize(
+    "template", ["{% for m in messages %}{{ m['content'] }", "{{ messages + 1 }}"]
+)
 def test_a_broken_chat_template_of_the_configuration_is_named(folder, template):
     (folder / "chat_template.jinja").unlink(missing_ok=True)
     fields = json.loads((folder / "tokenizer_config.json").read_text())
@@ -160,19 +169,39 @@ def test_a_broken_chat_template_of_the_configuration_is_named(folder, template):
         ("rope_parameters", "default", "sets rope_parameters to 'default' and a map is needed"),
         ("rope_theta", "1e6", "sets rope_theta to '1e6' and a number above 0 is needed"),
         ("rope_theta", 0, "sets rope_theta to 0 and a number above 0"),
-        ("architectures", "Qwen3ForCausalLM", "sets architectures to 'Qwen3ForCausalLM' and a list is needed"),
+        (
+            "architectures",
+            "Qwen3ForCausalLM",
+            "sets architectures to 'Qwen3ForCausalLM' and a list is needed",
+        ),
         ("model_type", ["qwen3"], "sets model_type to ['qwen3'] and a text is needed"),
-        ("num_key_value_heads", 0, "sets num_key_value_heads to 0 and a whole number above 0 is needed"),
+        (
+            "num_key_value_heads",
+            0,
+            "sets num_key_value_heads to 0 and a whole number above 0 is needed",
+        ),
         ("num_key_value_heads", "2", "sets num_key_value_heads to '2' and a whole number"),
         ("head_dim", 8.0, "sets head_dim to 8.0 and a whole number"),
         ("rms_norm_eps", {}, "sets rms_norm_eps to {} and a number"),
-        ("layer_types", {"0": "full_attention"}, "sets layer_types to {'0': 'full_attention'} and a list"),
-        ("eos_token_id", "<|im_end|>", "sets eos_token_id to '<|im_end|>' and a token id or a list of them"),
+        (
+            "layer_types",
+            {"0": "full_attention"},
+            "sets layer_types to {'0': 'full_attention'} and a list",
+        ),
+        (
+            "eos_token_id",
+            "<|im_end|>",
+            "sets eos_token_id to '<|im_end|>' and a token id or a list of them",
+        ),
         ("eos_token_id", [1, None], "sets eos_token_id to [1, None] and a token id"),
         ("bos_token_id", [1], "sets bos_token_id to [1] and a whole number"),
         ("hidden_size", "16", "has hidden_size = '16' where a positive number is needed"),
         ("hidden_size", True, "has hidden_size = True where a positive number is needed"),
-        ("rope_scaling", {"rope_type": "llama3", "factor": "8"}, "sets factor of its rotary positions to '8'"),
+        (
+            "rope_scaling",
+            {"rope_type": "llama3", "factor": "8"},
+            "sets factor of its rotary positions to '8'",
+        ),
     ],
 )
 def test_a_field_of_the_configuration_with_a_wrong_value_is_named(folder, field, value, said):
@@ -184,7 +213,9 @@ def test_a_field_of_the_configuration_with_a_wrong_value_is_named(folder, field,
 @pytest.mark.parametrize("value", ["<|im_end|>", [[1]], {"id": 1}, -1])
 def test_a_stop_token_that_is_no_id_is_named(folder, value):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
-    assert refused(folder).startswith(f"{folder / 'generation_config.json'} sets eos_token_id to {value!r} ")
+    assert refused(folder).startswith(
+        f"{folder / 'generation_config.json'} sets eos_token_id to {value!r} "
+    )
 
 
 @pytest.mark.parametrize(
@@ -208,7 +239,9 @@ def test_weights_that_are_a_pointer_are_named(folder):
     assert refused(folder).startswith(f"{folder / 'model.safetensors'} is a Git LFS pointer")
 
 
-@pytest.mark.parametrize("name", ["modules.json", "pooling/config.json", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize(
+    "name", ["modules.json", "pooling/config.json", "config.json", "tokenizer.json"]
+)
 @pytest.mark.parametrize("content", [POINTER, '{"a": ', '"text"'])
 def test_a_damaged_file_of_an_embedder_is_named(tmp_path, name, content):
     folder = tmp_path / "embedder"
@@ -227,7 +260,8 @@ def test_a_conversation_beyond_the_models_context_is_refused_with_both_numbers()
     model = dataclasses.replace(MODEL, max_position_embeddings=256)
     check_context(model, 256)
     with pytest.raises(
-        UserError, match=r"may have 4,000 tokens and the model reads at most 256 .max_position_embeddings"
+        UserError,
+        match=r"may have 4,000 tokens and the model reads at most 256 .max_position_embeddings",
     ):
         check_context(model, 4000)
 
@@ -258,14 +292,35 @@ def test_an_evaluation_with_a_context_beyond_the_models_is_refused(folder, tmp_p
     assert said.startswith("error: ") and "4,000 tokens" in said and "at most 256" in said
 
 
-def test_a_checkpoint_without_a_chat_template_is_refused_before_anything_is_played(folder, tmp_path, capsys):
+def test_a_checkpoint_without_a_chat_template_is_refused_before_anything_is_played(
+    folder, tmp_path, capsys
+):
     (folder / "chat_template.jinja").write_text("")
-    limits = ["--agent.kind", "direct", "--agent.max-turn-tokens", "8", "--agent.max-trajectory-tokens", "256"]
-    assert evaluation.main(["tiny_world", "--init", str(folder), "--out", str(tmp_path / "out"), *limits]) == 2
+    limits = [
+        "--agent.kind",
+        "direct",
+        "--agent.max-turn-tokens",
+        "8",
+        "--agent.max-trajectory-tokens",
+        "256",
+    ]
+    assert (
+        evaluation.main(
+            ["tiny_world", "--init", str(folder), "--out", str(tmp_path / "out"), *limits]
+        )
+        == 2
+    )
     said = capsys.readouterr()
-    assert said.err.strip().splitlines()[-1].startswith("error: the tokenizer has no chat template: use the checkpoint")
+    assert (
+        said.err.strip()
+        .splitlines()[-1]
+        .startswith("error: the tokenizer has no chat template: use the checkpoint")
+    )
     assert "episodes" not in said.out + said.err
 
 
 def test_from_hugging_face_still_reads_what_transformers_writes(folder):
-    assert from_hugging_face(json.loads((folder / "config.json").read_text())).max_position_embeddings == 256
+    assert (
+        from_hugging_face(json.loads((folder / "config.json").read_text())).max_position_embeddings
+        == 256
+    )

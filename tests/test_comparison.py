@@ -1,4 +1,5 @@
-"""Agents side by side: what is written and shown, and by how much one is better on the same questions."""
+"""Agents side by side: what is written and shown, and by how much one is better on the same
+questions."""
 
 import pytest
 from little_agent import CONFIG
@@ -23,7 +24,9 @@ def test_a_difference_is_of_the_same_questions():
     assert better == (100.0, (100.0, 100.0), 0.0)
     same = metrics.paired_bootstrap([0, 1, 0, 1], [0, 1, 0, 1])
     assert same == (0.0, (0.0, 0.0), 1.0)
-    difference, (low, high), worse = metrics.paired_bootstrap([0] * 50 + [1] * 50, [1] * 10 + [0] * 40 + [1] * 50)
+    difference, (low, high), worse = metrics.paired_bootstrap(
+        [0] * 50 + [1] * 50, [1] * 10 + [0] * 40 + [1] * 50
+    )
     # 10 of 100 won and none lost: a binomial of mean 10 and standard deviation 3
     assert difference == pytest.approx(10) and 3 < low < 6 and 14 < high < 18 and worse == 0.0
     with pytest.raises(ValueError, match="two scores a question and got 2 and 1"):
@@ -38,14 +41,17 @@ def test_every_row_is_compared_with_the_first_agent_of_its_task():
     assert found[1]["against"]["share_not_better"] == 1.0
     assert comparison.markdown(found).splitlines()[2:4] == [
         "| musique text | mujica | 50.0 (0.0-100.0) | 60.0 (10.0-100.0) | 1.50 | 41 | 0.2 |  |",
-        "| musique text | rag | 50.0 (0.0-100.0) | 60.0 (10.0-100.0) | 1.50 | 41 | 0.2 | -50.0 (-100.0 to +0.0) |",
+        "| musique text | rag | 50.0 (0.0-100.0) | 60.0 (10.0-100.0) | 1.50 | 41 | 0.2 | -50.0 "
+        "(-100.0 to +0.0) |",
     ]
     assert comparison.table(found).row_count == 3
 
 
 def test_a_picture_is_a_png():
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
-    assert comparison.draw(comparison.rows([one("mujica", 1), one("rag", 0)])).startswith(b"\x89PNG")
+    assert comparison.draw(comparison.rows([one("mujica", 1), one("rag", 0)])).startswith(
+        b"\x89PNG"
+    )
 
 
 def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
@@ -55,17 +61,31 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
     )
     found = evaluation.all_configs(given, config)
     assert [(one.task.kind, one.agent.kind) for one in found] == [
-        (task, agent) for task in ("tiny_world", "two_wiki") for agent in ("mujica", "direct", "single")
+        (task, agent)
+        for task in ("tiny_world", "two_wiki")
+        for agent in ("mujica", "direct", "single")
     ]
     assert isinstance(found[1].agent, DirectConfig)
     assert found[1].agent.max_turn_tokens == config.agent.max_turn_tokens != CONFIG.max_turn_tokens
     for words, said in (
-        (["--agents", "drect"], "--agent.kind is drect and there is none of this name: did you mean direct"),
+        (
+            ["--agents", "drect"],
+            "--agent.kind is drect and there is none of this name: did you mean direct",
+        ),
         (["--agents", "mujica"], "tiny_world text mujica is asked for twice"),
         (["--tasks", "two_wiki_texts"], "there is no configuration two_wiki_texts: did you mean"),
-        (["--task.environment", "graph", "--agents", "rag"], "agent.kind is rag, which reads passages"),
-        (["--agent.kind", "direct", "--agents", "mujica"], "agent mujica needs prompt, which agent.kind direct"),
-        (["--agents", "direct", "--worker", "w"], "--worker is w, and of mujica, direct only mujica has workers"),
+        (
+            ["--task.environment", "graph", "--agents", "rag"],
+            "agent.kind is rag, which reads passages",
+        ),
+        (
+            ["--agent.kind", "direct", "--agents", "mujica"],
+            "agent mujica needs prompt, which agent.kind direct",
+        ),
+        (
+            ["--agents", "direct", "--worker", "w"],
+            "--worker is w, and of mujica, direct only mujica has workers",
+        ),
         (["--plot", "True"], "--plot is True and there is nothing to compare"),
     ):
         with pytest.raises(UserError, match=said):

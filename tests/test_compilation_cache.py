@@ -1,5 +1,5 @@
-"""What is kept of compiled programs: a second start finds it, and half a file, as a kill leaves it, is compiled
-again."""
+"""What is kept of compiled programs: a second start finds it, and half a file, as a kill leaves it,
+is compiled again."""
 
 import os
 import subprocess
@@ -20,7 +20,9 @@ def result(folder: Path, program: str = PROGRAM) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     environment |= {"JAX_COMPILATION_CACHE_DIR": str(folder)}
     command = [sys.executable, "-c", program]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def programs(folder: Path) -> list[Path]:

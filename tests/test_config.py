@@ -1,4 +1,5 @@
-"""Every field is read, and what it says has an effect; configurations survive JSON; flags reach their fields."""
+"""Every field is read, and what it says has an effect; configurations survive JSON; flags reach
+their fields."""
 
 import ast
 import dataclasses
@@ -74,7 +75,10 @@ from mujica_jax.trajectories.store import Store
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "mujica_jax"
 SMOKE = ROOT / "tests" / "loops" / "smoke_config.py"
-FILES = [*sorted(CONFIG_FOLDER.glob("*.py")), *sorted((ROOT / "tests" / "loops").glob("*_config.py"))]
+FILES = [
+    *sorted(CONFIG_FOLDER.glob("*.py")),
+    *sorted((ROOT / "tests" / "loops").glob("*_config.py")),
+]
 SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a section end with
     Config: ("config",),
     TinyWorldConfig: ("config", "_config"),
@@ -107,7 +111,10 @@ SECTIONS |= {
     if kind not in SECTIONS
 }
 FIELDS = [  # `kind` says which section it is
-    (kind, field.name) for kind in SECTIONS for field in dataclasses.fields(kind) if field.name != "kind"
+    (kind, field.name)
+    for kind in SECTIONS
+    for field in dataclasses.fields(kind)
+    if field.name != "kind"
 ]
 
 
@@ -117,12 +124,14 @@ def smoke() -> Config:
 
 
 def changed(config: Config, section: str, **fields: Any) -> Config:
-    return dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **fields)})
+    return dataclasses.replace(
+        config, **{section: dataclasses.replace(getattr(config, section), **fields)}
+    )
 
 
 def reads() -> Iterator[tuple[str, str]]:
-    """(last name of the expression, field) of every attribute that the package reads, outside the package about
-    configurations."""
+    """(last name of the expression, field) of every attribute that the package reads, outside the
+    package about configurations."""
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name == "config":
             continue
@@ -139,7 +148,9 @@ def test_every_section_is_looked_at():
 def test_every_field_is_read():
     found = set(reads())
     unread = [
-        f"{kind.__name__}.{name}" for kind, name in FIELDS if not any((end, name) in found for end in SECTIONS[kind])
+        f"{kind.__name__}.{name}"
+        for kind, name in FIELDS
+        if not any((end, name) in found for end in SECTIONS[kind])
     ]
     assert not unread
 
@@ -153,7 +164,16 @@ def test_a_configuration_survives_json_and_agrees_with_itself(path):
 
 def test_flags_reach_their_fields():
     two_wiki = str(SMOKE.with_name("smoke_two_wiki_config.py"))
-    flags = ["--seed", "3", "--run", "runs/a", "--task.data-dir", "elsewhere", "--engine.prefix-reuse", "False"]
+    flags = [
+        "--seed",
+        "3",
+        "--run",
+        "runs/a",
+        "--task.data-dir",
+        "elsewhere",
+        "--engine.prefix-reuse",
+        "False",
+    ]
     config = command_line([two_wiki, *flags], default="tiny_world")
     assert isinstance(config.task, TwoWikiConfig)
     found = (config.seed, config.run, config.task.data_dir, config.engine.prefix_reuse)
@@ -161,15 +181,29 @@ def test_flags_reach_their_fields():
 
 
 def test_a_section_of_another_kind_keeps_what_was_chosen_and_no_default():
-    chosen: dict[str, Any] = {"rounds": 7, "rounds_per_phase": 1, "group_attempts": 4, "epochs": 2, "clip_low": 0.1}
+    chosen: dict[str, Any] = {
+        "rounds": 7,
+        "rounds_per_phase": 1,
+        "group_attempts": 4,
+        "epochs": 2,
+        "clip_low": 0.1,
+    }
     chosen |= {"learning_rate": 1e-3, "end_learning_rate": 1e-4}
     grpo = GrpoConfig(**chosen)
-    found = of_kind(dataclasses.replace(load_config("tiny_world"), method=grpo), "method", "dapo").method
+    found = of_kind(
+        dataclasses.replace(load_config("tiny_world"), method=grpo), "method", "dapo"
+    ).method
     assert found == DapoConfig(**chosen)
-    assert isinstance(found, DapoConfig) and found.dynamic_sampling and found.clip_high > grpo.clip_high
+    assert (
+        isinstance(found, DapoConfig)
+        and found.dynamic_sampling
+        and found.clip_high > grpo.clip_high
+    )
 
 
-@pytest.mark.parametrize("flag", ["--method.fixed-threshold", "--method.fixed_threshold", "--method.initial-threshold"])
+@pytest.mark.parametrize(
+    "flag", ["--method.fixed-threshold", "--method.fixed_threshold", "--method.initial-threshold"]
+)
 def test_the_first_threshold_is_set_by_its_flag_and_by_that_of_the_last_release(flag):
     for words in ([flag, "0.5"], [f"{flag}=0.5"]):
         method = command_line([str(SMOKE), *words], default="tiny_world").method
@@ -189,7 +223,9 @@ def test_a_file_may_stand_behind_flags():
     config = command_line(["--seed", "3", str(SMOKE), "--run", "runs/a"], default="tiny_world")
     assert config == dataclasses.replace(load_config(str(SMOKE)), seed=3, run="runs/a")
     assert command_line(["--seed=3", str(SMOKE), "--run=runs/a"], default="tiny_world") == config
-    assert command_line(["--run", "odd.py"], default="tiny_world").run == "odd.py", "a flag's value stays one"
+    assert command_line(["--run", "odd.py"], default="tiny_world").run == "odd.py", (
+        "a flag's value stays one"
+    )
 
 
 def test_without_a_file_the_default_is_taken():
@@ -203,9 +239,12 @@ def test_help_loads_no_framework(program):
         f"import sys; from mujica_jax import {program} as program\n"
         "try: program.main(['--help'])\n"
         "except SystemExit as end: assert end.code == 0\n"
-        "print([name for name in ('jax', 'tensorflow', 'torch', 'transformers') if name in sys.modules])"
+        "print([name for name in ('jax', 'tensorflow', 'torch', 'transformers') if name in "
+        "sys.modules])"
     )
-    shown = subprocess.run([sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    shown = subprocess.run(
+        [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert "--engine.slots" in shown and shown.splitlines()[-1] == "[]"
 
 
@@ -238,7 +277,12 @@ def test_a_configuration_file_that_is_wrong_is_explained(tmp_path, text, words):
         ("two_wiki_kg_nano", "dev_questions", 0, "at least 1"),
         ("two_wiki_kg_nano", "triple_demonstrations", -1, "at least 0"),
         ("two_wiki_kg_nano", "hold_out_percent", 0, "at least 1"),
-        ("two_wiki_kg_nano", "hold_out_percent", 100, "below 100, so that both splits have questions"),
+        (
+            "two_wiki_kg_nano",
+            "hold_out_percent",
+            100,
+            "below 100, so that both splits have questions",
+        ),
         ("two_wiki_kg_nano", "queries_per_second", 0.0, "above 0"),
         ("musique_v5e", "dev_percent", 101, "at most 100"),
         ("musique_v5e", "max_questions", 0, "at least 1"),
@@ -251,34 +295,54 @@ def test_settings_of_a_task_without_meaning_are_refused(name, field, value, said
 
 @pytest.mark.parametrize(
     ("name", "field", "value"),
-    [("musique_v5e", "index", "here"), ("musique_v5e", "retriever", "dense"), ("two_wiki_kg_nano", "top_k", 3)],
+    [
+        ("musique_v5e", "index", "here"),
+        ("musique_v5e", "retriever", "dense"),
+        ("two_wiki_kg_nano", "top_k", 3),
+    ],
 )
 def test_own_passages_of_questions_are_searched_by_words_alone(name, field, value):
     config = changed(load_config(name), "task", setting="distractor")
     if name == "musique_v5e":
         config = changed(config, "task", index=None, retriever="bm25")
         check(config)
-    with pytest.raises(UserError, match=r"task\.setting is distractor, where each question's own passages are"):
+    with pytest.raises(
+        UserError, match=r"task\.setting is distractor, where each question's own passages are"
+    ):
         check(changed(config, "task", **{field: value}))
 
 
-# What follows perturbs one field at a time and demands that something changes; of the task, `test_tiny_world.py` does.
+# What follows perturbs one field at a time and demands that something changes; of the task,
+# `test_tiny_world.py` does.
 
 
 def assert_each_changes(config: Config, section: str, values: Mapping[str, Any], seen_with) -> None:
-    """`values` holds another value for every field of a section that matters to `seen_with(config)`."""
+    """`values` holds another value for every field of a section that matters to
+    `seen_with(config)`."""
     plain = seen_with(config)
-    same = [name for name, value in values.items() if seen_with(changed(config, section, **{name: value})) == plain]
+    same = [
+        name
+        for name, value in values.items()
+        if seen_with(changed(config, section, **{name: value})) == plain
+    ]
     assert not same, f"{section}: {same} change nothing"
 
 
 def test_every_field_of_the_model_changes_the_decoder(smoke):
-    values = {"family": "llama", "hidden_size": 64, "intermediate_size": 96, "num_layers": 3, "rope_theta": 5e5}
+    values = {
+        "family": "llama",
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_layers": 3,
+        "rope_theta": 5e5,
+    }
     values |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     assert set(values) | {"vocab_tokens", "embedding_range"} == {
         field.name for field in dataclasses.fields(ModelConfig)
     }
-    assert_each_changes(smoke, "model", values, lambda config: start.decoder_config(config, 300, (1,)))
+    assert_each_changes(
+        smoke, "model", values, lambda config: start.decoder_config(config, 300, (1,))
+    )
 
 
 def test_the_embedding_is_drawn_as_wide_as_asked(smoke):
@@ -296,18 +360,32 @@ def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
 
     monkeypatch.setattr(engines, "ContiguousEngine", Told)
     monkeypatch.setattr(engines, "engine_mesh", lambda engine: engine.tensor)
-    monkeypatch.setattr(parts, "BatchedGenerator", lambda engine, **options: (engine.options, options))
+    monkeypatch.setattr(
+        parts, "BatchedGenerator", lambda engine, **options: (engine.options, options)
+    )
     tokenizer: Any = types.SimpleNamespace(stop_token_ids=(1,), token_bytes=None)
-    values = {"slots": 8, "decode_steps_per_call": 4, "prefill_tokens": 512, "prefix_reuse": False, "tensor": 2}
+    values = {
+        "slots": 8,
+        "decode_steps_per_call": 4,
+        "prefill_tokens": 512,
+        "prefix_reuse": False,
+        "tensor": 2,
+    }
     values |= {"page_tokens": 16, "cache_gigabytes": 2e-4, "cache_dtype": "fp8"}
     elsewhere = {"weights", "kind", "factory"}  # tested below, and in test_engine_kind.py
     assert set(values) | elsewhere == {field.name for field in dataclasses.fields(EngineConfig)}
-    assert_each_changes(smoke, "engine", values, lambda config: parts.make_generator(decoder, config, tokenizer))
+    assert_each_changes(
+        smoke, "engine", values, lambda config: parts.make_generator(decoder, config, tokenizer)
+    )
 
 
 def test_every_storage_of_the_engines_weights_reaches_it(smoke, decoder):
     policy: Any = types.SimpleNamespace(
-        policy=lambda state: nnx.state(decoder), _decoder=decoder, trainer=None, generator=None, clock=StageClock()
+        policy=lambda state: nnx.state(decoder),
+        _decoder=decoder,
+        trainer=None,
+        generator=None,
+        clock=StageClock(),
     )
     policy.trainer = policy
 
@@ -320,7 +398,9 @@ def test_every_storage_of_the_engines_weights_reaches_it(smoke, decoder):
         run.Run.use_policy(policy, state=lambda: None, version=1)  # pyright: ignore[reportArgumentType]
         return str(jax.tree.map(lambda array: array.dtype, given))
 
-    plain = {seen(changed(smoke, "engine", weights=storage)) for storage in ("compute", "int8", "fp8")}
+    plain = {
+        seen(changed(smoke, "engine", weights=storage)) for storage in ("compute", "int8", "fp8")
+    }
     assert len(plain) == 3
 
 
@@ -333,7 +413,9 @@ def test_the_run_draws_adapters_by_its_seed(smoke):
 
 
 def test_every_field_of_the_optimiser_changes_its_updates(smoke):
-    params = {"layers": {"up_kernel": jnp.ones((1, 2, 2))}}  # a matrix, so that it decays and Muon takes it
+    params = {
+        "layers": {"up_kernel": jnp.ones((1, 2, 2))}
+    }  # a matrix, so that it decays and Muon takes it
 
     def seen(config: Config) -> list:
         optimizer = make_optimizer(config.trainer)
@@ -343,7 +425,13 @@ def test_every_field_of_the_optimiser_changes_its_updates(smoke):
             updates, state = optimizer.update(gradient, state, params)
         return updates["layers"]["up_kernel"].tolist()
 
-    values = {"weight_decay": 0.3, "b1": 0.5, "b2": 0.5, "clip_norm": 3.0, "first_moment_dtype": "bfloat16"}
+    values = {
+        "weight_decay": 0.3,
+        "b1": 0.5,
+        "b2": 0.5,
+        "clip_norm": 3.0,
+        "first_moment_dtype": "bfloat16",
+    }
     values["optimizer"] = "muon"
     assert_each_changes(smoke, "trainer", values, seen)
 
@@ -356,29 +444,35 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
         raise Asked(keep)
 
     monkeypatch.setattr("mujica_jax.learning.checkpoints.Checkpoints", asked)
-    own: Any = types.SimpleNamespace(store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7))
+    own: Any = types.SimpleNamespace(
+        store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7)
+    )
     own.generator = types.SimpleNamespace(release_weights=lambda: None)
     with pytest.raises(Asked, match="7"):
         run.Run.learn(own, "warm-up", None, None, steps=1, peak=1.0, end_value=0.0)  # pyright: ignore
 
 
 def test_help_texts_stand_where_they_are_looked_for():
-    """Behind a field on its own line, or on whole lines above it: the formatter moves a comment that makes a line too
-    long."""
+    """Behind a field on its own line, or on whole lines above it: the formatter moves a comment
+    that makes a line too long."""
     lines = Path(config_module.__file__).read_text().splitlines()
     wrapped = [line for line in lines if re.match(r"    (\w+: .*\($|\).*#)", line)]
     assert wrapped == []
 
 
 def test_help_says_what_every_field_is():
-    """A field without a comment of its own is shown with that of the one above it, or with none. A section's meaning is
-    its docstring; an ablation's stands above both of its switches."""
+    """A field without a comment of its own is shown with that of the one above it, or with none. A
+    section's meaning is its docstring; an ablation's stands above both of its switches."""
     bare = []
     for file in Path(config_module.__file__).parent.glob("*.py"):
         lines = file.read_text().splitlines()
-        for name in [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)]:
+        for name in [
+            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)
+        ]:
             for field in [node for node in name.body if isinstance(node, ast.AnnAssign)]:
-                said = "#" in lines[field.lineno - 1] or lines[field.lineno - 2].lstrip().startswith("#")
+                said = "#" in lines[field.lineno - 1] or lines[
+                    field.lineno - 2
+                ].lstrip().startswith("#")
                 if not said and not re.search(r"kind|ClassVar|Config", lines[field.lineno - 1]):
                     bare.append(f"{name.name}.{ast.unparse(field.target)}")
     assert bare == ["MujicaConfig.parallel"]
@@ -387,11 +481,18 @@ def test_help_says_what_every_field_is():
 @functools.cache
 def program(**fields: Any) -> str:
     """The step as it is lowered with these fields of the trainer."""
-    return Trainer(MODEL, dataclasses.replace(TRAINER, row_tokens=16, **fields)).lower_step().as_text()
+    return (
+        Trainer(MODEL, dataclasses.replace(TRAINER, row_tokens=16, **fields)).lower_step().as_text()
+    )
 
 
 def test_every_field_of_the_step_changes_its_program():
-    values = {"accumulation_steps": 2, "z_loss": 1e-4, "parameter_dtype": "bfloat16", "dtype": "bfloat16"}
+    values = {
+        "accumulation_steps": 2,
+        "z_loss": 1e-4,
+        "parameter_dtype": "bfloat16",
+        "dtype": "bfloat16",
+    }
     assert [name for name, value in values.items() if program(**{name: value}) == program()] == []
 
 
@@ -402,7 +503,11 @@ def test_every_choice_of_recomputation_is_another_program():
 
 def test_what_counts_as_a_spike_is_part_of_the_program():
     """How many may follow one another is read with the metrics: `test_spike_guard.py`."""
-    watched = [{"spike_deviations": 6.0}, {"spike_deviations": 5.0}, {"spike_deviations": 6.0, "spike_window_steps": 9}]
+    watched = [
+        {"spike_deviations": 6.0},
+        {"spike_deviations": 5.0},
+        {"spike_deviations": 6.0, "spike_window_steps": 9},
+    ]
     assert len({program(), *(program(**fields) for fields in watched)}) == 4
     assert program(spike_window_steps=9) == program(), "without deviations nothing is watched"
 
@@ -416,11 +521,16 @@ def task_and_tokenizer(config: Config) -> tuple[Task, Tokenizer, list[Conversati
     own.tokenizer = Tokenizer.train(task.tokenizer_text(), config.model.vocab_tokens)
     asked = Turn(role="context", token_ids=tuple(own.tokenizer.encode_plain("Who?")), text="Who?")
     read = own.fitting(list(itertools.islice(warmup._documents(own, stream=0), 40)))
-    said = [dataclasses.replace(row.turns[0], logprobs=(-1.0,) * len(row.token_ids)) for row in read]
+    said = [
+        dataclasses.replace(row.turns[0], logprobs=(-1.0,) * len(row.token_ids)) for row in read
+    ]
     return (
         task,
         own.tokenizer,
-        [dataclasses.replace(row, turns=(asked, turn)) for row, turn in zip(read, said, strict=True)],
+        [
+            dataclasses.replace(row, turns=(asked, turn))
+            for row, turn in zip(read, said, strict=True)
+        ],
     )
 
 
@@ -439,7 +549,8 @@ class SilentProgress:
 
 
 class RecordedRun(SilentProgress):
-    """Stands in for a Run: plays scripts instead of a model, learns nothing, and keeps what it was asked for."""
+    """Stands in for a Run: plays scripts instead of a model, learns nothing, and keeps what it was
+    asked for."""
 
     def __init__(self, config: Config, root: Path) -> None:
         self.config, self.store = config, Store(root)
@@ -452,7 +563,9 @@ class RecordedRun(SilentProgress):
         self.progress = self.metrics = self.clock = self
         self.counters: Any = types.SimpleNamespace(figures=dict)
         self.generator: Any = types.SimpleNamespace(release_weights=lambda: None)
-        self.trainer: Any = types.SimpleNamespace(score=lambda state, rows: rows.columns["sampled_log_probs"])
+        self.trainer: Any = types.SimpleNamespace(
+            score=lambda state, rows: rows.columns["sampled_log_probs"]
+        )
         self.preemption = Preemption()
         self.asked: list = []
         self.done = 0
@@ -481,7 +594,9 @@ class RecordedRun(SilentProgress):
     def commit_policy(self, state: object, version: int) -> None:
         self.asked.append(("commit", version))
 
-    def compare(self, state: object, trajectories: list[Trajectory], number: int, version: int) -> None:
+    def compare(
+        self, state: object, trajectories: list[Trajectory], number: int, version: int
+    ) -> None:
         self.asked.append(("compare", len(trajectories), number))
 
     def counted(self, kind: str, step: int):
@@ -490,14 +605,26 @@ class RecordedRun(SilentProgress):
     def read_shards(self, entries: object) -> None:
         return None
 
-    def sample(self, number: int, shard: int, attempts, on_episode, *, agent=None, **_) -> tuple[Any, list[Trajectory]]:
-        return self.sample_waves(number, shard, lambda earlier: [] if earlier else attempts, on_episode)
+    def sample(
+        self, number: int, shard: int, attempts, on_episode, *, agent=None, **_
+    ) -> tuple[Any, list[Trajectory]]:
+        return self.sample_waves(
+            number, shard, lambda earlier: [] if earlier else attempts, on_episode
+        )
 
-    def sample_waves(self, number: int, shard: int, wave, on_episode, *, agent=None) -> tuple[Any, list[Trajectory]]:
+    def sample_waves(
+        self, number: int, shard: int, wave, on_episode, *, agent=None
+    ) -> tuple[Any, list[Trajectory]]:
         """Every third attempt is right."""
         found: list[Trajectory] = []
         while attempts := wave(found):
-            self.asked.append((number, shard, [(a.question.id, a.number, a.seed, a.temperature) for a in attempts]))
+            self.asked.append(
+                (
+                    number,
+                    shard,
+                    [(a.question.id, a.number, a.seed, a.temperature) for a in attempts],
+                )
+            )
             for attempt in attempts:
                 self.done += 1
                 found.append(self._episode(attempt, right=self.done % 3 == 0))
@@ -513,15 +640,25 @@ class RecordedRun(SilentProgress):
         self.asked.append((name, packed.num_rows, packed.trained_tokens, options))
         return lambda: None
 
-    def finish_phase(self, phase: run.Phase, state: object, *, began: float, **counts: int) -> run.PhaseResult:
+    def finish_phase(
+        self, phase: run.Phase, state: object, *, began: float, **counts: int
+    ) -> run.PhaseResult:
         self.asked.append((phase, counts))
         spent = {name: counts.get(name, 0) for name in ("forward_tokens", "trained_slots")}
-        return run.PhaseResult(row=PhaseRow(name=phase.name, em=0, f1=0, questions=1, seconds=0), **spent)
+        return run.PhaseResult(
+            row=PhaseRow(name=phase.name, em=0, f1=0, questions=1, seconds=0), **spent
+        )
 
     def _episode(self, attempt, *, right: bool) -> Trajectory:
         conversation = self.rows[self.done % len(self.rows)]
-        conversations = (dataclasses.replace(conversation, role=role) for role in ("planner", "worker"))
-        about = {"question_id": attempt.question.id, "attempt": attempt.number, "seed": attempt.seed}
+        conversations = (
+            dataclasses.replace(conversation, role=role) for role in ("planner", "worker")
+        )
+        about = {
+            "question_id": attempt.question.id,
+            "attempt": attempt.number,
+            "seed": attempt.seed,
+        }
         answer = attempt.question.answers[0] if right else ""
         return episode(*conversations, **about, answer=answer, reward=float(right))
 
@@ -544,14 +681,21 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
         return asked(config, lambda run: mygo._run_rounds(run, run.initial_state, run.rows))
 
     values = {"rounds": 3, "max_attempts": 4, "keep_per_question": 2, "epochs": 1, "replay": 2.0}
-    values |= {"learning_rate": 1e-3, "end_learning_rate": 1e-4, "schedule": "offline", "threshold": "fixed"}
+    values |= {
+        "learning_rate": 1e-3,
+        "end_learning_rate": 1e-4,
+        "schedule": "offline",
+        "threshold": "fixed",
+    }
     values |= {"initial_threshold": 0.9}
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(MygoConfig)}
     assert_each_changes(changed(smoke, "method", max_attempts=3), "method", values, rounds)
     fixed = changed(smoke, "method", max_attempts=3, threshold="fixed")
     assert_each_changes(fixed, "method", {"initial_threshold": 1.0}, rounds)
     sampling = {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}
-    assert set(sampling) | {"workers"} == {field.name for field in dataclasses.fields(SamplingConfig)}
+    assert set(sampling) | {"workers"} == {
+        field.name for field in dataclasses.fields(SamplingConfig)
+    }
     assert_each_changes(smoke, "sampling", sampling, rounds)
     assert_each_changes(smoke, "trainer", {"row_tokens": 256, "rows_per_step": 2}, rounds)
     few = changed(changed(smoke, "task", demonstrations=10), "method", rounds=1)
@@ -559,11 +703,14 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
 
 
 def test_every_field_of_evipath_changes_what_a_run_does(smoke, asked, monkeypatch):
-    """What the synthesis is given and what is learnt; `test_evipath.py` says what each of them does."""
+    """What the synthesis is given and what is learnt; `test_evipath.py` says what each of them
+    does."""
 
     def seen(config: Config) -> list:
         given: list = []
-        monkeypatch.setattr(evipath_teacher, "Synthesizer", lambda synthesis: given.append(synthesis.method))
+        monkeypatch.setattr(
+            evipath_teacher, "Synthesizer", lambda synthesis: given.append(synthesis.method)
+        )
         monkeypatch.setattr(evipath_teacher, "find_similarity", given.append)
         monkeypatch.setattr(evipath, "lessons", lambda run: ())
         return [given, [one for one in asked(config, evipath.evipath) if "warm-up" not in one]]
@@ -572,22 +719,54 @@ def test_every_field_of_evipath_changes_what_a_run_does(smoke, asked, monkeypatc
         load_config(str(SMOKE.with_name("smoke_evipath_config.py"))),
         task=changed(smoke, "task", demonstrations=10).task,
     )
-    values = {"mode": "deductive", "teacher": "policy", "tune": "executor", "max_tries": 1, "embedder": "minilm"}
-    values |= {"threshold": 0.5, "learning_rate": 1e-3, "end_learning_rate": 1e-4, "epochs": 1, "warmup_ratio": 0.5}
-    values |= {"teacher_prompt": "few_shot", "teacher_checkpoint": "runs/other", "distractors": "retrieved"}
+    values = {
+        "mode": "deductive",
+        "teacher": "policy",
+        "tune": "executor",
+        "max_tries": 1,
+        "embedder": "minilm",
+    }
+    values |= {
+        "threshold": 0.5,
+        "learning_rate": 1e-3,
+        "end_learning_rate": 1e-4,
+        "epochs": 1,
+        "warmup_ratio": 0.5,
+    }
+    values |= {
+        "teacher_prompt": "few_shot",
+        "teacher_checkpoint": "runs/other",
+        "distractors": "retrieved",
+    }
     values |= {"trajectories": 3, "teacher_max_tokens": 900, "remote": RemoteConfig(concurrency=3)}
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(EviPathConfig)}
     assert_each_changes(config, "method", values, seen)
-    assert_each_changes(config, "sampling", {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}, seen)
+    assert_each_changes(
+        config,
+        "sampling",
+        {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7},
+        seen,
+    )
 
 
 def test_every_field_of_grpo_and_dapo_changes_what_a_run_does(smoke, asked):
     def rounds(config: Config) -> list:
         return asked(config, lambda run: policy_gradient._run_rounds(run, run.initial_state))
 
-    shared = {"rounds": 3, "rounds_per_phase": 2, "group_attempts": 3, "learning_rate": 1e-3, "epochs": 1}
+    shared = {
+        "rounds": 3,
+        "rounds_per_phase": 2,
+        "group_attempts": 3,
+        "learning_rate": 1e-3,
+        "epochs": 1,
+    }
     shared |= {"end_learning_rate": 1e-4, "rows_per_update": 2, "clip_low": 0.1, "clip_high": 0.4}
-    shared |= {"importance_cap": 0.0, "overlong_tokens": 40, "dynamic_sampling": False, "kl_coefficient": 0.1}
+    shared |= {
+        "importance_cap": 0.0,
+        "overlong_tokens": 40,
+        "dynamic_sampling": False,
+        "kl_coefficient": 0.1,
+    }
     begin: dict[str, Any] = {"rounds": 2, "rounds_per_phase": 1, "group_attempts": 2, "epochs": 2}
     begin |= {"learning_rate": 2e-3, "end_learning_rate": 2e-4}
     dapo = DapoConfig(**begin, max_sampled_batches=2, overlong_cache_tokens=30)
@@ -600,7 +779,12 @@ def test_every_field_of_grpo_and_dapo_changes_what_a_run_does(smoke, asked):
     assert_each_changes(long, "method", {"overlong_cache_tokens": 60}, rounds)
     grpo = dataclasses.replace(few, method=GrpoConfig(**begin))
     assert_each_changes(grpo, "method", {"dynamic_sampling": True}, rounds)
-    assert_each_changes(grpo, "sampling", {"questions_per_round": 5, "shard_questions": 3, "temperature": 0.7}, rounds)
+    assert_each_changes(
+        grpo,
+        "sampling",
+        {"questions_per_round": 5, "shard_questions": 3, "temperature": 0.7},
+        rounds,
+    )
 
 
 def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, asked):
@@ -608,16 +792,27 @@ def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, a
         return asked(config, warmup.warm_up)
 
     few = changed(smoke, "task", demonstrations=10)
-    pretraining = {"documents": 100, "steps": 10, "learning_rate": 5e-3, "end_learning_rate": 5e-4, "row_parts": 2}
+    pretraining = {
+        "documents": 100,
+        "steps": 10,
+        "learning_rate": 5e-3,
+        "end_learning_rate": 5e-4,
+        "row_parts": 2,
+    }
     assert set(pretraining) == {field.name for field in dataclasses.fields(PretrainingConfig)}
     assert_each_changes(few, "pretraining", pretraining, warm_up)
     from_scratch = {"steps": 60, "learning_rate": 1e-2, "end_learning_rate": 1e-4}
     from_scratch |= {"pretraining_share": 0.5, "miss_rate": 0.5, "epochs": 1, "rise_steps": 0}
     assert_each_changes(few, "warmup", from_scratch, warm_up)
     few_shot = {"source": "scripted", "few_shot_trajectories": 40, "few_shot_attempts": 1}
-    assert set(from_scratch | few_shot) == {field.name for field in dataclasses.fields(WarmupConfig)}
+    assert set(from_scratch | few_shot) == {
+        field.name for field in dataclasses.fields(WarmupConfig)
+    }
     with_checkpoint = changed(
-        dataclasses.replace(few, init="checkpoint"), "warmup", source="few_shot", few_shot_trajectories=30
+        dataclasses.replace(few, init="checkpoint"),
+        "warmup",
+        source="few_shot",
+        few_shot_trajectories=30,
     )
     assert_each_changes(with_checkpoint, "warmup", few_shot, warm_up)
 
@@ -631,11 +826,17 @@ def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, a
         ({"steps": 30}, None, 20),
     ],
 )
-def test_a_warm_up_makes_its_steps_or_its_passes_whichever_is_less(smoke, asked, changes, passes, rise):
+def test_a_warm_up_makes_its_steps_or_its_passes_whichever_is_less(
+    smoke, asked, changes, passes, rise
+):
     few = changed(changed(smoke, "task", demonstrations=10), "warmup", **changes)
     (learnt,) = [one for one in asked(few, warmup.warm_up) if one[0] == "warm-up"]
     _, num_rows, _, options = learnt
-    updates = changes["steps"] if passes is None else math.ceil(num_rows * passes / few.trainer.rows_per_step)
+    updates = (
+        changes["steps"]
+        if passes is None
+        else math.ceil(num_rows * passes / few.trainer.rows_per_step)
+    )
     assert num_rows > few.trainer.rows_per_step and options["steps"] == updates <= changes["steps"]
     assert options["warmup_steps"] == rise
 
@@ -644,11 +845,19 @@ def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
     def demonstrations(config: Config) -> list:
         def play(recorded: RecordedRun) -> None:
             trajectories, _ = warmup._scripted(recorded)
-            recorded.asked += [(t.stop_reason, [c.token_ids for c in t.conversations]) for t in trajectories]
+            recorded.asked += [
+                (t.stop_reason, [c.token_ids for c in t.conversations]) for t in trajectories
+            ]
 
         return asked(config, play)
 
-    values = {"prompt": "zero_shot", "max_iterations": 1, "max_searches_per_turn": 1, "split": False, "parallel": False}
+    values = {
+        "prompt": "zero_shot",
+        "max_iterations": 1,
+        "max_searches_per_turn": 1,
+        "split": False,
+        "parallel": False,
+    }
     values["protocol"] = "evipath"
     values |= {"max_turn_tokens": 20, "max_trajectory_tokens": 100, "max_observation_tokens": 20}
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(MujicaConfig)}
@@ -672,14 +881,21 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
 
     monkeypatch.setattr(scoring, "run_episodes", played)
     monkeypatch.setattr(
-        scoring, "summarise", lambda questions, played, *_: types.SimpleNamespace(left_out=0, played=played)
+        scoring,
+        "summarise",
+        lambda questions, played, *_: types.SimpleNamespace(left_out=0, played=played),
     )
 
     task, *_ = task_and_tokenizer(smoke)
 
     def seen(config: Config) -> scoring.Scores:
         generator: Any = types.SimpleNamespace(reset_cache=lambda: None, policy_version=0)
-        own: dict[str, Any] = {"agent": None, "reward": None, "generator": generator, "concurrency": 2}
+        own: dict[str, Any] = {
+            "agent": None,
+            "reward": None,
+            "generator": generator,
+            "concurrency": 2,
+        }
         own |= {"progress": SilentProgress(), "preemption": Preemption()}
         return scoring.score_policy("warm-up", task=task, config=config, **own)
 

@@ -1,4 +1,5 @@
-"""Every file in configs/ loads and agrees with itself; its commands are taken; the published models fit their chips."""
+"""Every file in configs/ loads and agrees with itself; its commands are taken; the published models
+fit their chips."""
 
 import dataclasses
 import json
@@ -33,7 +34,8 @@ BFLOAT16_BYTES = 2
 DENSE_ROWS = [
     name
     for name in OF_CHIPS
-    if CONFIGS[name].task.environment == "text" and getattr(CONFIGS[name].task, "retriever", "bm25") == "dense"
+    if CONFIGS[name].task.environment == "text"
+    and getattr(CONFIGS[name].task, "retriever", "bm25") == "dense"
 ]
 
 
@@ -55,9 +57,18 @@ def test_a_configuration_has_its_names_and_agrees_with_itself(name, tmp_path, mo
 def test_the_commands_of_its_docstring_are_taken(name, monkeypatch):
     monkeypatch.chdir(ROOT)
     commands = commands_of(name)
-    trained = [command_line(words[3:], default="tiny_world") for words in commands if words[2] == "mujica_jax.train"]
-    scored = [evaluation.command_line(words[3:]) for words in commands if words[2] == "mujica_jax.eval"]
-    found = [*trained, *(config for given, config in scored for config in evaluation.all_configs(given, config))]
+    trained = [
+        command_line(words[3:], default="tiny_world")
+        for words in commands
+        if words[2] == "mujica_jax.train"
+    ]
+    scored = [
+        evaluation.command_line(words[3:]) for words in commands if words[2] == "mujica_jax.eval"
+    ]
+    found = [
+        *trained,
+        *(config for given, config in scored for config in evaluation.all_configs(given, config)),
+    ]
     assert name in {config.name for config in found}, "its own command is one of them"
 
 
@@ -69,11 +80,17 @@ def test_its_model_has_the_published_sizes_of_the_one_it_is_said_to_be(name):
 
 
 def test_programs_are_compiled_for_every_configuration_that_trains_on_several_chips():
-    several = [name for name, one in CONFIGS.items() if one.trainer.data * one.trainer.fsdp * one.trainer.tensor > 1]
+    several = [
+        name
+        for name, one in CONFIGS.items()
+        if one.trainer.data * one.trainer.fsdp * one.trainer.tensor > 1
+    ]
     assert several == TRAINED and set(COMPILED) <= set(several)
     assert {programs_of(name) for name in several} == {programs_of(name) for name in COMPILED}
     assert len({programs_of(name) for name in COMPILED}) == len(COMPILED), "and none of them twice"
-    assert {name: (checkpoint_of(CONFIGS[name]), topology_of(name)) for name in COMPILED} == COMPILED
+    assert {
+        name: (checkpoint_of(CONFIGS[name]), topology_of(name)) for name in COMPILED
+    } == COMPILED
 
 
 def test_a_row_out_of_domain_is_scored_with_the_policy_of_another_run(tmp_path):
@@ -83,7 +100,11 @@ def test_a_row_out_of_domain_is_scored_with_the_policy_of_another_run(tmp_path):
     store.commit_policy(20, lambda folder: (folder / "weights").write_text("some"))
     given, config = evaluation.command_line(["musique_v5e", "--checkpoint", str(tmp_path / "run")])
     found = evaluation.find_checkpoint(given)
-    assert (found.version, found.out, config.task.kind) == (20, tmp_path / "run" / "eval", "musique")
+    assert (found.version, found.out, config.task.kind) == (
+        20,
+        tmp_path / "run" / "eval",
+        "musique",
+    )
     assert config.agent == trained.agent, "it plays the agent that it was trained as"
     assert found.trained_otherwise(trained.agent) == []
     named = CONFIGS["musique_v5e"].agent
@@ -99,33 +120,51 @@ def planned() -> dict[str, dict[str, dict[str, int]]]:
     words += [f"{name}={model}" for name in EVALUATED for model in OF_ROWS]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
     command = [sys.executable, str(ROOT / "tests" / "memory_of_configurations.py"), *words]
-    return json.loads(subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=True).stdout)
+    return json.loads(
+        subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, check=True).stdout
+    )
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_phase_of_training_fits_its_chips(name, planned):
-    """With the temporaries that docs/memory.md has of the same programs, and with what is searched."""
+    """With the temporaries that docs/memory.md has of the same programs, and with what is
+    searched."""
     (same,) = [other for other in COMPILED if programs_of(other) == programs_of(name)]
     for phase, parts in planned[f"{name}={checkpoint_of(CONFIGS[name])}"].items():
         (calls, step) = documented_temporaries(same, phase)
         searched = 0 if phase in ("loading", "syncing") else searched_bytes(name)
-        assert sum(parts.values()) + calls + step + searched < memory_bytes(topology_of(name)), phase
+        assert sum(parts.values()) + calls + step + searched < memory_bytes(topology_of(name)), (
+            phase
+        )
 
 
 @pytest.mark.parametrize("name", EVALUATED)
 def test_an_evaluation_fits_its_chips_with_each_model_of_its_rows(name, planned):
     for model in OF_ROWS:
         parts = planned[f"{name}={model}"]["sampling"]
-        held = parts[memory.ENGINE] + parts[memory.CACHE] + memory.ENGINE_TEMPORARIES + searched_bytes(name)
+        held = (
+            parts[memory.ENGINE]
+            + parts[memory.CACHE]
+            + memory.ENGINE_TEMPORARIES
+            + searched_bytes(name)
+        )
         assert held < memory_bytes(topology_of(name)), model
 
 
 def test_the_table_of_rows_has_every_file_and_the_numbers_of_its_docstring():
-    part = (ROOT / "docs" / "evaluation.md").read_text().partition("## Rows of the papers")[2].partition("\n## ")[0]
+    part = (
+        (ROOT / "docs" / "evaluation.md")
+        .read_text()
+        .partition("## Rows of the papers")[2]
+        .partition("\n## ")[0]
+    )
     rows = re.findall(r"^\| `(\w+)\.py` \|(.*)$", part, re.MULTILINE)
     assert {name for name, _ in rows} == set(OF_CHIPS)
     number = re.compile(r"\d+\.\d\d?(?!B)")
-    absent = {name: set(number.findall(cells)) - set(number.findall(docstring(name))) for name, cells in rows}
+    absent = {
+        name: set(number.findall(cells)) - set(number.findall(docstring(name)))
+        for name, cells in rows
+    }
     assert {name: numbers for name, numbers in absent.items() if numbers} == {}
 
 
@@ -138,7 +177,8 @@ def documented_temporaries(name: str, phase: str) -> tuple[float, float]:
 
 
 def searched_bytes(name: str) -> float:
-    """What the search holds on each chip: the embedder. ScaNN holds the index in the host's memory."""
+    """What the search holds on each chip: the embedder. ScaNN holds the index in the host's
+    memory."""
     task = CONFIGS[name].task
     if getattr(task, "retriever", "bm25") != "dense":
         return 0
@@ -146,14 +186,21 @@ def searched_bytes(name: str) -> float:
 
 
 def test_the_rows_of_papers_over_text_are_those_that_search_passages_by_embeddings():
-    """All but HotpotQA's distractor setting, where each question has ten passages, and those over a graph."""
-    over_graphs = {"qald10_v5e", "two_wiki_kg_grpo_v5e", "two_wiki_kg_llama_8b_v5e", "two_wiki_kg_v5e"}
+    """All but HotpotQA's distractor setting, where each question has ten passages, and those over a
+    graph."""
+    over_graphs = {
+        "qald10_v5e",
+        "two_wiki_kg_grpo_v5e",
+        "two_wiki_kg_llama_8b_v5e",
+        "two_wiki_kg_v5e",
+    }
     assert set(OF_CHIPS) - set(DENSE_ROWS) == {*over_graphs, "hotpotqa_distractor_v5e"}
 
 
 @pytest.mark.parametrize("name", DENSE_ROWS)
 def test_every_dense_text_configuration_of_a_paper_s_row_builds_scann(name):
-    """Its docstring builds the index that its own command opens, with the embedder that it searches with."""
+    """Its docstring builds the index that its own command opens, with the embedder that it searches
+    with."""
     task = CONFIGS[name].task
     commands = commands_of(name)
     (build,) = [words for words in commands if words[2] == "mujica_jax.index"]
@@ -174,9 +221,12 @@ def test_what_launch_shows_builds_scann(page):
     assert shown and all("--kind scann" in flags for flags in shown)
 
 
-@pytest.mark.parametrize("name", [name for name in TRAINED if isinstance(CONFIGS[name].method, MygoConfig)])
+@pytest.mark.parametrize(
+    "name", [name for name in TRAINED if isinstance(CONFIGS[name].method, MygoConfig)]
+)
 def test_paper_sized_runs_of_mygo_follow_the_paper(name):
-    """Appendix D of its first version: no replay, the warm-up as MyGO, a plain cosine, and what is ours is said."""
+    """Appendix D of its first version: no replay, the warm-up as MyGO, a plain cosine, and what is
+    ours is said."""
     config = CONFIGS[name]
     method, warmup = config.method, config.warmup
     assert isinstance(method, MygoConfig)

@@ -1,4 +1,5 @@
-"""What was played of some questions counts for these questions alone, whatever their files are called."""
+"""What was played of some questions counts for these questions alone, whatever their files are
+called."""
 
 import dataclasses
 import json
@@ -19,7 +20,11 @@ from mujica_jax.methods.setup import check_content
 from mujica_jax.records import Question
 from mujica_jax.retrieval.client import RemoteRetriever
 from mujica_jax.storage.run_directory import RunDirectory
-from mujica_jax.tasks.content import content_version, fingerprint_of_questions, fingerprint_of_searches
+from mujica_jax.tasks.content import (
+    content_version,
+    fingerprint_of_questions,
+    fingerprint_of_searches,
+)
 from mujica_jax.tasks.environment import TextEnvironment
 from mujica_jax.tasks.open_domain.records import read_set
 from mujica_jax.tasks.two_wiki.task import TwoWiki, build
@@ -54,7 +59,9 @@ def folder_of_questions(folder: Path, *, verb: str = "built", passage: str = "A 
 
 def config_for(folder: Path) -> Config:
     config = load_config("two_wiki_text_smollm2")
-    return dataclasses.replace(config, task=dataclasses.replace(config.task, data_dir=str(folder), index=None))
+    return dataclasses.replace(
+        config, task=dataclasses.replace(config.task, data_dir=str(folder), index=None)
+    )
 
 
 def two_wiki(folder: Path) -> TwoWiki:
@@ -71,28 +78,45 @@ def cache(monkeypatch, tmp_path) -> Path:
 
 def test_questions_are_known_by_all_that_they_say():
     question = Question(id="1", text="Who?", answers=("Ann",))
-    changes = ({"id": "2"}, {"text": "Who else?"}, {"answers": ("Bo",)}, {"answers": ("Ann", "Bo")}, {"kind": "x"})
-    prints = [fingerprint_of_questions([dataclasses.replace(question, **change)]) for change in ({}, *changes)]
+    changes = (
+        {"id": "2"},
+        {"text": "Who else?"},
+        {"answers": ("Bo",)},
+        {"answers": ("Ann", "Bo")},
+        {"kind": "x"},
+    )
+    prints = [
+        fingerprint_of_questions([dataclasses.replace(question, **change)])
+        for change in ({}, *changes)
+    ]
     assert len(set(prints)) == len(prints)
     assert prints[0] == fingerprint_of_questions([dataclasses.replace(question)])
     other = dataclasses.replace(question, id="2")
-    assert fingerprint_of_questions([question, other]) != fingerprint_of_questions([other, question])
+    assert fingerprint_of_questions([question, other]) != fingerprint_of_questions(
+        [other, question]
+    )
 
 
 def test_what_is_searched_is_known_by_its_passages(tmp_path):
     first = two_wiki(folder_of_questions(tmp_path / "a"))
     same = two_wiki(folder_of_questions(tmp_path / "b"))
     other = two_wiki(folder_of_questions(tmp_path / "c", passage="A barn."))
-    prints = [fingerprint_of_searches(task, task.questions("test")) for task in (first, same, other)]
+    prints = [
+        fingerprint_of_searches(task, task.questions("test")) for task in (first, same, other)
+    ]
     assert prints[0] == prints[1] != prints[2]
 
 
 @pytest.mark.parametrize("change", [{"verb": "burnt"}, {"passage": "A barn."}])
-def test_an_interrupted_evaluation_does_not_go_on_with_other_questions_or_passages(change, tmp_path):
+def test_an_interrupted_evaluation_does_not_go_on_with_other_questions_or_passages(
+    change, tmp_path
+):
     folder = folder_of_questions(tmp_path / "data")
     config, model = config_for(folder), tmp_path / "model"
     write(model / "model.safetensors", "weights")
-    policy = Checkpoint(place="here", version=0, model=model, adapter=None, run=None, name="policy", out=tmp_path)
+    policy = Checkpoint(
+        place="here", version=0, model=model, adapter=None, run=None, name="policy", out=tmp_path
+    )
     before = _identity(config, two_wiki(folder), policy, None)
     assert before == _identity(config, two_wiki(folder), policy, None)
     folder_of_questions(folder, **change)
@@ -103,7 +127,9 @@ def test_an_interrupted_evaluation_does_not_go_on_with_other_weights(tmp_path):
     folder = folder_of_questions(tmp_path / "data")
     config, model = config_for(folder), tmp_path / "model"
     write(model / "model.safetensors", "weights")
-    policy = Checkpoint(place="here", version=0, model=model, adapter=None, run=None, name="policy", out=tmp_path)
+    policy = Checkpoint(
+        place="here", version=0, model=model, adapter=None, run=None, name="policy", out=tmp_path
+    )
     before = _identity(config, two_wiki(folder), policy, None)
     write(model / "model.safetensors", "WEIGHTS")
     assert _identity(config, two_wiki(folder), policy, None) != before
@@ -117,29 +143,45 @@ def test_a_run_does_not_go_on_with_other_questions_or_passages(change, tmp_path)
     check_content(store, config, two_wiki(folder))
     check_content(store, config, two_wiki(folder))  # the same data in a start that goes on
     folder_of_questions(folder, **change)
-    with pytest.raises(RunMismatch, match=r"was begun with other data than .* holds now") as refused:
+    with pytest.raises(
+        RunMismatch, match=r"was begun with other data than .* holds now"
+    ) as refused:
         check_content(store, config, two_wiki(folder))
     assert "give the same data or choose another --run directory" in str(refused.value)
-    assert "evaluation questions was" in str(refused.value), "gold passages are a part of their question"
+    assert "evaluation questions was" in str(refused.value), (
+        "gold passages are a part of their question"
+    )
     assert ("searched was" in str(refused.value)) == ("passage" in change)
 
 
 def test_a_run_does_not_go_on_with_other_paragraphs_of_its_training_questions(tmp_path):
-    """In the distractor setting, where each question has its own: those of the evaluated ones stay the same."""
+    """In the distractor setting, where each question has its own: those of the evaluated ones stay
+    the same."""
 
     def task(other: str) -> TwoWiki:
         rows = []
         for number in range(12):
             split = ("train", "dev", "test")[number % 3]
-            context = [["Lisma", ["A mill."]], ["Other", [other if split == "train" else "A pier."]]]
-            row = {"_id": f"q{number}", "question": "Who?", "answer": "Ann", "split": split, "context": context}
+            context = [
+                ["Lisma", ["A mill."]],
+                ["Other", [other if split == "train" else "A pier."]],
+            ]
+            row = {
+                "_id": f"q{number}",
+                "question": "Who?",
+                "answer": "Ann",
+                "split": split,
+                "context": context,
+            }
             rows.append(json.dumps(row | {"supporting_facts": [["Lisma", 0]]}))
         write(tmp_path / "data" / "questions.jsonl", "\n".join(rows) + "\n")
         return build(config.task)
 
     config = config_for(tmp_path / "data")
     assert isinstance(config.task, TwoWikiConfig)
-    config = dataclasses.replace(config, task=dataclasses.replace(config.task, setting="distractor", top_k=1))
+    config = dataclasses.replace(
+        config, task=dataclasses.replace(config.task, setting="distractor", top_k=1)
+    )
     store = Store(tmp_path / "run")
     check_content(store, config, task("A barn."))
     check_content(store, config, task("A barn."))
@@ -148,7 +190,9 @@ def test_a_run_does_not_go_on_with_other_paragraphs_of_its_training_questions(tm
 
 
 def nq(folder: Path, question: str, answer: str) -> Path:
-    write(folder / "NQ-open.dev.jsonl", json.dumps({"question": question, "answer": [answer]}) + "\n")
+    write(
+        folder / "NQ-open.dev.jsonl", json.dumps({"question": question, "answer": [answer]}) + "\n"
+    )
     return folder
 
 
@@ -217,4 +261,6 @@ def test_a_part_of_an_evaluation_that_is_damaged_is_played_again(damage, caplog,
     (tmp_path / "greedy.parquet").write_bytes(damage)
     assert _kept(parts, "greedy.parquet", lambda: played) == played
     assert "greedy.parquet" in caplog.text and "it is played again" in caplog.text
-    assert [one.answer for one in _kept(parts, "greedy.parquet", lambda: [])] == ["Ghent"], "and kept"
+    assert [one.answer for one in _kept(parts, "greedy.parquet", lambda: [])] == ["Ghent"], (
+        "and kept"
+    )

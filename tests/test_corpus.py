@@ -44,10 +44,19 @@ def test_ids_count_over_all_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "bad", [{"title": "Dog"}, {"title": "Dog", "text": "  "}, {"text": None}, {"title": 3, "text": "x"}, "dog"]
+    "bad",
+    [
+        {"title": "Dog"},
+        {"title": "Dog", "text": "  "},
+        {"text": None},
+        {"title": 3, "text": "x"},
+        "dog",
+    ],
 )
 @pytest.mark.parametrize("indent", [None, 1])
-def test_a_passage_without_text_or_with_a_wrong_title_is_refused_with_its_line(tmp_path, bad, indent):
+def test_a_passage_without_text_or_with_a_wrong_title_is_refused_with_its_line(
+    tmp_path, bad, indent
+):
     lines = tmp_path / "corpus.jsonl"
     lines.write_text(f"{json.dumps(CAT)}\n{json.dumps(bad)}\n")
     with pytest.raises(UserError, match=r"corpus\.jsonl, line 2: "):
@@ -97,15 +106,25 @@ def test_a_missing_or_truncated_file_is_a_users_error(tmp_path):
 def test_an_array_gives_what_json_gives(tmp_path_factory, records, indent):
     path = tmp_path_factory.mktemp("array") / "records.json"
     path.write_text(json.dumps(records, indent=indent), encoding="utf-8")
-    in_one_form = [{key: corpus_records.in_one_form(text) for key, text in record.items()} for record in records]
+    in_one_form = [
+        {key: corpus_records.in_one_form(text) for key, text in record.items()}
+        for record in records
+    ]
     assert [record for _, record in read_records(path)] == in_one_form
 
 
 def test_parquet_rows_are_passages_and_bad_ones_have_their_row(tmp_path):
     path = tmp_path / "corpus.parquet"
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([CAT | {"id": "c"}, DOG | {"id": "d"}]), path)
-    assert [(passage.id, passage.title) for passage in read_corpus([path])] == [("c", "Cat"), ("d", "Dog")]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([CAT, {"title": "Dog", "text": None}]), path)
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([CAT | {"id": "c"}, DOG | {"id": "d"}]), path
+    )
+    assert [(passage.id, passage.title) for passage in read_corpus([path])] == [
+        ("c", "Cat"),
+        ("d", "Dog"),
+    ]
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([CAT, {"title": "Dog", "text": None}]), path
+    )
     with pytest.raises(UserError, match=r"corpus\.parquet, row 2: the passage's text is None"):
         read_corpus([path])
     path.write_bytes(b"PAR1 and nothing more")
@@ -131,7 +150,9 @@ def test_the_hotpotqa_abstracts(tmp_path):
         "AB/wiki_00.bz2": [cat | {"id": "13"}, {"id": "14", "title": "Empty", "text": []}],
     }
     path = abstracts(tmp_path / "abstracts.tar.bz2", members)
-    with pytest.raises(UserError, match=r"tar\.bz2, AB/wiki_00\.bz2, line 2: the passage's text is ''"):
+    with pytest.raises(
+        UserError, match=r"tar\.bz2, AB/wiki_00\.bz2, line 2: the passage's text is ''"
+    ):
         read_corpus([path])
     skipped = Skipped()
     found = list(stream_corpus([path], skipped))
@@ -147,8 +168,12 @@ def test_the_hotpotqa_abstracts(tmp_path):
 
 def test_wiki_18_has_the_title_in_quotes(tmp_path):
     path = tmp_path / "wiki-18.jsonl"
-    path.write_text(json.dumps({"id": "0", "contents": '"The "Cat""\nCats purr.\nThey sleep.'}) + "\n")
-    assert read_corpus([path]) == [Passage(id="0", title='The "Cat"', text="Cats purr.\nThey sleep.")]
+    path.write_text(
+        json.dumps({"id": "0", "contents": '"The "Cat""\nCats purr.\nThey sleep.'}) + "\n"
+    )
+    assert read_corpus([path]) == [
+        Passage(id="0", title='The "Cat"', text="Cats purr.\nThey sleep.")
+    ]
     path.write_text(json.dumps({"id": "0", "contents": '"Cat"'}) + "\n")
     with pytest.raises(UserError, match="the passage's text is ''"):
         read_corpus([path])
@@ -181,9 +206,13 @@ def test_positions_and_given_ids_share_one_space(tmp_path, ids, refused):
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(json.dumps(CAT if id is None else CAT | {"id": id}) for id in ids))
     if refused is None:
-        assert [passage.id for passage in read_corpus([path])] == [id or str(n) for n, id in enumerate(ids)]
+        assert [passage.id for passage in read_corpus([path])] == [
+            id or str(n) for n, id in enumerate(ids)
+        ]
     else:
-        with pytest.raises(UserError, match=f"{refused}: the passage id .* was already used in .*line [12]; give"):
+        with pytest.raises(
+            UserError, match=f"{refused}: the passage id .* was already used in .*line [12]; give"
+        ):
             read_corpus([path])
 
 
@@ -191,21 +220,26 @@ def test_a_file_given_twice_repeats_its_ids(tmp_path):
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(json.dumps(CAT | {"id": id}) for id in "abc"))
     with pytest.raises(
-        UserError, match=r"line 1: the passage id 'a' was already used in .*line 1; give each file once"
+        UserError,
+        match=r"line 1: the passage id 'a' was already used in .*line 1; give each file once",
     ):
         read_corpus([path, path])
     skipped = Skipped()
     assert [passage.id for passage in stream_corpus([path, path], skipped)] == ["a", "b", "c"]
     assert skipped.skipped == 3 and "give each file once" in skipped.first_skipped
     path.write_text("\n".join(map(json.dumps, [CAT, DOG])))
-    assert [passage.id for passage in read_corpus([path, path])] == ["0", "1", "2", "3"], "positions never repeat"
+    assert [passage.id for passage in read_corpus([path, path])] == ["0", "1", "2", "3"], (
+        "positions never repeat"
+    )
 
 
 def test_repeated_ids_that_are_skipped_cost_one_look_back(tmp_path, monkeypatch):
     path = tmp_path / "chunks.jsonl"
     path.write_text("\n".join(json.dumps(CAT | {"id": f"doc{n // 5}"}) for n in range(500)))
     readings, records_of = [], corpus.records_of
-    monkeypatch.setattr(corpus, "records_of", lambda paths: readings.append(paths) or records_of(paths))
+    monkeypatch.setattr(
+        corpus, "records_of", lambda paths: readings.append(paths) or records_of(paths)
+    )
     skipped = Skipped()
     assert len(list(stream_corpus([path], skipped))) == 100
     assert (skipped.skipped, len(readings)) == (400, 2)
@@ -219,19 +253,28 @@ def test_repeated_ids_that_are_skipped_cost_one_look_back(tmp_path, monkeypatch)
 def test_a_lone_surrogate_is_refused_or_skipped(tmp_path, field):
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n".join(map(json.dumps, [CAT, CAT | {field: "half \ud83d of"}, DOG])))
-    with pytest.raises(UserError, match=rf"line 2, the passage's {field}: 'half \\ud83d of' is no text"):
+    with pytest.raises(
+        UserError, match=rf"line 2, the passage's {field}: 'half \\ud83d of' is no text"
+    ):
         read_corpus([path])
     skipped = Skipped()
-    assert [passage.title for passage in stream_corpus([path], skipped)] == ["Cat", "Dog"] and skipped.skipped == 1
+    assert [passage.title for passage in stream_corpus([path], skipped)] == [
+        "Cat",
+        "Dog",
+    ] and skipped.skipped == 1
     path.write_text(json.dumps(CAT | {field: "\U0001f600"}))
     assert getattr(read_corpus([path])[0], field) == "\U0001f600", "a whole pair is a character"
 
 
 @pytest.mark.parametrize(
-    ("value", "said"), [("1" * 5000, "a number with too many digits"), ("[" * 200_000, "nested too deeply")]
+    ("value", "said"),
+    [("1" * 5000, "a number with too many digits"), ("[" * 200_000, "nested too deeply")],
 )
 def test_json_that_python_does_not_take_is_refused_with_its_line(tmp_path, value, said):
-    for name, content in (("a.jsonl", '{"title": "Cat"}\n{"id": %s}\n'), ("a.json", '[{"title": "Cat"},\n{"id": %s}]')):
+    for name, content in (
+        ("a.jsonl", '{"title": "Cat"}\n{"id": %s}\n'),
+        ("a.json", '[{"title": "Cat"},\n{"id": %s}]'),
+    ):
         (tmp_path / name).write_text(content % value)
         with pytest.raises(UserError, match=rf"line 2: not a JSON record \({said}\)"):
             list(read_records(tmp_path / name))
@@ -250,7 +293,9 @@ def test_an_array_in_the_array_is_refused_without_being_read_whole(tmp_path, mon
     path = tmp_path / "corpus.json"
     path.write_text(json.dumps([[CAT] * 1000], indent=1))
     with open_text(path) as file:
-        with pytest.raises(UserError, match=r"line 2: no JSON record that ends within 400 characters"):
+        with pytest.raises(
+            UserError, match=r"line 2: no JSON record that ends within 400 characters"
+        ):
             list(corpus_records._text_records(path, file))
         assert len(file.read()) > path.stat().st_size - 1000
 
@@ -263,7 +308,9 @@ def test_a_wrong_value_of_any_size_is_one_short_sentence(tmp_path, value):
         read_corpus([path])
     assert len(str(error.value)) < len(str(path)) + 350
     path.write_text("\n".join([json.dumps(CAT | {"id": "x" * 10_000})] * 2))
-    with pytest.raises(UserError, match=r"line 2: the passage id 'xxx.*\.\.\..*xxx' was already used") as error:
+    with pytest.raises(
+        UserError, match=r"line 2: the passage id 'xxx.*\.\.\..*xxx' was already used"
+    ) as error:
         read_corpus([path])
     assert len(str(error.value)) < 2 * len(str(path)) + 350
 
@@ -271,18 +318,26 @@ def test_a_wrong_value_of_any_size_is_one_short_sentence(tmp_path, value):
 def test_what_only_looks_like_an_archive_or_is_damaged_is_one_sentence(tmp_path):
     path = tmp_path / "fake.tar"
     path.write_bytes(b"not a tar at all" * 100)
-    with pytest.raises(UserError, match=r"fake\.tar cannot be read \(file could not be opened successfully\)") as error:
+    with pytest.raises(
+        UserError, match=r"fake\.tar cannot be read \(file could not be opened successfully\)"
+    ) as error:
         read_corpus([path])
     assert "\n" not in str(error.value)
     path = tmp_path / "damaged.jsonl.gz"
-    whole = bytearray(gzip.compress("\n".join(json.dumps(CAT | {"n": n}) for n in range(2000)).encode()))
+    whole = bytearray(
+        gzip.compress("\n".join(json.dumps(CAT | {"n": n}) for n in range(2000)).encode())
+    )
     whole[200:1000] = bytes(800)
     path.write_bytes(whole)
     with pytest.raises(UserError, match=r"damaged\.jsonl\.gz cannot be read"):
         read_corpus([path])
 
 
-@given(st.lists(st.one_of(st.integers(0, 40).map(str), st.sampled_from(["00", "x", "", "²"])), max_size=60))
+@given(
+    st.lists(
+        st.one_of(st.integers(0, 40).map(str), st.sampled_from(["00", "x", "", "²"])), max_size=60
+    )
+)
 def test_passage_ids_say_what_a_set_says(identifiers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "MERGED_IDS", 7)

@@ -1,4 +1,5 @@
-"""Published corpora are read as they are: which field is the title, which the text, what is refused with its place."""
+"""Published corpora are read as they are: which field is the title, which the text, what is refused
+with its place."""
 
 import bz2
 import gzip
@@ -17,7 +18,13 @@ from patience import HANG_SECONDS
 from mujica_jax import index
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import Skipped
-from mujica_jax.retrieval.text.corpus import Passage, PassageFile, read_corpus, stream_corpus, write_passages
+from mujica_jax.retrieval.text.corpus import (
+    Passage,
+    PassageFile,
+    read_corpus,
+    stream_corpus,
+    write_passages,
+)
 from mujica_jax.retrieval.text.corpus_records import read_records
 
 BLANK = "\n  \n\t\r\n\ufeff\n"
@@ -40,7 +47,9 @@ def refusal(path: Path) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("name", ["corpus.jsonl", "corpus.json", "corpus.jsonl.gz", "corpus.json.bz2", "corpus.tsv"])
+@pytest.mark.parametrize(
+    "name", ["corpus.jsonl", "corpus.json", "corpus.jsonl.gz", "corpus.json.bz2", "corpus.tsv"]
+)
 @pytest.mark.parametrize("content", ["", " ", BLANK])
 def test_a_blank_file_holds_no_record_and_is_read_to_its_end(tmp_path, name, content):
     path = tmp_path / name
@@ -52,7 +61,10 @@ def test_a_blank_file_holds_no_record_and_is_read_to_its_end(tmp_path, name, con
 def test_a_blank_file_in_a_tar_holds_no_record(tmp_path):
     path = tmp_path / "corpus.tar"
     with tarfile.open(path, "w") as archive:
-        for name, content in (("blank.jsonl", BLANK), ("one.jsonl", '{"title": "Cat", "text": "Cats purr."}')):
+        for name, content in (
+            ("blank.jsonl", BLANK),
+            ("one.jsonl", '{"title": "Cat", "text": "Cats purr."}'),
+        ):
             member = tarfile.TarInfo(name)
             member.size = len(content.encode())
             archive.addfile(member, io.BytesIO(content.encode()))
@@ -61,10 +73,19 @@ def test_a_blank_file_in_a_tar_holds_no_record(tmp_path):
 
 def test_an_index_of_a_blank_file_is_refused_at_once(tmp_path):
     (tmp_path / "blank.jsonl").write_text("\n\n\n")
-    words = [*"-m mujica_jax.index build --kind bm25 --corpus".split(), "blank.jsonl", "--out", "out"]
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS)
+    words = [
+        *"-m mujica_jax.index build --kind bm25 --corpus".split(),
+        "blank.jsonl",
+        "--out",
+        "out",
+    ]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=tmp_path, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     assert done.returncode == 2
-    assert done.stderr.strip().endswith("blank.jsonl: there is no passage in it; give a corpus with at least one")
+    assert done.stderr.strip().endswith(
+        "blank.jsonl: there is no passage in it; give a corpus with at least one"
+    )
 
 
 def test_lines_are_counted_from_the_beginning_of_the_file(tmp_path):
@@ -90,7 +111,10 @@ def test_contents_alone_are_a_text_or_title_and_text(tmp_path):
     assert one(tmp_path, id="1", contents="Ann Ode\nShe built lamps.") == Passage(
         id="1", title="Ann Ode", text="She built lamps."
     )
-    assert one(tmp_path, id="1", contents="Ann Ode built lamps.\n").text.strip() == "Ann Ode built lamps."
+    assert (
+        one(tmp_path, id="1", contents="Ann Ode built lamps.\n").text.strip()
+        == "Ann Ode built lamps."
+    )
 
 
 def test_the_title_that_a_record_gives_stays_beside_contents(tmp_path):
@@ -100,7 +124,10 @@ def test_the_title_that_a_record_gives_stays_beside_contents(tmp_path):
     # FlashRAG repeats the title in quotes, which is no text of the passage.
     assert one(tmp_path, id="1", title="Ann Ode", contents=f'"Ann Ode"\n{text}') == expected
     # MedRAG: `contents` is title and content in one.
-    assert one(tmp_path, id="1", title="Ann Ode", content=text, contents=f"Ann Ode. {text}") == expected
+    assert (
+        one(tmp_path, id="1", title="Ann Ode", content=text, contents=f"Ann Ode. {text}")
+        == expected
+    )
     assert one(tmp_path, id="1", title="Ann Ode", text="", contents=text) == expected
 
 
@@ -122,7 +149,10 @@ def test_contents_without_a_title_beside_a_text_give_the_title(tmp_path):
         (["She built lamps.", " She sold them."], "She built lamps. She sold them."),
         (["She built lamps.", "She sold them."], "She built lamps. She sold them."),
         (["She built lamps. ", "She sold them."], "She built lamps. She sold them."),
-        ([["She built lamps.", "She sold them."], ["She died."]], "She built lamps. She sold them. She died."),
+        (
+            [["She built lamps.", "She sold them."], ["She died."]],
+            "She built lamps. She sold them. She died.",
+        ),
     ],
 )
 def test_a_list_of_sentences_is_one_text(tmp_path, sentences, text):
@@ -132,7 +162,9 @@ def test_a_list_of_sentences_is_one_text(tmp_path, sentences, text):
 
 @pytest.mark.parametrize("bad", [[], [""], [1], ["a", None], [[]], {"0": "a"}])
 def test_a_list_without_a_sentence_is_refused_with_its_line(tmp_path, bad):
-    assert "corpus.jsonl, line 1: the passage's text is" in refusal(lines(tmp_path, {"title": "Ann", "text": bad}))
+    assert "corpus.jsonl, line 1: the passage's text is" in refusal(
+        lines(tmp_path, {"title": "Ann", "text": bad})
+    )
 
 
 def test_titles_that_are_equal_or_begin_alike_are_passages_of_their_own(tmp_path):
@@ -143,7 +175,9 @@ def test_titles_that_are_equal_or_begin_alike_are_passages_of_their_own(tmp_path
     ]
     passages = read_corpus([lines(tmp_path, *records)])
     write_passages(passages, tmp_path / "passages.arrow")
-    assert [passage.text for passage in PassageFile(tmp_path / "passages.arrow").titled(["Ann"])] == [
+    assert [
+        passage.text for passage in PassageFile(tmp_path / "passages.arrow").titled(["Ann"])
+    ] == [
         "a river",
         "a queen",
     ]
@@ -176,7 +210,10 @@ def test_a_column_of_parquet_with_missing_ids_is_refused_with_its_row(tmp_path):
 
 def test_html_entities_are_the_characters_that_they_stand_for(tmp_path):
     passage = one(
-        tmp_path, id="1", title="Key &amp; Peele", text="&quot;Q&#39;s&quot; caf&eacute; &#x4e2d; R&D; a&para=1"
+        tmp_path,
+        id="1",
+        title="Key &amp; Peele",
+        text="&quot;Q&#39;s&quot; caf&eacute; &#x4e2d; R&D; a&para=1",
     )
     assert passage.title == "Key & Peele"
     assert passage.text == '"Q\'s" café 中 R&D; a&para=1'
@@ -190,10 +227,14 @@ def test_accents_are_composed_wherever_a_text_stands(tmp_path):
 def test_an_older_index_finds_its_titles_by_every_spelling(tmp_path):
     """Its file holds titles as the corpus wrote them."""
     written = ["Key &amp; Peele", "Cafe\u0301", "Eddie &quot;The Eagle&quot;", "Plain"]
-    passages = [Passage(id=str(number), title=title, text="a") for number, title in enumerate(written)]
+    passages = [
+        Passage(id=str(number), title=title, text="a") for number, title in enumerate(written)
+    ]
     write_passages(passages, tmp_path / "passages.arrow")
     titles = ["Key & Peele", "Café", 'Eddie "The Eagle"', "Plain"]
-    assert [passage.title for passage in PassageFile(tmp_path / "passages.arrow").titled(titles)] == titles
+    assert [
+        passage.title for passage in PassageFile(tmp_path / "passages.arrow").titled(titles)
+    ] == titles
 
 
 DPR = 'id\ttext\ttitle\n1\t"Ann Ode built ""big"" lamps."\tAnn Ode\n2\tShe said "no".\t\n'
@@ -214,7 +255,10 @@ def test_the_table_of_dpr_is_read(tmp_path):
 
 def test_columns_are_known_by_their_names(tmp_path):
     path = tmp_path / "corpus.csv"
-    path.write_text('\ufeff"title", text ,id\n"Ode, Ann","Ann\nbuilt lamps.",1\n\n,He sold them.,2\n', encoding="utf-8")
+    path.write_text(
+        '\ufeff"title", text ,id\n"Ode, Ann","Ann\nbuilt lamps.",1\n\n,He sold them.,2\n',
+        encoding="utf-8",
+    )
     assert read_corpus([path]) == [
         Passage(id="1", title="Ode, Ann", text="Ann\nbuilt lamps."),
         Passage(id="2", title="", text="He sold them."),
@@ -225,9 +269,15 @@ def test_columns_are_known_by_their_names(tmp_path):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("1\tAnn built lamps.\tAnn\n", "line 1: the first line of a table names its columns and this is 1, Ann built"),
+        (
+            "1\tAnn built lamps.\tAnn\n",
+            "line 1: the first line of a table names its columns and this is 1, Ann built",
+        ),
         ("id\ttext\ttext\n", "line 1: a column of the table is named twice (id, text, text)"),
-        ("id\ttext\n1\ta\n2\tb\tc\n", "line 3: the row has 3 fields and the first line names 2 columns (id, text)"),
+        (
+            "id\ttext\n1\ta\n2\tb\tc\n",
+            "line 3: the row has 3 fields and the first line names 2 columns (id, text)",
+        ),
         ("id\ttext\n1\ta\n2\n", "line 3: the row has 1 fields"),
         ('id\ttext\n1\t"a" b\n', "line 2: not a row of a table"),
         ('id\ttext\n1\ta\n2\t"open\n3\tb\n', "line 3: not a row of a table"),
@@ -249,7 +299,9 @@ def test_a_corpus_without_titles_is_indexed_and_searched(tmp_path, capsys, name)
     }
     (tmp_path / name).write_text(written[name])
     out = str(tmp_path / "out")
-    assert index.main(["build", "--corpus", str(tmp_path / name), "--kind", "bm25", "--out", out]) == 0
+    assert (
+        index.main(["build", "--corpus", str(tmp_path / name), "--kind", "bm25", "--out", out]) == 0
+    )
     capsys.readouterr()
     assert index.main(["query", "--index", out, "--k", "1", "lamps"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[0])["id"] == "1"

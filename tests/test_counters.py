@@ -31,7 +31,8 @@ class Told:
     def __init__(self) -> None:
         self.seconds, self.tokens = 0.0, 0
         self.counters = LiveCounters(
-            lambda: dataclasses.replace(NONE, generated_tokens=self.tokens), clock=lambda: self.seconds
+            lambda: dataclasses.replace(NONE, generated_tokens=self.tokens),
+            clock=lambda: self.seconds,
         )
 
     def later(self, seconds: float, tokens: int) -> float:
@@ -68,7 +69,13 @@ def test_a_progress_display_gets_what_happens_now():
 
 def test_between_two_readings_lies_what_was_done():
     after = dataclasses.replace(
-        NONE, requests=5, prompt_tokens=140, prefilled_tokens=35, generated_tokens=300, seconds=3.5, running=0
+        NONE,
+        requests=5,
+        prompt_tokens=140,
+        prefilled_tokens=35,
+        generated_tokens=300,
+        seconds=3.5,
+        running=0,
     )
     assert between(NONE, after) == {
         "requests": 2,
@@ -90,16 +97,31 @@ def test_every_statistic_is_served_over_http_under_its_name():
     port, close = serve_metrics(told.counters, port=0)
     told.later(1.0, 20)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_SECONDS) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{port}/metrics", timeout=HANG_SECONDS
+        ) as answer:
             lines = answer.read().decode().splitlines()
     finally:
         close()
-    for name in ("running 2.0", "waiting 1.0", "free_pages 7.0", "cache_hit_rate 0.75", "tokens_per_second 20.0"):
+    for name in (
+        "running 2.0",
+        "waiting 1.0",
+        "free_pages 7.0",
+        "cache_hit_rate 0.75",
+        "tokens_per_second 20.0",
+    ):
         assert f"mujica_{name}" in lines
-    for name in ("requests_total 3.0", "refused_total 2.0", "seconds_total 1.5", "compiled_programs_total 5.0"):
+    for name in (
+        "requests_total 3.0",
+        "refused_total 2.0",
+        "seconds_total 1.5",
+        "compiled_programs_total 5.0",
+    ):
         assert f"mujica_{name}" in lines
     for field in dataclasses.fields(GeneratorStatistics):
-        assert any(line.startswith(f"mujica_{field.name}") for line in lines), f"{field.name} is not exposed"
+        assert any(line.startswith(f"mujica_{field.name}") for line in lines), (
+            f"{field.name} is not exposed"
+        )
     with pytest.raises(OSError):
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_SECONDS)
 
@@ -107,7 +129,9 @@ def test_every_statistic_is_served_over_http_under_its_name():
 def test_a_port_in_use_is_explained():
     port, close = serve_metrics(Told().counters, port=0)
     try:
-        with pytest.raises(UserError, match=f"127.0.0.1:{port} cannot be opened .*choose another port"):
+        with pytest.raises(
+            UserError, match=f"127.0.0.1:{port} cannot be opened .*choose another port"
+        ):
             serve_metrics(Told().counters, port=port)
     finally:
         close()
@@ -119,6 +143,8 @@ def test_what_an_engine_does_not_say_is_left_out():
     assert "programs" not in counters.figures()
     names = {family.name for family in counters.collect()}
     assert "mujica_running" in names
-    assert names.isdisjoint({"mujica_free_pages", "mujica_evicted_pages", "mujica_compiled_programs"})
+    assert names.isdisjoint(
+        {"mujica_free_pages", "mujica_evicted_pages", "mujica_compiled_programs"}
+    )
     difference = between(silent, dataclasses.replace(silent, requests=5))
     assert difference["requests"] == 2 and "evicted_pages" not in difference

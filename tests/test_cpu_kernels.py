@@ -22,7 +22,9 @@ def drawn(seed: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def memory(places: int, kv_heads: int, head_dim: int, width: int, prefixes: int, length: int) -> list[np.ndarray]:
+def memory(
+    places: int, kv_heads: int, head_dim: int, width: int, prefixes: int, length: int
+) -> list[np.ndarray]:
     """Keys and values of places, then of prefixes."""
     shapes = [(places, kv_heads, head_dim, width), (places, kv_heads, width, head_dim)]
     shapes += [(prefixes, kv_heads, head_dim, length), (prefixes, kv_heads, length, head_dim)]
@@ -52,7 +54,14 @@ def by_xla(query: np.ndarray, held: list[np.ndarray], of_rows: np.ndarray) -> np
     [(13, 1, 9, 3, 64, 96, 2, 64), (7, 16, 4, 4, 8, 64, 1, 0), (6, 3, 8, 1, 16, 40, 2, 32)],
 )
 def test_rows_anywhere_over_several_prefixes_get_the_numbers_of_xla(
-    rows: int, time: int, heads: int, kv_heads: int, head_dim: int, width: int, prefixes: int, length: int
+    rows: int,
+    time: int,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    width: int,
+    prefixes: int,
+    length: int,
 ):
     random = np.random.default_rng(0)
     held = memory(rows + 1, kv_heads, head_dim, width, prefixes, length)
@@ -66,8 +75,8 @@ def test_rows_anywhere_over_several_prefixes_get_the_numbers_of_xla(
 
 
 def test_a_row_that_sees_nothing_is_zero_and_what_is_broken_stays_in_its_row():
-    """A number that is not finite reaches the row that reads it, to be found there, and no other one; what nobody may
-    see is not read."""
+    """A number that is not finite reaches the row that reads it, to be found there, and no other
+    one; what nobody may see is not read."""
     held = memory(4, 1, 8, 16, 1, 16)
     held[0][1, :, :, 5:] = np.nan  # beyond what is seen
     held[1][1, :, 5:] = np.nan
@@ -91,7 +100,15 @@ def test_scores_far_apart_weigh_as_they_should():
 
 @pytest.mark.parametrize(
     ("rows", "outputs", "inputs"),
-    [(1, 7, 64), (6, 576, 1536), (9, 4, 16), (13, 1001, 48), (24, 30, 16), (40, 5, 32), (171, 577, 1040)],
+    [
+        (1, 7, 64),
+        (6, 576, 1536),
+        (9, 4, 16),
+        (13, 1001, 48),
+        (24, 30, 16),
+        (40, 5, 32),
+        (171, 577, 1040),
+    ],
 )
 def test_products_of_few_rows_are_exact(rows: int, outputs: int, inputs: int):
     left, matrices = drawn(0, rows, inputs), (drawn(1, outputs, inputs), drawn(2, 5, inputs))
@@ -101,26 +118,39 @@ def test_products_of_few_rows_are_exact(rows: int, outputs: int, inputs: int):
 
 def test_callers_at_once_get_their_own_numbers():
     """One of them has the threads; the others work alone."""
-    call, given = jax.jit(cpu_calls.products), [(drawn(seed, 8, 64), drawn(9 + seed, 640, 64)) for seed in range(4)]
+    call, given = (
+        jax.jit(cpu_calls.products),
+        [(drawn(seed, 8, 64), drawn(9 + seed, 640, 64)) for seed in range(4)],
+    )
     with ThreadPoolExecutor(len(given)) as pool:
         found = pool.map(lambda pair: [np.asarray(call(*pair)[0]) for _ in range(100)], given)
         for (rows, matrix), results in zip(given, found, strict=True):
             np.testing.assert_allclose(results, np.stack([rows @ matrix.T] * 100), atol=1e-4)
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="the system does not bind a process to a core")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"), reason="the system does not bind a process to a core"
+)
 def test_threads_keep_to_what_a_container_may_use(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     assert cpu_kernels.usable_cores(tmp_path / "cpu.max") == 8
-    for text, cores in [("max 100000", 8), ("250000 100000", 2), ("50000 100000", 1), ("3200000 100000", 8)]:
+    for text, cores in [
+        ("max 100000", 8),
+        ("250000 100000", 2),
+        ("50000 100000", 1),
+        ("3200000 100000", 8),
+    ]:
         (tmp_path / "cpu.max").write_text(text)
         assert cpu_kernels.usable_cores(tmp_path / "cpu.max") == cores
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system does not bind a process to a core")
+@pytest.mark.skipif(
+    not hasattr(os, "sched_setaffinity"), reason="the system does not bind a process to a core"
+)
 def test_one_core_is_enough_and_threads_end_with_the_program():
     program = (
-        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))} if %d else os.sched_getaffinity(0))\n"
+        "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))} if %d else "
+        "os.sched_getaffinity(0))\n"
         "import jax.numpy as jnp; from mujica_jax.models import cpu_calls\n"
         "print(float(cpu_calls.products(jnp.ones((8, 64)), jnp.ones((640, 64)))[0].sum()))"
     )
@@ -148,9 +178,15 @@ found = [
 ]
 print([hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for leaf in jax.tree.leaves(found)])
 """
-    command, environment = [sys.executable, "-c", program], os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    command, environment = (
+        [sys.executable, "-c", program],
+        os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
+    )
     starts = [
-        subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS) for _ in range(2)
+        subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
+        )
+        for _ in range(2)
     ]
     assert starts[0].stdout == starts[1].stdout != "", starts[0].stderr
 
@@ -159,9 +195,15 @@ def test_the_gradient_of_products():
     def loss(products, left, *matrices):
         return sum(jnp.sum(jnp.sin(product)) for product in products(left, *matrices))
 
-    given = jnp.asarray(drawn(0, 6, 16)), jnp.asarray(drawn(1, 10, 16)), jnp.asarray(drawn(2, 4, 16))
+    given = (
+        jnp.asarray(drawn(0, 6, 16)),
+        jnp.asarray(drawn(1, 10, 16)),
+        jnp.asarray(drawn(2, 4, 16)),
+    )
     ours = jax.grad(loss, (1, 2, 3))(cpu_calls.products, *given)
-    theirs = jax.grad(loss, (1, 2, 3))(lambda left, *matrices: [left @ matrix.T for matrix in matrices], *given)
+    theirs = jax.grad(loss, (1, 2, 3))(
+        lambda left, *matrices: [left @ matrix.T for matrix in matrices], *given
+    )
     for found, expected in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(found, expected, atol=1e-5)
 
@@ -174,7 +216,9 @@ def test_they_are_used_by_a_cpu_alone_in_float32_where_they_are_faster():
     rows, matrix = jnp.zeros((12, 576)), jnp.zeros((1536, 576))
     assert cpu_calls.can_multiply(rows, matrix)
     assert not cpu_calls.can_multiply(rows, matrix, matrix[:64])
-    assert not cpu_calls.can_multiply(rows, matrix[:64]) and not cpu_calls.can_multiply(rows[:, 1:], matrix[:, 1:])
+    assert not cpu_calls.can_multiply(rows, matrix[:64]) and not cpu_calls.can_multiply(
+        rows[:, 1:], matrix[:, 1:]
+    )
     assert not cpu_calls.can_multiply(jnp.zeros((512, 576)), matrix)
     with jax.set_mesh(jax.make_mesh((1,), ("data",))):
         assert not cpu_calls.can_multiply(rows, matrix)

@@ -1,5 +1,5 @@
-"""DecEx-RAG's trees, over a policy whose turns stand in a table and whose rewards follow by hand; what is kept of them,
-what is learnt, and that DPO moves towards what was chosen."""
+"""DecEx-RAG's trees, over a policy whose turns stand in a table and whose rewards follow by hand;
+what is kept of them, what is learnt, and that DPO moves towards what was chosen."""
 
 import ast
 import asyncio
@@ -53,10 +53,19 @@ from mujica_jax.trajectories.packing import pack
 
 QUESTION = Question(id="q-1", text="What is it?", answers=("gold",))
 AGENT = DecexConfig(
-    prompt="brief", max_iterations=2, max_turn_tokens=400, max_trajectory_tokens=2000, max_observation_tokens=300
+    prompt="brief",
+    max_iterations=2,
+    max_turn_tokens=400,
+    max_trajectory_tokens=2000,
+    max_observation_tokens=300,
 )
 CHEAP = DecexTreeConfig(
-    branches=3, rollouts=2, score_both_branches=False, learning_rate=1.0, end_learning_rate=0.0, epochs=1
+    branches=3,
+    rollouts=2,
+    score_both_branches=False,
+    learning_rate=1.0,
+    end_learning_rate=0.0,
+    epochs=1,
 )
 METHOD = dataclasses.replace(CHEAP, score_both_branches=True)
 GOLD, WRONG = "a </think>\n<answer> gold </answer>", "a </think>\n<answer> wrong </answer>"
@@ -84,8 +93,9 @@ BEGINNINGS = {
 
 
 class Table:
-    """Writes what follows a state, in its order, around again when it is used up. A state is named by what was recalled
-    or [found], then the sub-question to solve, then what a tree makes of it: "m1>[q1]>b?<search>"."""
+    """Writes what follows a state, in its order, around again when it is used up. A state is named
+    by what was recalled or [found], then the sub-question to solve, then what a tree makes of it:
+    "m1>[q1]>b?<search>"."""
 
     version = 0
 
@@ -145,7 +155,13 @@ class FailsOnce(Echo):
 
 
 def grow(
-    policy: Any, *, iterations: int = 2, world: LittleWorld | None = None, writer: Any = None, both=False, **changes
+    policy: Any,
+    *,
+    iterations: int = 2,
+    world: LittleWorld | None = None,
+    writer: Any = None,
+    both=False,
+    **changes,
 ) -> Tree:
     agent = Decex(tokenizer(), dataclasses.replace(AGENT, max_iterations=iterations))
 
@@ -176,14 +192,17 @@ def pairs_of(tree: Tree) -> list[tuple]:
         assert piece is not None
         return piece.text
 
-    return [(pair.prefers, last(pair.chosen), last(pair.rejected), pair.means) for pair in tree.pairs]
+    return [
+        (pair.prefers, last(pair.chosen), last(pair.rejected), pair.means) for pair in tree.pairs
+    ]
 
 
 def searches_of_leaves(tree: Tree) -> list[list[str]]:
     return [[search.query for search in leaf.searches] for leaf in tree.finished[: tree.leaves]]
 
 
-# Sub-question a is worth 1/2 and b nothing; from memory m1 is worth nothing and m2 1/2; q1 is worth 1 and q2 nothing.
+# Sub-question a is worth 1/2 and b nothing; from memory m1 is worth nothing and m2 1/2; q1 is worth
+# 1 and q2 nothing.
 TURNS = {
     "": [ask("a"), ask("b"), ask("A")],
     "a?": [recalled("ra") + GOLD, recalled("ra") + WRONG],
@@ -225,7 +244,20 @@ def test_a_pruned_tree_by_hand():
     assert tree.leaves == 1 and len(tree.finished) == 13
     leaf = tree.finished[0]
     assert (leaf.reward, [search.query for search in leaf.searches]) == (1.0, ["q1"])
-    assert [trajectory.reward for trajectory in tree.finished[1:]] == [1, 0, 0, 0, 0, 0, 1, 0, 1, 1, 0, 0]
+    assert [trajectory.reward for trajectory in tree.finished[1:]] == [
+        1,
+        0,
+        0,
+        0,
+        0,
+        0,
+        1,
+        0,
+        1,
+        1,
+        0,
+        0,
+    ]
     rows = pyarrow.parquet.read_table(io.BytesIO(encode_nodes([tree]))).to_pylist()
     assert [tuple(row.values()) for row in rows] == [
         ("q-1", 0, None, "sub-question", "a?", [1.0, 0.0]),
@@ -236,16 +268,20 @@ def test_a_pruned_tree_by_hand():
         ("q-1", 5, 0, "search", "q2", [0.0, 0.0]),
         ("q-1", 6, 4, "answer", "gold", [1.0]),
     ]
-    # Decisions: 3 samples and what was played; executions 3 each; the last state's 3 votes after 2 episodes.
+    # Decisions: 3 samples and what was played; executions 3 each; the last state's 3 votes after 2
+    # episodes.
     assert table.asked[""] == 3 and table.asked["a?"] == 2 and table.asked["a?<memory>"] == 3
     assert table.asked["[q1]"] == 2 + 3
 
 
 def test_the_leaf_is_the_path_of_the_tree_in_the_published_format():
-    """Its pieces are joined to turns: a thought with the sub-question and a search, then a thought and the answer."""
+    """Its pieces are joined to turns: a thought with the sub-question and a search, then a thought
+    and the answer."""
     (conversation,) = grow(Table(TURNS)).finished[0].conversations
     assert [turn.text for turn in conversation.turns if turn.role == "model"] == [
-        "<think> a. So, the next sub-question is: a?\nI need to look this up. </think>\n<search> q1 </search>",
+        "<think> a. So, the next sub-question is: a?\n"
+        "I need to look this up. </think>\n"
+        "<search> q1 </search>",
         "<think> a </think>\n<answer> gold </answer>",
     ]
     assert [turn.role for turn in conversation.turns] == ["context", "model"] * 2
@@ -253,7 +289,8 @@ def test_the_leaf_is_the_path_of_the_tree_in_the_published_format():
 
 
 def test_tokens_are_counted_once():
-    """A tree of one branch and one episode a node: all that was written, how turns began, and what a search found."""
+    """A tree of one branch and one episode a node: all that was written, how turns began, and what
+    a search found."""
     table = Table(TURNS | {"": [ask("a")], "a?": [WRONG], "m1": [WRONG]})
     tree = grow(table, branches=1, rollouts=1)
     assert tree.counts["generated_tokens"] == table.written_tokens
@@ -283,9 +320,18 @@ def test_a_better_memory_at_the_threshold_is_chosen_in_the_pair_and_not_in_the_c
 
 
 def voting(stopping: int) -> Mapping[str, Sequence[str]]:
-    """Of four votes at the root, so many stop, one of them wrongly. Going on with b is worth nothing."""
-    turns = TURNS | {"": [*[GOLD] * (stopping - 1), WRONG, *[ask("b")] * (4 - stopping)], "b?": [WRONG]}
-    turns |= {"b?<memory>": [from_memory("x")], "b?<search>": [" x </search>"], "x": [WRONG], "[x]": [WRONG]}
+    """Of four votes at the root, so many stop, one of them wrongly. Going on with b is worth
+    nothing."""
+    turns = TURNS | {
+        "": [*[GOLD] * (stopping - 1), WRONG, *[ask("b")] * (4 - stopping)],
+        "b?": [WRONG],
+    }
+    turns |= {
+        "b?<memory>": [from_memory("x")],
+        "b?<search>": [" x </search>"],
+        "x": [WRONG],
+        "[x]": [WRONG],
+    }
     return turns
 
 
@@ -302,7 +348,10 @@ def test_a_tree_ends_where_more_than_half_of_the_turns_stop(stopping, ends):
 
 def test_a_turn_that_cannot_be_read_votes_for_nothing_and_is_no_branch():
     turns = TURNS | {"": [GOLD, "no tag", ask("b")], "b?": [GOLD]}
-    turns |= {"b?<memory>": [" not closed", from_memory("x")], "b?<search>": [" not closed", " x </search>"]}
+    turns |= {
+        "b?<memory>": [" not closed", from_memory("x")],
+        "b?<search>": [" not closed", " x </search>"],
+    }
     tree = grow(Table(turns | {"x": [WRONG], "[x]": [GOLD]}))
     assert tree.counts["malformed"] == 1 + 2 + 2 and tree.counts["rollouts"] == 6
     empty = grow(Table({"": ["no tag"]}))
@@ -333,13 +382,20 @@ def test_going_on_is_scored_where_the_vote_ends_the_tree_and_not_expanded():
         ("final_answer", "gold", "wrong", (1.0, 0.0)),
         ("stop_over_go_on", "gold", "b?", (1.0, 0.0)),
     ]
-    assert tree.leaves == 2 and (tree.counts["rollouts"], tree.counts["rollouts_for_pairs"]) == (2, 2)
+    assert tree.leaves == 2 and (tree.counts["rollouts"], tree.counts["rollouts_for_pairs"]) == (
+        2,
+        2,
+    )
     assert tree.counts["pruned_branches"] == 1
 
 
 def test_the_decision_that_no_sample_took_is_forced_after_the_same_thoughts():
-    """After q1 all three votes stop with 1, and going on is worth nothing; before the first step nothing is forced."""
-    table = Table(TURNS | {"[q1]<go on>": [" c?\n", " d?\n", " C?\n"], "[q1]>c?": [WRONG], "[q1]>d?": [GOLD, WRONG]})
+    """After q1 all three votes stop with 1, and going on is worth nothing; before the first step
+    nothing is forced."""
+    table = Table(
+        TURNS
+        | {"[q1]<go on>": [" c?\n", " d?\n", " C?\n"], "[q1]>c?": [WRONG], "[q1]>d?": [GOLD, WRONG]}
+    )
     tree = grow(table, both=True)
     assert ("stop_over_go_on", "gold", "d?", (1.0, 0.5)) in pairs_of(tree)
     (pair,) = (pair for pair in tree.pairs if pair.prefers == "stop_over_go_on")
@@ -351,13 +407,19 @@ def test_the_decision_that_no_sample_took_is_forced_after_the_same_thoughts():
 
 
 def test_stopping_is_forced_where_every_sample_goes_on():
-    """After m2, which is good enough, all samples ask c, which is worth nothing; forced to stop, one is right."""
-    turns = TURNS | {"m2": [GOLD, GOLD, ask("c"), ask("c"), ask("c")], "m2<stop>": [" gold </answer>", " no </answer>"]}
+    """After m2, which is good enough, all samples ask c, which is worth nothing; forced to stop,
+    one is right."""
+    turns = TURNS | {
+        "m2": [GOLD, GOLD, ask("c"), ask("c"), ask("c")],
+        "m2<stop>": [" gold </answer>", " no </answer>"],
+    }
     turns |= {"m2>c?": [WRONG], "m2>c?<memory>": [from_memory("y")], "m2>y": [WRONG]}
     turns |= {"m2>c?<search>": [" y </search>"], "m2>[y]": [WRONG]}
     tree = grow(Table(turns), both=True)
     assert ("stop_over_go_on", "gold", "c?", (1.0, 0.0)) in pairs_of(tree)
-    assert all(leaf.answer == "wrong" for leaf in tree.finished[: tree.leaves]), "what is forced is no leaf"
+    assert all(leaf.answer == "wrong" for leaf in tree.finished[: tree.leaves]), (
+        "what is forced is no leaf"
+    )
     # Where T iterations are used nothing is forced to go on.
     assert tree.counts["forced_decisions"] == 3
 
@@ -367,13 +429,22 @@ def test_stopping_is_forced_where_every_sample_goes_on():
 
 def test_a_search_that_fails_is_no_branch_and_counted():
     tree = grow(Table(TURNS), world=Echo(kind="text", failing=frozenset({"q1", "q2"})))
-    assert (tree.counts["malformed"], tree.counts["retriever_failed"], tree.counts["repeated"]) == (0, 3, 6)
-    assert [search for search in tree.finished[0].searches] == [], "the best of memory is what is left"
+    assert (tree.counts["malformed"], tree.counts["retriever_failed"], tree.counts["repeated"]) == (
+        0,
+        3,
+        6,
+    )
+    assert [search for search in tree.finished[0].searches] == [], (
+        "the best of memory is what is left"
+    )
 
 
 def test_an_episode_that_a_failed_search_ended_enters_no_mean():
     """Episodes that search for what fails are lost: a is worth 1 by the others."""
-    turns = TURNS | {"a?": ["I need to look this up. </think>\n<search> lost </search>", GOLD], "": [ask("a")]}
+    turns = TURNS | {
+        "a?": ["I need to look this up. </think>\n<search> lost </search>", GOLD],
+        "": [ask("a")],
+    }
     turns |= {"a?<memory>": [from_memory("m1"), from_memory("m2")]}
     tree = grow(Seeded(turns), rollouts=4, world=Echo(kind="text", failing=frozenset({"lost"})))
     (node,) = (node for node in tree.nodes if node["text"] == "a?")
@@ -385,7 +456,10 @@ def test_an_episode_that_a_failed_search_ended_enters_no_mean():
 
 
 def test_repeated_by_the_same_seeds_a_tree_is_the_one_without_the_fault():
-    turns = TURNS | {"a?": ["I need to look this up. </think>\n<search> ra </search>", GOLD], "[ra]": [GOLD, WRONG]}
+    turns = TURNS | {
+        "a?": ["I need to look this up. </think>\n<search> ra </search>", GOLD],
+        "[ra]": [GOLD, WRONG],
+    }
     turns |= {"": [ask("a"), ask("b")], "a?<memory>": [from_memory("m1"), from_memory("m2")]}
     whole, repeated = grow(Seeded(turns)), grow(Seeded(turns), world=FailsOnce(kind="text"))
     assert repeated.counts["repeated"] > 0 == repeated.counts["retriever_failed"]
@@ -394,7 +468,10 @@ def test_repeated_by_the_same_seeds_a_tree_is_the_one_without_the_fault():
 
 
 def test_a_node_whose_episodes_are_all_lost_is_not_expanded():
-    turns = TURNS | {"a?": ["I need to look this up. </think>\n<search> lost </search>"], "": [ask("a")]}
+    turns = TURNS | {
+        "a?": ["I need to look this up. </think>\n<search> lost </search>"],
+        "": [ask("a")],
+    }
     tree = grow(Table(turns), world=Echo(kind="text", failing=frozenset({"lost"})))
     assert not tree.finished and not tree.pairs
     assert tree.unfinished.stop_reason is StopReason.RETRIEVER_FAILED
@@ -406,7 +483,8 @@ def test_a_node_whose_episodes_are_all_lost_is_not_expanded():
     assert (found["questions"], found["unfinished"], found["retriever_failed"]) == (2, 1, 2)
 
 
-# Every layer has two sub-questions, two answers from memory and two sub-queries, and ends with one wrong answer.
+# Every layer has two sub-questions, two answers from memory and two sub-queries, and ends with one
+# wrong answer.
 class Wide(Table):
     def __init__(self) -> None:
         super().__init__({})
@@ -429,9 +507,13 @@ class Wide(Table):
 
 
 def test_layers_grow_linearly_and_by_two_and_by_all_executions():
-    """k = 2 and T = 2. A pruned layer has 2 + 2 + 2 nodes and is followed by one state; an unpruned one by 2; in a full
-    one each sub-question has 4 executions, so 2 + 8 nodes are followed by 8 states."""
-    counts = {name: grow(Wide(), branches=2, expansion=name).counts for name in ("pruned", "unpruned", "full")}
+    """k = 2 and T = 2. A pruned layer has 2 + 2 + 2 nodes and is followed by one state; an unpruned
+    one by 2; in a full one each sub-question has 4 executions, so 2 + 8 nodes are followed by 8
+    states."""
+    counts = {
+        name: grow(Wide(), branches=2, expansion=name).counts
+        for name in ("pruned", "unpruned", "full")
+    }
     assert counts["pruned"]["nodes"] == 6 + 6 + 1 and counts["pruned"]["rollouts"] == 2 * 12
     assert counts["unpruned"]["nodes"] == 6 + 2 * 6 + 4 and counts["unpruned"]["rollouts"] == 2 * 18
     assert counts["full"]["nodes"] == 10 + 8 * 10 + 64 and counts["full"]["rollouts"] == 0
@@ -440,13 +522,23 @@ def test_layers_grow_linearly_and_by_two_and_by_all_executions():
 def test_an_unpruned_tree_keeps_both_branches_of_each_decision():
     tree = grow(Table(TURNS), expansion="unpruned")
     assert tree.leaves == 3, "gold and wrong after m2, gold after q1"
-    assert [[search.query for search in leaf.searches] for leaf in tree.finished[:3]] == [["q1"], [], []]
+    assert [[search.query for search in leaf.searches] for leaf in tree.finished[:3]] == [
+        ["q1"],
+        [],
+        [],
+    ]
     assert ("final_answer", "gold", "wrong", (1.0, 0.0)) in pairs_of(tree), "after m2"
 
 
 @pytest.mark.parametrize("both", [False, True])
 def test_a_full_tree_scores_by_the_answers_beneath(both):
-    turns = TURNS | {"": [ask("a")], "m1": [GOLD], "m2": [WRONG], "[q1]": [GOLD, WRONG], "[q2]": [WRONG]}
+    turns = TURNS | {
+        "": [ask("a")],
+        "m1": [GOLD],
+        "m2": [WRONG],
+        "[q1]": [GOLD, WRONG],
+        "[q2]": [WRONG],
+    }
     tree = grow(Table(turns), branches=2, expansion="full", both=both)
     assert tree.counts["rollouts"] == 0 and tree.leaves == len(tree.finished) == 5
     assert pairs_of(tree) == [
@@ -475,22 +567,37 @@ def test_a_spent_budget_keeps_what_was_made():
 
 
 def test_the_chain_is_a_leaf_with_the_best_reward_whatever_an_episode_searched():
-    """Two leaves are right, and so are episodes with more and with fewer searches: SFT learns a path of the tree."""
+    """Two leaves are right, and so are episodes with more and with fewer searches: SFT learns a
+    path of the tree."""
     twice = "I need to look this up. </think>\n<search> more </search>"
-    turns = TURNS | {"a?": [twice], "[more]": ["a </think>\n<search> q1 </search>"], "[more]>[q1]": [GOLD]}
+    turns = TURNS | {
+        "a?": [twice],
+        "[more]": ["a </think>\n<search> q1 </search>"],
+        "[more]>[q1]": [GOLD],
+    }
     tree = grow(Table(turns), expansion="unpruned")
-    assert searches_of_leaves(tree) == [["q1"], [], []] and tree.finished[1].reward == tree.finished[0].reward == 1
-    assert max(len(one.searches) for one in tree.finished if one.reward == 1) == 2, "an episode searched twice"
+    assert (
+        searches_of_leaves(tree) == [["q1"], [], []]
+        and tree.finished[1].reward == tree.finished[0].reward == 1
+    )
+    assert max(len(one.searches) for one in tree.finished if one.reward == 1) == 2, (
+        "an episode searched twice"
+    )
     chains = {name: best_chain(tree, name) for name in ("most", "least")}
     assert chains["most"] == (tree.finished[0], True)
     assert chains["least"] == (tree.finished[1], True)
 
 
 def test_an_episode_stands_in_only_where_no_leaf_has_the_best_reward():
-    """The votes after q1 are wrong, the episodes after m2 and q1 were right: of these, most or least searches."""
+    """The votes after q1 are wrong, the episodes after m2 and q1 were right: of these, most or
+    least searches."""
     tree = grow(Table(TURNS | {"[q1]": [GOLD, GOLD, WRONG, WRONG, WRONG]}))
     most, least = best_chain(tree, "most"), best_chain(tree, "least")
-    assert (most[0].reward, [search.query for search in most[0].searches], most[1]) == (1.0, ["q1"], False)
+    assert (most[0].reward, [search.query for search in most[0].searches], most[1]) == (
+        1.0,
+        ["q1"],
+        False,
+    )
     assert (least[0].reward, least[0].searches, least[1]) == (1.0, (), False)
     assert figures(records_of(tree, "most", 1.0))["leaf_share"] == 0
 
@@ -504,18 +611,33 @@ def test_records_survive_a_shard_and_say_what_the_tree_was():
         assert record.conversations == (pair.chosen, pair.rejected)
         for side in record.conversations:
             assert [turn.trained for turn in side.turns] == [False] * (len(side.turns) - 1) + [True]
-        assert record.conversations[0].turns[:-1] == record.conversations[1].turns[:-1] or pair.kind == "decision"
+        assert (
+            record.conversations[0].turns[:-1] == record.conversations[1].turns[:-1]
+            or pair.kind == "decision"
+        )
     found = figures(records)
-    assert (found["questions"], found["seconds"], found["nodes"], found["best_reward"]) == (1, 2.0, 7, 1.0)
+    assert (found["questions"], found["seconds"], found["nodes"], found["best_reward"]) == (
+        1,
+        2.0,
+        7,
+        1.0,
+    )
     assert (found["decision_pairs"], found["execution_pairs"], found["retrievals"]) == (1, 3, 1)
     preferred = {name: count for name, count in pairs_by_preference(records).items() if count}
-    assert preferred == {"sub_question": 1, "memory_answer": 1, "sub_query": 1, "search_over_memory": 1}
+    assert preferred == {
+        "sub_question": 1,
+        "memory_answer": 1,
+        "sub_query": 1,
+        "search_over_memory": 1,
+    }
     assert found["pairs_search_over_memory"] == 1 and found["pairs_memory_over_search"] == 0
 
 
 def test_dpo_moves_towards_what_was_chosen():
     sides = [side for pair in grow(Table(TURNS)).pairs for side in (pair.chosen, pair.rejected)]
-    model = dataclasses.replace(TINY, vocab_size=tokenizer().vocab_size, max_position_embeddings=1024)
+    model = dataclasses.replace(
+        TINY, vocab_size=tokenizer().vocab_size, max_position_embeddings=1024
+    )
     config = dataclasses.replace(SHORT, row_tokens=512, rows_per_step=2)
     trainer = Trainer(model, config, DPO(beta=0.1))
     state = trainer.initial_state(tiny_decoder(model))
@@ -580,13 +702,18 @@ class TreeRun(RecordedRun):
     def __init__(self, config: Config, root) -> None:
         super().__init__(config, root)
         Dice.tokenizer = self.tokenizer
-        gold = [dataclasses.replace(question, answers=("gold",)) for question in self.task.questions("train")]
+        gold = [
+            dataclasses.replace(question, answers=("gold",))
+            for question in self.task.questions("train")
+        ]
         world = Echo(kind="text")
         self.task: Any = types.SimpleNamespace(
             questions=lambda split: gold, environment=lambda question: world, rule=self.task.rule
         )
         self.generator = Dice()
-        self.trainer = types.SimpleNamespace(score=lambda state, packed: np.zeros(packed.tokens.shape, np.float32))
+        self.trainer = types.SimpleNamespace(
+            score=lambda state, packed: np.zeros(packed.tokens.shape, np.float32)
+        )
 
     def stored(self, number: int, shard: int, play) -> tuple:
         entry, found = run.Run.stored(self, number, shard, play)  # pyright: ignore[reportArgumentType]
@@ -639,7 +766,9 @@ def test_every_field_of_the_method_changes_what_a_run_does(config, played):
         "rollouts": 3,
         "skip_above": 0.0,
         "score_both_branches": False,
-        "remote": RemoteConfig(base_url="http://nowhere.invalid/v1", model="m", mode="chat", tokenizer="none"),
+        "remote": RemoteConfig(
+            base_url="http://nowhere.invalid/v1", model="m", mode="chat", tokenizer="none"
+        ),
         "expansion": "unpruned",
         "budget_tokens": 100,
         "sft": False,
@@ -658,7 +787,9 @@ def test_every_field_of_the_method_changes_what_a_run_does(config, played):
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(DecexTreeConfig)}
     high = changed(config, "method", min_reward=1.0)
     del values["retrievals"]  # the leaves of a pruned tree have one path
-    assert_each_changes(high, "method", values | {"min_reward": 2.0}, lambda c: refused_or(played, c))
+    assert_each_changes(
+        high, "method", values | {"min_reward": 2.0}, lambda c: refused_or(played, c)
+    )
     unpruned = changed(config, "method", expansion="unpruned")
     assert_each_changes(unpruned, "method", {"retrievals": "least"}, played)
     assert_each_changes(config, "sampling", {"questions_per_round": 2, "temperature": 0.5}, played)
@@ -674,7 +805,11 @@ def refused_or(play, config: Config) -> list:
 
 def test_the_phases_are_those_that_are_asked_for(config, played):
     def rows(**fields) -> str:
-        return next(one for one in played(changed(config, "method", **fields)) if one.startswith("['warm-up'"))
+        return next(
+            one
+            for one in played(changed(config, "method", **fields))
+            if one.startswith("['warm-up'")
+        )
 
     assert rows() == "['warm-up', 'sft', 'dpo']"
     assert rows(sft=False) == "['warm-up', 'dpo']"
@@ -687,17 +822,24 @@ def test_where_no_pair_is_left_dpo_is_skipped_with_a_line(config, played):
 
 
 @pytest.mark.parametrize("lost", [(), ("DONE.json", "shard-00001.parquet")])
-def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(config, tmp_path, monkeypatch, lost):
+def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(
+    config, tmp_path, monkeypatch, lost
+):
     def learnt(own: Any) -> list:
         decex.decex(own)
         return [one for one in own.asked if one[0] in ("sft", "dpo")]
 
     first = learnt(TreeRun(config, tmp_path))
-    nodes = [pyarrow.parquet.read_table(file).num_rows for file in sorted((tmp_path / "trees").iterdir())]
-    entries = [
-        shards.decode(file.read_bytes(), file.name) for file in sorted((tmp_path / "rounds/0001").glob("*.parquet"))
+    nodes = [
+        pyarrow.parquet.read_table(file).num_rows for file in sorted((tmp_path / "trees").iterdir())
     ]
-    assert nodes == [sum(record.counts["nodes"] for record in kept if not is_pair(record)) for kept in entries]
+    entries = [
+        shards.decode(file.read_bytes(), file.name)
+        for file in sorted((tmp_path / "rounds/0001").glob("*.parquet"))
+    ]
+    assert nodes == [
+        sum(record.counts["nodes"] for record in kept if not is_pair(record)) for kept in entries
+    ]
     for name in lost:
         (tmp_path / "rounds" / "0001" / name).unlink()
     asked: list[str] = []
@@ -719,23 +861,33 @@ def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(c
 def test_trees_that_spend_their_budget_before_a_chain_are_told_of(config, played):
     early = changed(config, "method", expansion="full", budget_tokens=1, sft=False)
     (said,) = (one for one in played(early) if "have no chain" in one)
-    (of_others,) = (one for one in played(changed(early, "method", budget_tokens=300)) if "have no chain" in one)
-    assert re.match(r"0 of 6 trees have no chain, [1-6] trees spent method\.budget_tokens", of_others)
-    assert re.match(r"[1-6] of 6 trees have no chain, [1-6] trees spent method\.budget_tokens 1; what they made", said)
+    (of_others,) = (
+        one for one in played(changed(early, "method", budget_tokens=300)) if "have no chain" in one
+    )
+    assert re.match(
+        r"0 of 6 trees have no chain, [1-6] trees spent method\.budget_tokens", of_others
+    )
+    assert re.match(
+        r"[1-6] of 6 trees have no chain, [1-6] trees spent method\.budget_tokens 1; what they made",
+        said,
+    )
 
 
 def test_trees_without_a_reward_are_answered_in_a_sentence(config, played, monkeypatch):
-    monkeypatch.setattr(Dice, "generate", lambda self, *_, **__: asyncio.sleep(0, completion_of((1, 2), False)))
+    monkeypatch.setattr(
+        Dice, "generate", lambda self, *_, **__: asyncio.sleep(0, completion_of((1, 2), False))
+    )
     with pytest.raises(UserError) as refused:
         played(config)
     assert str(refused.value) == (
-        "the best chain of 6 trees earns 0.00 and method.min_reward is 0.5: raise method.branches 3 or warmup.steps 0, "
-        "start from a stronger model, or lower method.min_reward"
+        "the best chain of 6 trees earns 0.00 and method.min_reward is 0.5: raise method.branches "
+        "3 or warmup.steps 0, start from a stronger model, or lower method.min_reward"
     )
 
 
 def test_a_second_model_writes_the_trees_of_a_run(config, played, monkeypatch):
-    """It asks and answers, always rightly from memory: its tokens are counted apart from the policy's."""
+    """It asks and answers, always rightly from memory: its tokens are counted apart from the
+    policy's."""
 
     class Replies:
         policy_version = -1
@@ -771,7 +923,9 @@ def test_a_run_says_what_its_pairs_prefer_and_how_many_chains_are_leaves(config,
 def test_a_pair_that_exceeds_a_row_is_told_of(config, played):
     without_sft = changed(config, "method", sft=False)
     told = r"[1-9]\d* of \d+ pairs exceed 300 tokens and are left out"
-    assert any(re.search(told, one) for one in played(changed(without_sft, "trainer", row_tokens=300)))
+    assert any(
+        re.search(told, one) for one in played(changed(without_sft, "trainer", row_tokens=300))
+    )
     assert not any("pairs exceed" in one for one in played(without_sft))
 
 
@@ -789,7 +943,9 @@ def test_a_run_whose_retriever_is_gone_ends_with_a_sentence(config, played, monk
         return completion_of((*ids, Dice.tokenizer.end_of_turn_id), True)
 
     monkeypatch.setattr(Dice, "generate", searches)
-    with pytest.raises(UserError, match=r"searches failed, each in 3 tries, and none of 4 trees came to an end"):
+    with pytest.raises(
+        UserError, match=r"searches failed, each in 3 tries, and none of 4 trees came to an end"
+    ):
         played(config)
 
 
@@ -801,8 +957,8 @@ def test_the_control_needs_demonstrations(config):
 def test_a_mistake_ends_the_program_with_status_two(capsys):
     assert train.main([str(SMOKE), "--method.kind", "decex"]) == 2
     assert capsys.readouterr().err == (
-        "error: method.kind is decex, whose trees branch at decex's decisions, and agent.kind is mujica: add "
-        "--agent.kind decex\n"
+        "error: method.kind is decex, whose trees branch at decex's decisions, and agent.kind is "
+        "mujica: add --agent.kind decex\n"
     )
 
 
@@ -810,12 +966,24 @@ def test_a_mistake_ends_the_program_with_status_two(capsys):
     ("section", "fields", "words"),
     [
         ("agent", None, "agent.kind is mujica: add --agent.kind decex"),
-        ("method", {"expansion": "full"}, "method.expansion is full, where each of 2 layers has 18 times the states"),
+        (
+            "method",
+            {"expansion": "full"},
+            "method.expansion is full, where each of 2 layers has 18 times the states",
+        ),
         ("method", {"sft": False, "dpo": False}, "nothing is learnt from the trees"),
-        ("method", {"remote": RemoteConfig(model="m")}, "--method.remote.model is m and there is no endpoint"),
+        (
+            "method",
+            {"remote": RemoteConfig(model="m")},
+            "--method.remote.model is m and there is no endpoint",
+        ),
         ("method", {"branches": 0}, "method.branches is 0 and must be at least 1"),
         ("method", {"beta": 0.0}, "method.beta is 0.0 and must be above 0"),
-        ("method", {"dpo_learning_rate": -1.0}, "method.dpo_learning_rate is -1.0 and must be above 0"),
+        (
+            "method",
+            {"dpo_learning_rate": -1.0},
+            "method.dpo_learning_rate is -1.0 and must be above 0",
+        ),
     ],
 )
 def test_a_configuration_that_cannot_be_is_explained(config, section, fields, words):
@@ -828,7 +996,11 @@ def test_a_configuration_that_cannot_be_is_explained(config, section, fields, wo
 @pytest.mark.parametrize(
     ("fields", "refused"),
     [
-        ({}, "trainer.row_tokens is 1024 and agent.max_trajectory_tokens 2000: a row holds both conversations"),
+        (
+            {},
+            "trainer.row_tokens is 1024 and agent.max_trajectory_tokens 2000: a row holds both "
+            "conversations",
+        ),
         ({"dpo": False}, None),
         ({"decision_pairs": False, "execution_pairs": False}, None),
     ],

@@ -1,4 +1,5 @@
-"""DecEx's agent: an episode by hand, parser and writer, bad turns, pieces, forks, hostile passages, demonstrations."""
+"""DecEx's agent: an episode by hand, parser and writer, bad turns, pieces, forks, hostile passages,
+demonstrations."""
 
 import asyncio
 import dataclasses
@@ -22,7 +23,11 @@ from mujica_jax.models.tokenizer import TAG_PATTERN, Tokenizer
 from mujica_jax.records import StopReason, Trajectory
 
 CONFIG = DecexConfig(
-    prompt="zero_shot", max_iterations=2, max_turn_tokens=300, max_trajectory_tokens=4000, max_observation_tokens=900
+    prompt="zero_shot",
+    max_iterations=2,
+    max_turn_tokens=300,
+    max_trajectory_tokens=4000,
+    max_observation_tokens=900,
 )
 WHO = "<think> I need the director. So, the next sub-question is: Who made Amber Tide?\n"
 LOOKED_UP = "I need to look this up. </think>\n<search> Amber Tide director </search>"
@@ -30,17 +35,21 @@ BORN = "<think> It was Ilse Vand. So, the next sub-question is: Where was she bo
 KNOWN = "I know about this: she is Flemish. I recall that she was born in Ghent.\n"
 DONE = "Done. </think>\n<answer> Ghent </answer>"
 TURNS = [WHO + LOOKED_UP, BORN + KNOWN + DONE]
-words = st.text("abc <>/?.,\n\u2028İ", min_size=1).map(lambda text: " ".join(text.split())).filter(bool)
+words = (
+    st.text("abc <>/?.,\n\u2028İ", min_size=1).map(lambda text: " ".join(text.split())).filter(bool)
+)
 plain = words.filter(lambda text: "<" not in text)
 # Table 3 of the paper, as it is printed, without its passages.
 TABLE_3 = [
-    "<think> To determine if Scott Derrickson and Ed Wood share the same nationality, I need to identify the "
-    "nationalities of both individuals. Starting with Scott Derrickson. So, the next sub-question is: What is Scott "
-    "Derrickson’s nationality? I recall that Scott Derrickson’s nationality is American. Now, I need to determine Ed "
-    "Wood’s nationality. I am less familiar with him, so I require additional information. </think>\n"
+    "<think> To determine if Scott Derrickson and Ed Wood share the same nationality, I need to "
+    "identify the nationalities of both individuals. Starting with Scott Derrickson. So, the next "
+    "sub-question is: What is Scott Derrickson’s nationality? I recall that Scott Derrickson’s "
+    "nationality is American. Now, I need to determine Ed Wood’s nationality. I am less familiar "
+    "with him, so I require additional information. </think>\n"
     "<search> Ed Wood nationality </search>",
-    "<think> The information provided confirms that Ed Wood was an American filmmaker. Scott Derrickson is also "
-    "American. Both are of the same nationality. </think>\n<answer> yes </answer>",
+    "<think> The information provided confirms that Ed Wood was an American filmmaker. Scott "
+    "Derrickson is also American. Both are of the same nationality. </think>\n"
+    "<answer> yes </answer>",
 ]
 
 
@@ -58,7 +67,11 @@ def test_an_episode_by_hand():
     assert (found.answer, found.stop_reason, found.reward) == ("Ghent", StopReason.ANSWERED, 1.0)
     assert found.counts == {"recalls": 1.0}
     (search,) = found.searches
-    assert (search.iteration, search.query, search.materials) == (0, "Amber Tide director", (FILM, PERSON))
+    assert (search.iteration, search.query, search.materials) == (
+        0,
+        "Amber Tide director",
+        (FILM, PERSON),
+    )
     (conversation,) = found.conversations
     context = [turn.text for turn in conversation.turns if turn.role == "context"]
     information = f"<information>\n[0] {FILM}\n[1] {PERSON}\n</information>"
@@ -70,25 +83,38 @@ def test_an_episode_by_hand():
 def test_a_row_reads_as_the_published_format():
     """Table 3: one thought and one search or answer a step, and information between two steps."""
     (conversation,) = play(TURNS).conversations
-    shape = re.sub(r"<\|[^<>]*\|>", "", "".join(tokenizer().decode(turn.token_ids) for turn in conversation.turns[1:]))
+    shape = re.sub(
+        r"<\|[^<>]*\|>",
+        "",
+        "".join(tokenizer().decode(turn.token_ids) for turn in conversation.turns[1:]),
+    )
     assert re.findall(r"</?(?:think|search|information|answer)>", shape) == [
         *("<think>", "</think>", "<search>", "</search>", "<information>", "</information>"),
         *("<think>", "</think>", "<answer>", "</answer>"),
     ]
     information = next(turn for turn in conversation.turns[1:] if turn.role == "context")
     tags = [tokenizer().encode_model(tag)[0] for tag in ("<information>", "</information>")]
-    assert [id for id in information.token_ids if id in tags] == tags, "the tags are ours, and tokens of their own"
+    assert [id for id in information.token_ids if id in tags] == tags, (
+        "the tags are ours, and tokens of their own"
+    )
 
 
 def test_the_papers_own_example_is_read():
     found = play(TABLE_3, max_turn_tokens=1500)
-    assert (found.answer, [search.query for search in found.searches]) == ("yes", ["Ed Wood nationality"])
+    assert (found.answer, [search.query for search in found.searches]) == (
+        "yes",
+        ["Ed Wood nationality"],
+    )
     assert found.counts == {"recalls": 1.0}
     piece = first_piece(TABLE_3[0], in_thought=False, asked=False)
     assert piece is not None
     assert (piece.kind, piece.text) == ("sub-question", "What is Scott Derrickson’s nationality?")
     rest = first_piece(TABLE_3[0][piece.end :], in_thought=True, asked=True)
-    assert rest is not None and rest.kind == "memory" and rest.text.startswith("Scott Derrickson’s nationality is Am")
+    assert (
+        rest is not None
+        and rest.kind == "memory"
+        and rest.text.startswith("Scott Derrickson’s nationality is Am")
+    )
 
 
 def test_the_policy_is_told_what_the_model_knows():
@@ -114,7 +140,11 @@ def test_the_policy_is_told_what_the_model_knows():
 
 @given(thought=plain, question=plain, answer=plain)
 def test_what_is_written_is_read_back(thought, question, answer):
-    asked = first_piece("<think> " + decex.write_sub_question(thought, f"{question}?"), in_thought=False, asked=False)
+    asked = first_piece(
+        "<think> " + decex.write_sub_question(thought, f"{question}?"),
+        in_thought=False,
+        asked=False,
+    )
     assert asked is not None and (asked.kind, asked.text) == ("sub-question", f"{question}?")
     recalled = first_piece(decex.write_memory(thought, answer), in_thought=True, asked=True)
     assert recalled is not None and (recalled.kind, recalled.text) == ("memory", answer)
@@ -127,7 +157,9 @@ def test_what_is_written_is_read_back(thought, question, answer):
 
 
 @given(
-    text=st.lists(pieces | st.sampled_from([decex.SUB_QUESTION, decex.RECALL, "</think>", "\n", "a?"])).map("".join),
+    text=st.lists(
+        pieces | st.sampled_from([decex.SUB_QUESTION, decex.RECALL, "</think>", "\n", "a?"])
+    ).map("".join),
     in_thought=st.booleans(),
     asked=st.booleans(),
 )
@@ -149,7 +181,10 @@ def test_no_text_breaks_the_parser(text, in_thought, asked):
         (["<think> " + "word " * 700], StopReason.TURN_LENGTH),
         ([WHO + "I know about this: " + "word " * 700], StopReason.TURN_LENGTH),
         ([WHO + KNOWN + BORN + KNOWN + BORN], StopReason.ITERATION_LIMIT),
-        ([*[WHO + LOOKED_UP] * 2, "<think> a </think> <search> x </search>"], StopReason.ITERATION_LIMIT),
+        (
+            [*[WHO + LOOKED_UP] * 2, "<think> a </think> <search> x </search>"],
+            StopReason.ITERATION_LIMIT,
+        ),
     ],
 )
 def test_a_turn_that_cannot_be_read_ends_the_episode(turns, reason):
@@ -166,7 +201,10 @@ async def test_a_piece_of_a_thought_that_the_template_opened_is_read():
     turn = TURNS[0].removeprefix("<think>")
     chain = agent().begin(attempt(QUESTION), world(), Told([turn, " Amber Tide </search>"]))
     await chain.decide()
-    assert (chain.asked, chain.pieces().turns[-1].text) == ("Who made Amber Tide?", WHO.removeprefix("<think>"))
+    assert (chain.asked, chain.pieces().turns[-1].text) == (
+        "Who made Amber Tide?",
+        WHO.removeprefix("<think>"),
+    )
     await chain.solve("search")
     assert chain.steps[0].query == "Amber Tide"
 
@@ -180,10 +218,13 @@ def test_a_search_that_fails_ends_the_episode():
 
 
 async def test_pieces_are_the_tokens_of_the_turn():
-    """Cut after each piece and written on from there, the conversation is the one that was written turn by turn."""
+    """Cut after each piece and written on from there, the conversation is the one that was written
+    turn by turn."""
     at_once = await agent().run(attempt(QUESTION), world(), Told(TURNS))
     begun = "I need to look this up. </think>\n<search>"
-    told = Told([TURNS[0], LOOKED_UP.removeprefix(begun), BORN + KNOWN + DONE, KNOWN[18:] + DONE, DONE])
+    told = Told(
+        [TURNS[0], LOOKED_UP.removeprefix(begun), BORN + KNOWN + DONE, KNOWN[18:] + DONE, DONE]
+    )
     chain = agent().begin(attempt(QUESTION), world(), told)
     await chain.decide()
     assert (chain.asked, chain.pieces().turns[-1].text) == ("Who made Amber Tide?", WHO)
@@ -194,10 +235,18 @@ async def test_pieces_are_the_tokens_of_the_turn():
     await chain.solve("memory")
     await chain.decide()
     found = await chain.finish()
-    assert [turn.text for turn in chain.pieces().turns if turn.role == "model"][2:] == [BORN, KNOWN, DONE]
+    assert [turn.text for turn in chain.pieces().turns if turn.role == "model"][2:] == [
+        BORN,
+        KNOWN,
+        DONE,
+    ]
     assert found.conversations[0].token_ids == at_once.conversations[0].token_ids
     assert found.conversations[0].loss_mask == at_once.conversations[0].loss_mask
-    assert (found.answer, found.counts, found.searches) == (at_once.answer, at_once.counts, at_once.searches)
+    assert (found.answer, found.counts, found.searches) == (
+        at_once.answer,
+        at_once.counts,
+        at_once.searches,
+    )
 
 
 async def test_what_is_sampled_beyond_a_piece_is_counted_and_left_out():
@@ -208,7 +257,9 @@ async def test_what_is_sampled_beyond_a_piece_is_counted_and_left_out():
     assert len(chain.record().token_ids) - before == len(tokenizer().encode_model(WHO))
 
 
-@pytest.mark.parametrize(("text", "asked"), [(WHO, "Who made Amber Tide?"), (WHO.removesuffix("Tide?\n"), None)])
+@pytest.mark.parametrize(
+    ("text", "asked"), [(WHO, "Who made Amber Tide?"), (WHO.removesuffix("Tide?\n"), None)]
+)
 async def test_a_limit_that_cuts_what_comes_after_a_piece_does_not_cut_the_piece(text, asked):
     limit = len(tokenizer().encode_model(text))
     chain = agent(max_turn_tokens=limit).begin(attempt(QUESTION), world(), Told([WHO + LOOKED_UP]))
@@ -227,32 +278,59 @@ async def test_forks_share_their_past_and_nothing_else():
     await search.solve("search")
     assert (chain.asked, chain.steps, chain.searches) == ("Who made Amber Tide?", (), [])
     assert memory.steps[0].recalled == "Ghent." and not memory.searches
-    assert search.steps[0].recalled is None and [one.query for one in search.searches] == ["director"]
+    assert search.steps[0].recalled is None and [one.query for one in search.searches] == [
+        "director"
+    ]
     shared = len(chain.record().token_ids)
-    assert memory.record().token_ids[:shared] == search.record().token_ids[:shared] == chain.record().token_ids
+    assert (
+        memory.record().token_ids[:shared]
+        == search.record().token_ids[:shared]
+        == chain.record().token_ids
+    )
     turn = memory.pieces().turns[-1]
     text = "I know about this: she is known. I recall that Ghent.\n"
     assert (turn.text, turn.trained, turn.logprobs) == (text, True, None)
-    assert turn.token_ids == tuple(tokenizer().encode_model(text)), "as if it had been written in one piece"
+    assert turn.token_ids == tuple(tokenizer().encode_model(text)), (
+        "as if it had been written in one piece"
+    )
 
 
 async def test_the_other_decision_keeps_the_thought():
-    told = Told([TURNS[0], " Ghent </answer>", "<think> Enough. </think>\n<answer> Ghent </answer>", " Who is it?\n"])
+    told = Told(
+        [
+            TURNS[0],
+            " Ghent </answer>",
+            "<think> Enough. </think>\n<answer> Ghent </answer>",
+            " Who is it?\n",
+        ]
+    )
     root = agent().begin(attempt(QUESTION), world(), told)
     asked, stopped = root.fork("a"), root.fork("b")
     await asked.decide()
     await stopped.decide_otherwise(asked, "stop")
     assert stopped.outcome == ("Ghent", StopReason.ANSWERED)
-    assert stopped.pieces().turns[-1].text == "<think> I need the director. </think>\n<answer> Ghent </answer>"
+    assert (
+        stopped.pieces().turns[-1].text
+        == "<think> I need the director. </think>\n<answer> Ghent </answer>"
+    )
     answered, goes_on = root.fork("c"), root.fork("d")
     await answered.decide()
     await goes_on.decide_otherwise(answered, "go_on")
     assert (goes_on.asked, goes_on.outcome) == ("Who is it?", None)
-    assert goes_on.pieces().turns[-1].text == "<think> Enough. So, the next sub-question is: Who is it?\n"
+    assert (
+        goes_on.pieces().turns[-1].text
+        == "<think> Enough. So, the next sub-question is: Who is it?\n"
+    )
 
 
 async def test_another_piece_than_the_one_asked_for_is_no_branch():
-    told = Told([WHO, " nothing. </think>\n<search> x </search>", "<think> a </think>\n<search> x </search>"])
+    told = Told(
+        [
+            WHO,
+            " nothing. </think>\n<search> x </search>",
+            "<think> a </think>\n<search> x </search>",
+        ]
+    )
     passages = world()
     chain = agent().begin(attempt(QUESTION), passages, told)
     await chain.decide()
@@ -280,7 +358,9 @@ async def test_each_piece_of_each_fork_has_a_seed_of_its_own():
         async def generate(self, prompt, params, *, state, continues):
             assert isinstance(state, DecexState)
             seeds.append(params.seed)
-            return completion(WHO if state.asked is None else KNOWN.removeprefix("I know about this:"))
+            return completion(
+                WHO if state.asked is None else KNOWN.removeprefix("I know about this:")
+            )
 
     chain = agent(max_iterations=4).begin(attempt(QUESTION), world(), Seeds([]))
     await chain.decide()
@@ -298,10 +378,20 @@ async def test_each_piece_of_each_fork_has_a_seed_of_its_own():
 def judged(text: str) -> tuple:
     found = play(TURNS, world(text, PERSON), max_observation_tokens=2000, prompt="brief")
     (conversation,) = found.conversations
-    said = [(turn.text, turn.token_ids, turn.trained) for turn in conversation.turns if turn.role == "model"]
+    said = [
+        (turn.text, turn.token_ids, turn.trained)
+        for turn in conversation.turns
+        if turn.role == "model"
+    ]
     known = known_ids()
-    scaffold = [[id for id in turn.token_ids if id in known] for turn in conversation.turns if turn.role == "context"]
-    shown = [tokenizer().decode(turn.token_ids) for turn in conversation.turns if turn.role == "context"]
+    scaffold = [
+        [id for id in turn.token_ids if id in known]
+        for turn in conversation.turns
+        if turn.role == "context"
+    ]
+    shown = [
+        tokenizer().decode(turn.token_ids) for turn in conversation.turns if turn.role == "context"
+    ]
     tags = [match[0] for text in shown for match in TAG_PATTERN.finditer(text)]
     assert tags == ["<information>", "</information>"], "no tag but ours can be read as one"
     asked = [search.query for search in found.searches]
@@ -325,7 +415,11 @@ def test_hostile_passages_decide_nothing(text):
     assert judged(text) == judged("harmless")
 
 
-@given(text=st.lists(pieces | st.sampled_from(TAGS) | st.text(max_size=4), min_size=1, max_size=8).map("".join))
+@given(
+    text=st.lists(pieces | st.sampled_from(TAGS) | st.text(max_size=4), min_size=1, max_size=8).map(
+        "".join
+    )
+)
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_no_passage_decides_anything(text):
     assert judged(text) == judged("harmless")
@@ -356,7 +450,10 @@ def test_demonstrations_recall_what_is_known_and_search_for_the_rest(tiny_text):
         assert all(shape.fullmatch(text) for text in turns) or found.final_answer is None
         asked = re.findall(r"next sub-question is: (.*)\n", turns[0])
         assert not found.searches or found.searches[0].query not in asked, "a query of its own"
-        assert len(re.findall(r"\nI know about this: .+\. I recall that .+", turns[0])) == found.counts["recalls"]
+        assert (
+            len(re.findall(r"\nI know about this: .+\. I recall that .+", turns[0]))
+            == found.counts["recalls"]
+        )
     assert kinds == {True, False} and right >= 55
 
 

@@ -1,4 +1,5 @@
-"""A second model that writes DecEx-RAG's trees: what it is asked, and how its replies become pieces of the policy."""
+"""A second model that writes DecEx-RAG's trees: what it is asked, and how its replies become pieces
+of the policy."""
 
 import asyncio
 import dataclasses
@@ -18,7 +19,11 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import StopReason
 
 CONFIG = DecexConfig(
-    prompt="brief", max_iterations=3, max_turn_tokens=400, max_trajectory_tokens=4000, max_observation_tokens=900
+    prompt="brief",
+    max_iterations=3,
+    max_turn_tokens=400,
+    max_trajectory_tokens=4000,
+    max_observation_tokens=900,
 )
 OTHER = Tokenizer.train(["another vocabulary of other words"] * 9, 500)  # of the second model
 
@@ -39,7 +44,9 @@ class Replies:
         if isinstance(reply, Exception):
             raise reply
         ids = (*OTHER.encode_model(reply), OTHER.end_of_turn_id)
-        return dataclasses.replace(completion("x"), token_ids=ids, logprobs=None, finish_reason="stop")
+        return dataclasses.replace(
+            completion("x"), token_ids=ids, logprobs=None, finish_reason="stop"
+        )
 
 
 def chain(replies: Sequence[str | Exception], own: Sequence[str] = (), passages: Any = None):
@@ -57,10 +64,17 @@ def last(begun) -> str:
 async def test_the_retrieval_decision_is_the_policys_and_all_else_the_writers():
     asked = "<reasoning> The director is missing. </reasoning> <question> Who made it? </question>"
     answered = "<reasoning> She was born there. </reasoning>. <answer> Ghent </answer>"
-    begun, policy, writer, model = chain([asked, asked, answered], [" Amber Tide </search>", " I recall that Ghent.\n"])
+    begun, policy, writer, model = chain(
+        [asked, asked, answered], [" Amber Tide </search>", " I recall that Ghent.\n"]
+    )
     await begun.decide()
-    assert last(begun) == "<think> The director is missing. So, the next sub-question is: Who made it?\n"
-    assert begun.pieces().turns[-1].token_ids == tuple(tokenizer().encode_model(last(begun))), "the policy's tokens"
+    assert (
+        last(begun)
+        == "<think> The director is missing. So, the next sub-question is: Who made it?\n"
+    )
+    assert begun.pieces().turns[-1].token_ids == tuple(tokenizer().encode_model(last(begun))), (
+        "the policy's tokens"
+    )
     begun.policy = policy
     await begun.solve("search")
     begun.policy = writer
@@ -69,19 +83,33 @@ async def test_the_retrieval_decision_is_the_policys_and_all_else_the_writers():
     await begun.solve("memory")
     begun.policy = writer
     await begun.decide()
-    assert last(begun) == "She was born there. </think>\n<answer> Ghent </answer>", "the thought was open"
+    assert last(begun) == "She was born there. </think>\n<answer> Ghent </answer>", (
+        "the thought was open"
+    )
     found = await begun.finish()
     assert (found.answer, found.policy_version) == ("Ghent", 3)
     first, second, third = model.prompts
-    assert "There is no iteration so far." in first and "inside <question>" in first and "inside <answer>" not in first
-    assert f"Sub-question: Who made it?\nQuery: Amber Tide\nPassages:\n[0] {FILM}\n[1] {PERSON}" in second
-    assert "Thought: The director is missing." in second and "nothing that does not stand there" in second
+    assert (
+        "There is no iteration so far." in first
+        and "inside <question>" in first
+        and "inside <answer>" not in first
+    )
+    assert (
+        f"Sub-question: Who made it?\nQuery: Amber Tide\nPassages:\n[0] {FILM}\n[1] {PERSON}"
+        in second
+    )
+    assert (
+        "Thought: The director is missing." in second
+        and "nothing that does not stand there" in second
+    )
     assert "Iteration 2\nThought: The director is missing.\nSub-question: Who made it?" in third
     assert "Answer from memory: Ghent." in third and QUESTION.text in third
 
 
 async def test_an_episode_goes_on_by_the_prompt_for_it():
-    begun, *_, model = chain(["I lack it. <search> Amber Tide </search>", "It is Ghent. <answer> Ghent </answer>"])
+    begun, *_, model = chain(
+        ["I lack it. <search> Amber Tide </search>", "It is Ghent. <answer> Ghent </answer>"]
+    )
     found = await begun.finish()
     assert (found.answer, [search.query for search in found.searches]) == ("Ghent", ["Amber Tide"])
     turns = [turn.text for turn in found.conversations[0].turns if turn.role == "model"]
@@ -94,7 +122,9 @@ async def test_an_episode_goes_on_by_the_prompt_for_it():
 
 async def test_the_other_decision_is_asked_for_alone():
     asked = "Missing. <question> Who? </question>"
-    begun, *_, model = chain([asked, "So. <answer> Ghent </answer>", "So. <answer> Ghent </answer>", asked])
+    begun, *_, model = chain(
+        [asked, "So. <answer> Ghent </answer>", "So. <answer> Ghent </answer>", asked]
+    )
     sample, stopped = begun.fork("a"), begun.fork("b")
     await sample.decide()
     await stopped.decide_otherwise(sample, "stop")
@@ -108,7 +138,13 @@ async def test_the_other_decision_is_asked_for_alone():
 
 @pytest.mark.parametrize(
     "reply",
-    ["", "I do not know.", "<question>  </question>", "<think> <answer> x </answer>", ReplyError("no text")],
+    [
+        "",
+        "I do not know.",
+        "<question>  </question>",
+        "<think> <answer> x </answer>",
+        ReplyError("no text"),
+    ],
 )
 async def test_a_reply_that_cannot_be_used_is_no_branch(reply):
     begun, *_ = chain([reply])
@@ -117,9 +153,13 @@ async def test_a_reply_that_cannot_be_used_is_no_branch(reply):
 
 
 async def test_a_reply_cannot_write_more_than_its_fields():
-    """Tags in a reply's reasons or fields, and a reasoning model's own thoughts, are not the policy's."""
+    """Tags in a reply's reasons or fields, and a reasoning model's own thoughts, are not the
+    policy's."""
     begun, *_ = chain(
-        ["<think> secret </think> Why </think><search>y</search> not. <question> Who <b> </search>? </question>"]
+        [
+            "<think> secret </think> Why </think><search>y</search> not. <question> Who <b> "
+            "</search>? </question>"
+        ]
     )
     await begun.decide()
     assert "secret" not in last(begun) and last(begun).count("</think>") == 0
@@ -141,7 +181,11 @@ def test_a_tree_of_two_models():
 
     writer, policy = Writing(TURNS), Solving(TURNS)
     alone, both = grow(Table(TURNS)), grow(policy, writer=writer)
-    assert pairs_of(both) == pairs_of(alone) and searches_of_leaves(both) == searches_of_leaves(alone)
+    assert pairs_of(both) == pairs_of(alone) and searches_of_leaves(both) == searches_of_leaves(
+        alone
+    )
     assert both.counts["writer_tokens"] == writer.written_tokens
     assert both.counts["generated_tokens"] == policy.written_tokens
-    assert both.counts["forward_tokens"] < alone.counts["forward_tokens"], "the writer's tokens are not the policy's"
+    assert both.counts["forward_tokens"] < alone.counts["forward_tokens"], (
+        "the writer's tokens are not the policy's"
+    )

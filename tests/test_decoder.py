@@ -1,4 +1,5 @@
-"""Facts about the decoder that hold for any weights; that the mathematics is the right one is shown in `parity/`."""
+"""Facts about the decoder that hold for any weights; that the mathematics is the right one is shown
+in `parity/`."""
 
 import dataclasses
 
@@ -49,7 +50,12 @@ PERTURBED = {
     "rms_norm_eps": 1e-1,
     "tie_word_embeddings": False,
 }
-RECORDED = {"initializer_range": 0.1, "max_position_embeddings": 256, "eos_token_ids": (1,), "bos_token_id": 2}
+RECORDED = {
+    "initializer_range": 0.1,
+    "max_position_embeddings": 256,
+    "eos_token_ids": (1,),
+    "bos_token_id": 2,
+}
 SCALING_PERTURBED = {
     "factor": 8.0,
     "low_freq_factor": 0.5,
@@ -75,7 +81,11 @@ def _fresh_logits(config: DecoderConfig) -> jax.Array:
 
 
 def _logits(decoder, tokens=TOKENS, segment_ids=None, positions=None, **options):
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape) if positions is None else positions
+    positions = (
+        jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        if positions is None
+        else positions
+    )
     segment_ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
     return decoder.logits(decoder(tokens, positions, causal_self_attention(segment_ids), **options))
 
@@ -84,8 +94,12 @@ _compiled_logits = nnx.jit(_logits, static_argnames=("scan", "remat"))
 
 
 def test_the_tables_of_perturbations_cover_every_field():
-    assert PERTURBED.keys() | RECORDED.keys() == {field.name for field in dataclasses.fields(DecoderConfig)}
-    assert SCALING_PERTURBED.keys() == {field.name for field in dataclasses.fields(Llama3RopeScaling)}
+    assert PERTURBED.keys() | RECORDED.keys() == {
+        field.name for field in dataclasses.fields(DecoderConfig)
+    }
+    assert SCALING_PERTURBED.keys() == {
+        field.name for field in dataclasses.fields(Llama3RopeScaling)
+    }
 
 
 @pytest.mark.parametrize("name", PERTURBED)
@@ -103,17 +117,25 @@ def test_every_field_of_rope_scaling_changes_the_logits(logits, name):
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_every_other_field_is_written_to_the_checkpoint(name):
-    assert to_hugging_face(dataclasses.replace(CONFIG, **{name: RECORDED[name]})) != to_hugging_face(CONFIG)
+    assert to_hugging_face(
+        dataclasses.replace(CONFIG, **{name: RECORDED[name]})
+    ) != to_hugging_face(CONFIG)
 
 
 def test_fresh_matrices_have_the_configured_deviation_and_norms_are_one():
     fresh = Decoder(dataclasses.replace(CONFIG, family="qwen2"), rngs=nnx.Rngs(0))
-    for weights in (fresh.embedding[...], fresh.layers.gate_kernel[...], fresh.layers.output_kernel[...]):
+    for weights in (
+        fresh.embedding[...],
+        fresh.layers.gate_kernel[...],
+        fresh.layers.output_kernel[...],
+    ):
         assert abs(weights.std() - CONFIG.initializer_range) < 0.1 * CONFIG.initializer_range
         assert abs(weights.mean()) < 0.1 * CONFIG.initializer_range
     assert (fresh.final_norm[...] == 1).all() and (fresh.layers.mlp_norm[...] == 1).all()
     assert (fresh.layers.query_bias[...] == 0).all()
-    assert not (fresh.layers.gate_kernel[0] == fresh.layers.gate_kernel[1]).all(), "layers must not start alike"
+    assert not (fresh.layers.gate_kernel[0] == fresh.layers.gate_kernel[1]).all(), (
+        "layers must not start alike"
+    )
 
 
 def test_scan_and_loop_give_the_same_logits(decoder):
@@ -134,17 +156,24 @@ def test_arrays_a_layer_give_the_loops_logits(decoder, least, turned, tolerance)
 
 @pytest.mark.parametrize("rows", [3, 64, 65])
 def test_a_product_by_output_major_weights_is_the_same_with_few_rows_and_many(rows):
-    left, right = (jax.random.normal(jax.random.key(seed), shape) for seed, shape in enumerate([(rows, 24), (96, 24)]))
+    left, right = (
+        jax.random.normal(jax.random.key(seed), shape)
+        for seed, shape in enumerate([(rows, 24), (96, 24)])
+    )
     for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 1e-5)):
         few, matrix = left.astype(dtype), right.astype(dtype)
         found = jax.jit(output_major_product)(few, matrix)
         expected = np.asarray(few, np.float64) @ np.asarray(matrix, np.float64).T
         assert found.dtype == jnp.float32
         np.testing.assert_allclose(found, expected, atol=tolerance)
-        gradients = jax.grad(lambda few, matrix: output_major_product(few, matrix).sum(), argnums=(0, 1))(few, matrix)
+        gradients = jax.grad(
+            lambda few, matrix: output_major_product(few, matrix).sum(), argnums=(0, 1)
+        )(few, matrix)
         wide = (np.asarray(matrix, np.float64).sum(0), np.asarray(few, np.float64).sum(0))
         for gradient, row in zip(gradients, wide, strict=True):
-            np.testing.assert_allclose(gradient, np.broadcast_to(row, gradient.shape), rtol=0.01, atol=0.05)
+            np.testing.assert_allclose(
+                gradient, np.broadcast_to(row, gradient.shape), rtol=0.01, atol=0.05
+            )
 
 
 def test_rows_looked_up_in_a_bfloat16_table_and_their_gradient_are_those_of_indexing():
@@ -177,15 +206,20 @@ def test_the_loop_names_layers_by_python_integers(decoder):
 @pytest.mark.parametrize("scan", [True, False])
 def test_recomputing_layers_leaves_the_gradient_alone(decoder, scan, remat):
     def gradient(**options):
-        return nnx.jit(nnx.grad(lambda decoder: jnp.square(_logits(decoder, **options)).mean()))(decoder)
+        return nnx.jit(nnx.grad(lambda decoder: jnp.square(_logits(decoder, **options)).mean()))(
+            decoder
+        )
 
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), gradient(scan=True), gradient(scan=scan, remat=remat)
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6),
+        gradient(scan=True),
+        gradient(scan=scan, remat=remat),
     )
 
 
 def test_less_is_kept_the_more_is_recomputed(decoder):
-    """Residuals of the layers: all activations, only the products with weights, only each layer's input."""
+    """Residuals of the layers: all activations, only the products with weights, only each layer's
+    input."""
 
     def kept(remat) -> int:
         def loss(decoder):
@@ -199,18 +233,24 @@ def test_less_is_kept_the_more_is_recomputed(decoder):
 
 def test_packed_rows_equal_separate_rows(decoder):
     """Two sequences of 12 and 8 tokens in one row, with padding at its end."""
-    packed = jnp.concatenate([TOKENS[:1, :12], TOKENS[1:, :8], jnp.zeros((1, 4), jnp.int32)], axis=1)
+    packed = jnp.concatenate(
+        [TOKENS[:1, :12], TOKENS[1:, :8], jnp.zeros((1, 4), jnp.int32)], axis=1
+    )
     segment_ids = jnp.asarray([[1] * 12 + [2] * 8 + [0] * 4])
     positions = jnp.asarray([[*range(12), *range(8), *[0] * 4]])
     logits = _compiled_logits(decoder, packed, segment_ids, positions)
-    np.testing.assert_allclose(logits[0, :12], _compiled_logits(decoder, TOKENS[:1, :12])[0], atol=1e-5)
-    np.testing.assert_allclose(logits[0, 12:20], _compiled_logits(decoder, TOKENS[1:, :8])[0], atol=1e-5)
+    np.testing.assert_allclose(
+        logits[0, :12], _compiled_logits(decoder, TOKENS[:1, :12])[0], atol=1e-5
+    )
+    np.testing.assert_allclose(
+        logits[0, 12:20], _compiled_logits(decoder, TOKENS[1:, :8])[0], atol=1e-5
+    )
     assert jnp.isfinite(logits).all()
 
 
 def test_no_logit_depends_on_a_later_token(decoder):
-    """Exactly zero, not small: the embedded tokens are shifted by `offset` and the logits at each position
-    differentiated."""
+    """Exactly zero, not small: the embedded tokens are shifted by `offset` and the logits at each
+    position differentiated."""
     length = TOKENS.shape[1]
 
     def logit_sums(offset):
@@ -231,9 +271,16 @@ def _attention_by_definition(query, key, value, segment_ids):
     for row, position, head in np.ndindex(batch, time, heads):
         if segment_ids[row, position] == 0:
             continue
-        seen = [other for other in range(position + 1) if segment_ids[row, other] == segment_ids[row, position]]
+        seen = [
+            other
+            for other in range(position + 1)
+            if segment_ids[row, other] == segment_ids[row, position]
+        ]
         shared = head // (heads // key.shape[2])
-        scores = np.asarray([query[row, position, head] @ key[row, other, shared] for other in seen]) / head_dim**0.5
+        scores = (
+            np.asarray([query[row, position, head] @ key[row, other, shared] for other in seen])
+            / head_dim**0.5
+        )
         weights = np.exp(scores - scores.max())
         output[row, position, head] = weights / weights.sum() @ value[row, seen, shared]
     return output
@@ -241,10 +288,14 @@ def _attention_by_definition(query, key, value, segment_ids):
 
 def test_segment_attention_follows_its_definition_over_several_blocks():
     draw = np.random.default_rng(1)
-    query, key, value = (draw.normal(size=(2, 150, heads, 6)).astype(np.float32) for heads in (4, 2, 2))
+    query, key, value = (
+        draw.normal(size=(2, 150, heads, 6)).astype(np.float32) for heads in (4, 2, 2)
+    )
     segment_ids = np.asarray([[1] * 70 + [2] * 80, [1] * 30 + [2] * 50 + [0] * 70])
     ours = segment_attention(*map(jnp.asarray, (query, key, value, segment_ids)))
-    np.testing.assert_allclose(ours, _attention_by_definition(query, key, value, segment_ids), atol=1e-5)
+    np.testing.assert_allclose(
+        ours, _attention_by_definition(query, key, value, segment_ids), atol=1e-5
+    )
 
 
 def test_padding_gives_finite_output_and_no_gradient():
@@ -275,7 +326,9 @@ def test_bfloat16_computes_close_to_float32_and_returns_float32_logits(decoder):
 def test_a_product_of_bfloat16_and_its_gradients_are_rounded_sums():
     """Every number is the float32 one of the same operands, rounded once."""
     draw = np.random.default_rng(0)
-    rows, matrix, pull = (jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for shape in ((24, 16), (16, 8), (24, 8)))
+    rows, matrix, pull = (
+        jnp.asarray(draw.normal(size=shape), jnp.bfloat16) for shape in ((24, 16), (16, 8), (24, 8))
+    )
     product, gradients = jax.vjp(jax.jit(matrix_product), rows, matrix)
     wide, wide_gradients = jax.vjp(jnp.matmul, rows.astype(jnp.float32), matrix.astype(jnp.float32))
     for found, exact in zip(

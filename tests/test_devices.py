@@ -1,5 +1,5 @@
-"""Training, attention and embedding do not depend on the number of devices and processes; what eight devices saved is
-read on one; a process that is killed is named by the others, which end."""
+"""Training, attention and embedding do not depend on the number of devices and processes; what
+eight devices saved is read on one; a process that is killed is named by the others, which end."""
 
 import dataclasses
 import json
@@ -30,7 +30,10 @@ from mujica_jax.trajectories.packing import pack
 
 ROOT = Path(__file__).resolve().parent.parent
 # Compiling for eight devices takes most of the time: half as long without optimisation.
-ENVIRONMENT = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "PYTHONPATH": str(ROOT),
+}
 STEPS = 4
 DEADLINE_SECONDS = 900  # of a heartbeat, where nothing is lost
 
@@ -44,13 +47,21 @@ def trainer() -> Trainer:
 def on_one_device(trainer) -> TrainState:
     rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
     curve = schedule(peak=1e-2, end_value=1e-3, total_steps=STEPS)
-    return fit(trainer, trainer.initial_state(tiny_decoder()), rows, schedule=curve, steps=STEPS, seed=0).state
+    return fit(
+        trainer, trainer.initial_state(tiny_decoder()), rows, schedule=curve, steps=STEPS, seed=0
+    ).state
 
 
 def begin(folder: Path, processes: int, *options: float) -> list[subprocess.Popen[str]]:
-    """The processes of one job on eight devices; `options`: steps, deadline and pause of `train_on_devices.py`."""
+    """The processes of one job on eight devices; `options`: steps, deadline and pause of
+    `train_on_devices.py`."""
     port = free_port()
-    command = [sys.executable, str(ROOT / "tests" / "train_on_devices.py"), str(folder), str(processes)]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "train_on_devices.py"),
+        str(folder),
+        str(processes),
+    ]
     return [
         subprocess.Popen(
             [*command, str(process), str(port), *map(str, options)],
@@ -92,7 +103,9 @@ def assert_state_is(folder: Path, trainer: Trainer, state: TrainState) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_with_four_devices_each_train_like_one_device(trainer, on_one_device, two_processes):
+def test_two_processes_with_four_devices_each_train_like_one_device(
+    trainer, on_one_device, two_processes
+):
     assert_state_is(two_processes, trainer, on_one_device)
 
 
@@ -172,10 +185,12 @@ def test_a_process_that_is_lost_is_named_and_the_other_ends_within_the_deadline(
 
 @pytest.mark.slow
 def test_every_mesh_computes_what_one_device_does():
-    """Training on three meshes, with LoRA, with Muon, with a z-loss in parts of a batch; splash attention, embedder and
-    engine."""
+    """Training on three meshes, with LoRA, with Muon, with a z-loss in parts of a batch; splash
+    attention, embedder and engine."""
     command = [sys.executable, str(ROOT / "tests" / "differences_on_devices.py")]
-    shown = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_SECONDS)
+    shown = subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     assert shown.returncode == 0, shown.stderr
     found = json.loads(shown.stdout)
     assert len(found) == 18

@@ -1,4 +1,5 @@
-"""Token ids of a conversation are appended once and never made again; the mask is where the model wrote."""
+"""Token ids of a conversation are appended once and never made again; the mask is where the model
+wrote."""
 
 import dataclasses
 
@@ -29,9 +30,15 @@ def test_a_conversation_reads_as_its_chat_template():
     spoken.add_user("Obs: no.")
     spoken.add_model(completion("Bob"))
     assert tokenizer().decode(spoken.token_ids) == (
-        "<|im_start|>system\nPlan.<|im_end|>\n<|im_start|>user\nQuestion: Who?<|im_end|>\n<|im_start|>assistant\n"
-        "<think> hm </think> <answer> Ann </answer><|im_end|>\n<|im_start|>user\nObs: "
-        "no.<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\n"
+        "Plan.<|im_end|>\n"
+        "<|im_start|>user\n"
+        "Question: Who?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+        "<think> hm </think> <answer> Ann </answer><|im_end|>\n"
+        "<|im_start|>user\n"
+        "Obs: no.<|im_end|>\n"
+        "<|im_start|>assistant\n"
         "Bob<|im_end|>"
     )
 
@@ -52,7 +59,9 @@ def test_ids_are_only_appended_and_the_mask_covers_what_the_model_finished(turns
         before = list(spoken.token_ids)
         ids = (*ids, END) if finished else (*ids, 5)
         reason = "stop" if finished else "length"
-        spoken.add_model(Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), finish_reason=reason))
+        spoken.add_model(
+            Completion(token_ids=ids, logprobs=(-1.0,) * len(ids), finish_reason=reason)
+        )
         assert spoken.token_ids == [*before, *ids]
         mask += [finished] * len(ids)
     record = spoken.record()
@@ -78,8 +87,12 @@ def test_a_turn_that_was_cut_off_is_not_trained_and_is_closed_before_the_next_on
     assert third.token_ids[0] == END and third.token_ids[1:] == whole.record().turns[2].token_ids
     assert not any(cut.record().loss_mask)
     learnt = cut.record().with_cut_turns_trained()
-    assert learnt.loss_mask == [turn is learnt.turns[1] for turn in learnt.turns for _ in turn.token_ids]
-    assert learnt.token_ids == cut.record().token_ids and learnt.turns[1].logprobs == second.logprobs
+    assert learnt.loss_mask == [
+        turn is learnt.turns[1] for turn in learnt.turns for _ in turn.token_ids
+    ]
+    assert (
+        learnt.token_ids == cut.record().token_ids and learnt.turns[1].logprobs == second.logprobs
+    )
     assert whole.record().with_cut_turns_trained() == whole.record()
 
 
@@ -93,7 +106,10 @@ def ended_by(stop_string: str, text: str) -> Completion:
 
 def test_a_turn_that_its_closing_tag_ended_is_trained_whole_and_closed_before_the_next_one():
     by_tag, by_token = asked(), asked()
-    for spoken, said in ((by_tag, ended_by("</action>", "a </action>")), (by_token, completion("a </action>"))):
+    for spoken, said in (
+        (by_tag, ended_by("</action>", "a </action>")),
+        (by_token, completion("a </action>")),
+    ):
         assert spoken.add_model(said, cut_at="Obs:") == "a </action>"
         spoken.add_user("Obs: go on.")
     assert by_tag.token_ids == by_token.token_ids
@@ -148,24 +164,41 @@ def test_another_opening_changes_the_first_turn_alone():
         spoken.add_model(completion("Bob", most_tokens=1))
         return spoken.record()
 
-    shown = (("Question: Where?", "<answer> Rome </answer>"), ("Question: When?", "<answer> 1961 </answer>"))
+    shown = (
+        ("Question: Where?", "<answer> Rome </answer>"),
+        ("Question: When?", "<answer> 1961 </answer>"),
+    )
     long, short = Opening(system="Plan it all.", examples=shown), Opening(system="Plan.")
     changed, expected = with_opening(conversation(long), tokenizer(), short), conversation(short)
     assert changed.role == "planner"
     assert (changed.token_ids, changed.loss_mask) == (expected.token_ids, expected.loss_mask)
     assert [turn.text for turn in changed.turns] == [turn.text for turn in expected.turns]
-    assert all(turn.logprobs is None for turn in changed.turns), "they belonged to the longer prompt"
+    assert all(turn.logprobs is None for turn in changed.turns), (
+        "they belonged to the longer prompt"
+    )
 
 
 def test_worked_examples_are_chat_turns_before_the_question_and_carry_no_loss():
-    examples = (("Question: Where?", "<search> a </search>"), ("Obs: Rome.", "<answer> Rome </answer>"))
+    examples = (
+        ("Question: Where?", "<search> a </search>"),
+        ("Obs: Rome.", "<answer> Rome </answer>"),
+    )
     spoken = Dialogue(tokenizer(), "planner", "Plan.", examples)
     spoken.add_user("Question: Who?")
     assert tokenizer().decode(spoken.token_ids) == (
-        "<|im_start|>system\nPlan.<|im_end|>\n"
-        "<|im_start|>user\nQuestion: Where?<|im_end|>\n<|im_start|>assistant\n<search> a </search><|im_end|>\n"
-        "<|im_start|>user\nObs: Rome.<|im_end|>\n<|im_start|>assistant\n<answer> Rome </answer><|im_end|>\n"
-        "<|im_start|>user\nQuestion: Who?<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\n"
+        "Plan.<|im_end|>\n"
+        "<|im_start|>user\n"
+        "Question: Where?<|im_end|>\n"
+        "<|im_start|>assistant\n"
+        "<search> a </search><|im_end|>\n"
+        "<|im_start|>user\n"
+        "Obs: Rome.<|im_end|>\n"
+        "<|im_start|>assistant\n"
+        "<answer> Rome </answer><|im_end|>\n"
+        "<|im_start|>user\n"
+        "Question: Who?<|im_end|>\n"
+        "<|im_start|>assistant\n"
     )
     spoken.add_model(completion("Ann"))
     context, model = spoken.record().turns

@@ -1,5 +1,5 @@
-"""Rendezvous, heartbeat, notices, and what one process makes of a job. Jobs of several: `test_devices.py`,
-`loops/test_hosts.py`."""
+"""Rendezvous, heartbeat, notices, and what one process makes of a job. Jobs of several:
+`test_devices.py`, `loops/test_hosts.py`."""
 
 import contextlib
 import json
@@ -32,7 +32,9 @@ DEADLINE = 10.0
 
 
 def called(
-    *callers: tuple[int, int], process_0_waits: float = HANG_SECONDS, others_wait: float = HANG_SECONDS
+    *callers: tuple[int, int],
+    process_0_waits: float = HANG_SECONDS,
+    others_wait: float = HANG_SECONDS,
 ) -> list[object]:
     """What each of the callers, (number of processes, process), is answered."""
     address = f"localhost:{free_port()}"
@@ -41,7 +43,9 @@ def called(
         processes, process = caller
         seconds = others_wait if process else process_0_waits
         try:
-            return rendezvous(address, processes, process, host=f"host {process}", deadline_seconds=seconds)
+            return rendezvous(
+                address, processes, process, host=f"host {process}", deadline_seconds=seconds
+            )
         except UserError as error:
             return str(error).replace(address, "ADDRESS")
 
@@ -54,7 +58,11 @@ def test_the_rendezvous_tells_all_processes_the_names_of_all():
 
 
 def test_the_rendezvous_names_the_missing_processes(monkeypatch):
-    has_called, create_server, send = threading.Event(), socket.create_server, rendezvous_module._send
+    has_called, create_server, send = (
+        threading.Event(),
+        socket.create_server,
+        rendezvous_module._send,
+    )
 
     def send_and_tell(connection, value):
         send(connection, value)
@@ -68,8 +76,8 @@ def test_the_rendezvous_names_the_missing_processes(monkeypatch):
     monkeypatch.setattr(rendezvous_module, "_send", send_and_tell)
     monkeypatch.setattr(socket, "create_server", create_server_that_was_called)
     answer = (
-        "processes 1, 3 of 4 did not come to distributed.coordinator ADDRESS within 1 s: start all of them at the same "
-        "time, and let their machines reach that address"
+        "processes 1, 3 of 4 did not come to distributed.coordinator ADDRESS within 1 s: start all "
+        "of them at the same time, and let their machines reach that address"
     )
     assert called((4, 0), (4, 2), process_0_waits=1.0) == [answer, answer]
 
@@ -97,7 +105,12 @@ def test_a_process_that_calls_too_slowly_is_let_go_and_calls_again(monkeypatch):
     with ThreadPoolExecutor(2) as threads:
         both = [
             threads.submit(
-                rendezvous, f"{address[0]}:{address[1]}", 2, process, host="ab"[process], deadline_seconds=HANG_SECONDS
+                rendezvous,
+                f"{address[0]}:{address[1]}",
+                2,
+                process,
+                host="ab"[process],
+                deadline_seconds=HANG_SECONDS,
             )
             for process in range(2)
         ]
@@ -108,8 +121,9 @@ def test_a_process_that_calls_too_slowly_is_let_go_and_calls_again(monkeypatch):
 def test_the_rendezvous_refuses_other_counts_and_numbers_that_come_twice():
     answers = called((2, 0), (3, 1))
     assert answers[0] == answers[1]
-    assert "process 1 on host 1 was started with distributed.processes 3 and process 0 on host 0 with 2" in str(
-        answers[0]
+    assert (
+        "process 1 on host 1 was started with distributed.processes 3 and process 0 on host 0 with "
+        "2" in str(answers[0])
     )
     answers = called((3, 0), (3, 1), (3, 1))
     assert answers[0] == answers[1] == answers[2]
@@ -125,22 +139,35 @@ def test_the_rendezvous_listens_to_no_strangers():
                 return socket.create_connection(("localhost", port))
 
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(rendezvous, f"localhost:{port}", 2, 0, host="a", deadline_seconds=HANG_SECONDS)
-        for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"process": 1}\n', b"[]\n", b"[" * 100_000 + b"\n"):
+        first = threads.submit(
+            rendezvous, f"localhost:{port}", 2, 0, host="a", deadline_seconds=HANG_SECONDS
+        )
+        for said in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b'{"process": 1}\n',
+            b"[]\n",
+            b"[" * 100_000 + b"\n",
+        ):
             with connected() as stranger:
                 stranger.sendall(said)
-        second = threads.submit(rendezvous, f"localhost:{port}", 2, 1, host="b", deadline_seconds=HANG_SECONDS)
+        second = threads.submit(
+            rendezvous, f"localhost:{port}", 2, 1, host="b", deadline_seconds=HANG_SECONDS
+        )
         assert first.result() == second.result() == ("a", "b")
 
 
 def test_a_port_that_is_taken_is_one_sentence():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(UserError, match=f"process 0 cannot listen at port {port} of distributed.coordinator"):
+        with pytest.raises(
+            UserError, match=f"process 0 cannot listen at port {port} of distributed.coordinator"
+        ):
             rendezvous(f"localhost:{port}", 2, 0, host="a", deadline_seconds=1.0)
 
 
-@pytest.mark.parametrize("address", ["somewhere", ":8476", "host:", "host:0", "host:99999", "host:port"])
+@pytest.mark.parametrize(
+    "address", ["somewhere", ":8476", "host:", "host:0", "host:99999", "host:port"]
+)
 def test_an_address_without_a_port_is_refused(address):
     with pytest.raises(UserError, match="must be the host of process 0 and a free port there"):
         rendezvous(address, 2, 1, host="a", deadline_seconds=1.0)
@@ -157,16 +184,33 @@ def test_an_address_without_a_port_is_refused(address):
             ["--distributed.process", "1"],
             "distributed.processes is 1, distributed.process 1 and there is no coordinator",
         ),
-        (["--distributed.coordinator", "a:1"], "distributed.coordinator is a:1 and distributed.processes is 1"),
         (
-            ["--distributed.coordinator", "a:1", "--distributed.processes", "2", "--distributed.process", "2"],
+            ["--distributed.coordinator", "a:1"],
+            "distributed.coordinator is a:1 and distributed.processes is 1",
+        ),
+        (
+            [
+                "--distributed.coordinator",
+                "a:1",
+                "--distributed.processes",
+                "2",
+                "--distributed.process",
+                "2",
+            ],
             "distributed.process is 2 and distributed.processes 2: number the processes from 0 to 1",
         ),
-        (["--distributed.deadline-seconds", "0"], "distributed.deadline_seconds is 0.0 and must be at least 1"),
-        (["--distributed.barrier-seconds", "0"], "distributed.barrier_seconds is 0.0 and must be at least 1"),
+        (
+            ["--distributed.deadline-seconds", "0"],
+            "distributed.deadline_seconds is 0.0 and must be at least 1",
+        ),
+        (
+            ["--distributed.barrier-seconds", "0"],
+            "distributed.barrier_seconds is 0.0 and must be at least 1",
+        ),
         (
             ["--distributed.coordinator", "nowhere", "--distributed.processes", "2"],
-            "distributed.coordinator is nowhere and must be the host of process 0 and a free port there",
+            "distributed.coordinator is nowhere and must be the host of process 0 and a free port "
+            "there",
         ),
     ],
 )
@@ -209,7 +253,9 @@ class Service:
 
     def _wait(self) -> None:
         if self.is_late or self.is_gone:
-            raise JaxRuntimeError("DEADLINE_EXCEEDED: too late" if self.is_late else "UNAVAILABLE: Socket closed")
+            raise JaxRuntimeError(
+                "DEADLINE_EXCEEDED: too late" if self.is_late else "UNAVAILABLE: Socket closed"
+            )
 
     def get_live_nodes(self, processes: list[int]) -> set[int]:
         assert processes == [0, 1, 2]
@@ -251,7 +297,9 @@ def test_the_heartbeat_names_the_processes_that_are_lost(service, capsys, me, li
     with pytest.raises(Exit, match=rf"^{LOST}$"):
         beating(service, me).watch()
     said = capsys.readouterr().err
-    assert said.startswith(f"\n{lost}, without a heartbeat for up to 10 s (distributed.deadline_seconds)")
+    assert said.startswith(
+        f"\n{lost}, without a heartbeat for up to 10 s (distributed.deadline_seconds)"
+    )
     assert f"so process {me} on {'ab'[me]} ends too: what was saved is in the run directory" in said
 
 
@@ -281,7 +329,11 @@ def test_after_the_end_no_process_is_lost(service, capsys):
 def job(service, monkeypatch) -> distributed.Job:
     """Of three processes, as the second one sees it."""
     seen = distributed.Job(
-        hosts=("a", "b", "c"), process=1, barrier_seconds=5, client=service, heartbeat=beating(service, 1)
+        hosts=("a", "b", "c"),
+        process=1,
+        barrier_seconds=5,
+        client=service,
+        heartbeat=beating(service, 1),
     )
     monkeypatch.setattr(distributed, "_job", seen)
     monkeypatch.setattr(threading.Timer, "start", lambda timer: None)
@@ -294,7 +346,8 @@ def test_a_barrier_is_bounded_and_names_who_does_not_come(job, service):
     service.store["arrived/2 round 1/0"] = "a"
     service.is_late = True
     sentence = (
-        r"process 2 on c did not come to 'round 1' within 5 s \(distributed.barrier_seconds\), where process 1 on b"
+        r"process 2 on c did not come to 'round 1' within 5 s \(distributed.barrier_seconds\), "
+        r"where process 1 on b"
     )
     with pytest.raises(HostMissing, match=sentence):
         distributed.barrier("round 1")
@@ -367,12 +420,16 @@ def test_a_job_of_one_process_waits_for_nobody_and_keeps_all_the_work():
 
 def test_a_job_of_one_process_imports_nothing():
     program = (
-        "import sys\nfrom mujica_jax.runtime import distributed\nfrom mujica_jax.config.schema import "
-        "DistributedConfig\n"
-        "distributed.start(DistributedConfig(), print); distributed.barrier('x'); distributed.finish()\n"
+        "import sys\n"
+        "from mujica_jax.runtime import distributed\n"
+        "from mujica_jax.config.schema import DistributedConfig\n"
+        "distributed.start(DistributedConfig(), print); distributed.barrier('x'); "
+        "distributed.finish()\n"
         "print([name for name in ('jax', 'mujica_jax.runtime.heartbeat') if name in sys.modules])"
     )
-    shown = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert shown.stdout.strip() == "[]"
 
 
@@ -380,7 +437,9 @@ def test_a_run_directory_that_hosts_do_not_share_is_one_sentence(monkeypatch, tm
     start._open_shared(tmp_path / "a", {})
     monkeypatch.setattr(distributed, "_job", distributed.Job(hosts=("a", "b"), process=1))
     assert start._open_shared(tmp_path / "a", {}).root == tmp_path / "a"
-    with pytest.raises(UserError, match=r"process 1 on b sees no run in .*, which process 0 has begun"):
+    with pytest.raises(
+        UserError, match=r"process 1 on b sees no run in .*, which process 0 has begun"
+    ):
         start._open_shared(tmp_path / "b", {})
     assert not (tmp_path / "b" / "config.json").exists()
 

@@ -1,4 +1,5 @@
-"""Sections of several kinds: how a command line and a config.json choose one, and that each kind leads to its code."""
+"""Sections of several kinds: how a command line and a config.json choose one, and that each kind
+leads to its code."""
 
 import dataclasses
 import json
@@ -10,8 +11,21 @@ from mujica_jax.config.files import command_line, from_dict, implementation, loa
 from mujica_jax.config.schema import AgentConfig, Config, MethodConfig, TaskConfig, TwoWikiConfig
 from mujica_jax.errors import UserError
 
-KINDS = [kind for union in (TaskConfig, AgentConfig, MethodConfig) for kind in getattr(union, "__args__", (union,))]
-GIVEN = ["--task.environment", "graph", "--task.data-dir", "data", "--task.hold-out-percent", "20", "--task.top-k", "3"]
+KINDS = [
+    kind
+    for union in (TaskConfig, AgentConfig, MethodConfig)
+    for kind in getattr(union, "__args__", (union,))
+]
+GIVEN = [
+    "--task.environment",
+    "graph",
+    "--task.data-dir",
+    "data",
+    "--task.hold-out-percent",
+    "20",
+    "--task.top-k",
+    "3",
+]
 
 
 def json_of(config: Config) -> dict:
@@ -34,18 +48,28 @@ def test_every_kind_leads_to_its_code(kind):
 
 
 def test_another_kind_keeps_the_fields_that_both_have(tiny_world):
-    for flag in (["--task.kind", "two_wiki"], ["--task.kind=two_wiki"], ["--task.kind=web", "--task.kind=two_wiki"]):
+    for flag in (
+        ["--task.kind", "two_wiki"],
+        ["--task.kind=two_wiki"],
+        ["--task.kind=web", "--task.kind=two_wiki"],
+    ):
         config = command_line([*flag, *GIVEN, "--task.test-questions", "7"], default="tiny_world")
         assert config == dataclasses.replace(tiny_world, task=config.task)
         assert isinstance(config.task, TwoWikiConfig)
-        assert (config.task.environment, config.task.top_k, config.task.retriever) == ("graph", 3, "bm25")
+        assert (config.task.environment, config.task.top_k, config.task.retriever) == (
+            "graph",
+            3,
+            "bm25",
+        )
         assert config.task.dev_questions == tiny_world.task.dev_questions
         assert (config.task.test_questions, config.task.augmented_copies) == (7, 1)
 
 
 def test_another_kind_asks_for_the_fields_that_are_missing(capsys):
     with pytest.raises(SystemExit) as ended:
-        command_line(["--task.kind", "two_wiki", "--task.environment", "text"], default="tiny_world")
+        command_line(
+            ["--task.kind", "two_wiki", "--task.environment", "text"], default="tiny_world"
+        )
     assert ended.value.code == 2
     said = capsys.readouterr()
     for flag in ("data-dir", "hold-out-percent"):
@@ -62,8 +86,8 @@ def test_a_field_of_another_kind_is_answered_with_the_kind_that_has_it(words):
     with pytest.raises(UserError) as refused:
         command_line(words, default="two_wiki_kg_nano")
     assert str(refused.value) == (
-        "--task.facts-per-entity is a field of task.kind tiny_world, and task.kind is two_wiki: leave it out, or add "
-        "--task.kind tiny_world"
+        "--task.facts-per-entity is a field of task.kind tiny_world, and task.kind is two_wiki: "
+        "leave it out, or add --task.kind tiny_world"
     )
 
 
@@ -77,7 +101,9 @@ def test_the_kind_chooses_the_class_whatever_else_is_wrong(tiny_world):
         from_dict(Config, values | {"task": values["task"] | {"kind": "two_wiki"}})
     with pytest.raises(UserError, match=r"TwoWikiConfig cannot be read back: .*'environment'"):
         from_dict(Config, values | {"task": {"kind": "two_wiki", "dev_questions": 3}})
-    with pytest.raises(UserError, match=r"TinyWorldConfig has no field paraphrase: did you mean paraphrases\?"):
+    with pytest.raises(
+        UserError, match=r"TinyWorldConfig has no field paraphrase: did you mean paraphrases\?"
+    ):
         from_dict(Config, values | {"task": values["task"] | {"paraphrase": 3}})
 
 

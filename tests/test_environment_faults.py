@@ -1,4 +1,5 @@
-"""A search that fails is the environment's fault: the attempt is repeated, left out, and counted, and earns nothing."""
+"""A search that fails is the environment's fault: the attempt is repeated, left out, and counted,
+and earns nothing."""
 
 import asyncio
 import dataclasses
@@ -65,10 +66,16 @@ class Model:
         shown = tokenizer().decode(prompt)
         if "Amber Tide, director" in shown and "Search(" not in shown:
             return completion(read("[1]", "Ilse Vand directed it."))
-        return completion(answer("Ghent") if "Ilse Vand directed it." in shown else search((0, "Who directed it?")))
+        return completion(
+            answer("Ghent")
+            if "Ilse Vand directed it." in shown
+            else search((0, "Who directed it?"))
+        )
 
 
-def played(failures: int, repeats: int, *, attempts: int = 1, guard: FaultGuard | None = None) -> Any:
+def played(
+    failures: int, repeats: int, *, attempts: int = 1, guard: FaultGuard | None = None
+) -> Any:
     world, model = Failing(), Model()
     world.failures = failures
     guard = guard or FaultGuard(FaultConfig(repeats=repeats, max_in_a_row=3))
@@ -143,29 +150,51 @@ def test_an_episode_without_a_search_does_not_show_that_the_retriever_answers():
 # What is computed of trajectories
 
 
-def trajectory(question: str, number: int, reward: float, reason: StopReason = StopReason.ANSWERED) -> Trajectory:
+def trajectory(
+    question: str, number: int, reward: float, reason: StopReason = StopReason.ANSWERED
+) -> Trajectory:
     turn = Turn(role="model", token_ids=(number,), text="", logprobs=(-1.0,), trained=True)
     conversation = Conversation(role="planner", turns=(turn,))
-    return episode(conversation, question_id=question, attempt=number, reward=reward, stop_reason=reason)
+    return episode(
+        conversation, question_id=question, attempt=number, reward=reward, stop_reason=reason
+    )
 
 
 def test_the_mean_of_first_attempts_and_what_is_kept_leave_it_out():
-    rows = [trajectory("a", 0, 1.0), trajectory("b", 0, 0.0, FAILED), trajectory("c", 0, 0.5), trajectory("c", 1, 0.0)]
+    rows = [
+        trajectory("a", 0, 1.0),
+        trajectory("b", 0, 0.0, FAILED),
+        trajectory("c", 0, 0.5),
+        trajectory("c", 1, 0.0),
+    ]
     assert mean_first_attempt_reward(rows) == 0.75, "the mean of 1 and 1/2"
     assert mean_first_attempt_reward([trajectory("b", 0, 0.0, FAILED)]) == 0.0
-    failed = dataclasses.replace(trajectory("a", 0, 1.0), stop_reason=FAILED)  # whatever number it holds
+    failed = dataclasses.replace(
+        trajectory("a", 0, 1.0), stop_reason=FAILED
+    )  # whatever number it holds
     judged = trajectory("a", 1, 1.0).without_verdict()
-    kept = select([failed, judged, trajectory("a", 2, 0.9)], k=-1.0, keep_per_question=3, best_reward=1.0)
+    kept = select(
+        [failed, judged, trajectory("a", 2, 0.9)], k=-1.0, keep_per_question=3, best_reward=1.0
+    )
     assert [one.attempt for one in kept] == [2]
 
 
 def test_a_group_is_compared_without_it_and_dropped_where_one_member_is_left():
     rows = [trajectory("a", 0, 1.0), trajectory("a", 1, 0.0, FAILED), trajectory("a", 2, 0.0)]
-    rows += [trajectory("b", 0, 1.0), trajectory("b", 1, 0.0, FAILED), trajectory("b", 2, 0.0, FAILED)]
+    rows += [
+        trajectory("b", 0, 1.0),
+        trajectory("b", 1, 0.0, FAILED),
+        trajectory("b", 2, 0.0, FAILED),
+    ]
     rows += [trajectory("c", number, 0.0, FAILED) for number in range(3)]
     first, second, third = groups_of(rows, lambda one: one.reward)
     assert (first.rewards, first.left_out, first.teaches) == ((1.0, 0.0), 1, True)
-    assert (second.rewards, second.left_out, second.teaches, second.is_comparable) == ((1.0,), 2, False, False)
+    assert (second.rewards, second.left_out, second.teaches, second.is_comparable) == (
+        (1.0,),
+        2,
+        False,
+        False,
+    )
     assert (third.rewards, third.left_out, third.is_comparable) == ((), 3, False)
 
 
@@ -173,8 +202,15 @@ def test_the_statistics_of_a_round_leave_it_out_and_count_it():
     rows = [trajectory("a", 0, 1.0), trajectory("b", 0, 0.5), trajectory("c", 0, 0.0, FAILED)]
     found = round_statistics(rows, rows[:1], best_reward=1.0)
     assert (found["trajectories"], found["left_out"], found["acceptance"]) == (3, 1, 0.5)
-    assert (found["mean_reward"], found["reward_p10"], found["unsolved_questions"]) == (0.75, 0.5, 0.5)
-    assert "1 of 3 kept, 2.0 attempts for each, 1 left out because a search or the judge failed;" in in_words(found)
+    assert (found["mean_reward"], found["reward_p10"], found["unsolved_questions"]) == (
+        0.75,
+        0.5,
+        0.5,
+    )
+    assert (
+        "1 of 3 kept, 2.0 attempts for each, 1 left out because a search or the judge failed;"
+        in in_words(found)
+    )
     assert "A search or the judge failed in all 1 of them" in advice(rows[2:])
 
 
@@ -210,8 +246,12 @@ def test_the_scores_of_an_evaluation_leave_it_out():
     assert summary["stop_reasons"] == {"answered": 1, "no_action": 1, "retriever_failed": 2}
     assert {kind: score["questions"] for kind, score in summary["by_kind"].items()} == {"0": 2}
     other = summarise(ASKED, evaluated(*[StopReason.ANSWERED] * 4), "two_wiki").summary()
-    assert "100.0" in plain(score_table(other, summary)), "a kind without a score has none in the table"
-    with pytest.raises(UserError, match="a search failed in all 4 episodes that were played for an evaluation"):
+    assert "100.0" in plain(score_table(other, summary)), (
+        "a kind without a score has none in the table"
+    )
+    with pytest.raises(
+        UserError, match="a search failed in all 4 episodes that were played for an evaluation"
+    ):
         summarise(ASKED, evaluated(*[FAILED] * 4), "two_wiki")
 
 
@@ -227,8 +267,12 @@ def test_agents_are_compared_on_the_questions_that_both_were_scored_on():
 
 
 def test_what_is_left_out_is_printed_and_stands_in_the_row(tmp_path):
-    """One question's search fails for good, greedily and sampled; the others are answered rightly."""
-    questions = [dataclasses.replace(QUESTION, id=str(number), text=f"Question {number}?") for number in range(3)]
+    """One question's search fails for good, greedily and sampled; the others are answered
+    rightly."""
+    questions = [
+        dataclasses.replace(QUESTION, id=str(number), text=f"Question {number}?")
+        for number in range(3)
+    ]
     broken, whole = Failing(), LittleWorld()
     broken.failures = 1000
     task: Any = types.SimpleNamespace(
@@ -261,11 +305,20 @@ def test_what_is_left_out_is_printed_and_stands_in_the_row(tmp_path):
         )
     assert (scores.greedy.score.em, scores.greedy.score.questions, scores.left_out) == (100.0, 2, 2)
     assert scores.exact_matches() == (1.0, None, 1.0)
-    assert [row.count('"em": null') for row in scores.predictions().decode().splitlines()] == [0, 2, 0]
+    assert [row.count('"em": null') for row in scores.predictions().decode().splitlines()] == [
+        0,
+        2,
+        0,
+    ]
     said = " ".join((tmp_path / "console").read_text().split())
     for kind in ("greedy", "sampled"):
-        assert f"round 1, {kind}: 1 of 3 episodes are left out of the scores because a search failed" in said
-    row = PhaseRow(name="round 1", em=100.0, f1=100.0, questions=2, left_out=scores.left_out, seconds=1.0)
+        assert (
+            f"round 1, {kind}: 1 of 3 episodes are left out of the scores because a search failed"
+            in said
+        )
+    row = PhaseRow(
+        name="round 1", em=100.0, f1=100.0, questions=2, left_out=scores.left_out, seconds=1.0
+    )
     assert "left out" in plain(closing_table([row]))
     assert "left out" not in plain(closing_table([dataclasses.replace(row, left_out=0)]))
 
@@ -276,16 +329,24 @@ def test_an_evaluation_whose_retriever_is_down_keeps_nothing(tmp_path):
     broken = Failing()
     broken.failures = 1000
     task: Any = types.SimpleNamespace(
-        rule="two_wiki", questions=lambda split: questions, environment=everywhere(broken), environment_kind="graph"
+        rule="two_wiki",
+        questions=lambda split: questions,
+        environment=everywhere(broken),
+        environment_kind="graph",
     )
-    config: Any = types.SimpleNamespace(eval=types.SimpleNamespace(split="dev", questions=3, temperature=1.0), seed=0)
+    config: Any = types.SimpleNamespace(
+        eval=types.SimpleNamespace(split="dev", questions=3, temperature=1.0), seed=0
+    )
 
     class Scored(Model):
         policy_version = 0
 
         def reset_cache(self) -> None: ...
 
-    with (tmp_path / "console").open("w") as console, pytest.raises(UserError, match="a search failed in all 3"):
+    with (
+        (tmp_path / "console").open("w") as console,
+        pytest.raises(UserError, match="a search failed in all 3"),
+    ):
         score_policy(
             "round 1",
             agent=agent(),

@@ -31,11 +31,14 @@ def words(folder: Path, kind: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "extra"), [("bm25", []), ("exact", []), ("exact", ["--storage", "int8"]), ("scann", [])]
+    ("kind", "extra"),
+    [("bm25", []), ("exact", []), ("exact", ["--storage", "int8"]), ("scann", [])],
 )
 def test_the_disk_is_as_full_as_estimated(folder, capsys, kind, extra):
     if kind == "scann":
-        pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
+        pytest.importorskip(
+            "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
+        )
     assert index.main(["estimate", *words(folder, kind), *extra]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passages"] == PASSAGES and max(found["seconds"].values()) > 0
@@ -46,14 +49,24 @@ def test_the_disk_is_as_full_as_estimated(folder, capsys, kind, extra):
     def of(*beginnings: str) -> int:
         return sum(file["bytes"] for file in files if file["name"].startswith(beginnings))
 
-    built = {"passages": of("passages."), "words": of("bm25/"), "embeddings": of("embeddings."), "scann": of("scann/")}
+    built = {
+        "passages": of("passages."),
+        "words": of("bm25/"),
+        "embeddings": of("embeddings."),
+        "scann": of("scann/"),
+    }
     assert found["disk_bytes"] == pytest.approx(
         {name: size for name, size in built.items() if size}, rel=0.1, abs=SMALL_BYTES
     )
-    assert found["searching_bytes"] <= 1.1 * max(built["words"], built["embeddings"], built["scann"]) + SMALL_BYTES
+    assert (
+        found["searching_bytes"]
+        <= 1.1 * max(built["words"], built["embeddings"], built["scann"]) + SMALL_BYTES
+    )
 
 
-def test_what_is_imported_once_is_not_counted_for_every_passage(folder, capsys, monkeypatch, turned_clock):
+def test_what_is_imported_once_is_not_counted_for_every_passage(
+    folder, capsys, monkeypatch, turned_clock
+):
     class FirstIsSlow(Bm25Index):
         made = 0
 
@@ -68,7 +81,8 @@ def test_what_is_imported_once_is_not_counted_for_every_passage(folder, capsys, 
 
 
 def test_the_rows_lie_on_the_devices_of_each_host_or_of_all_hosts(folder, capsys):
-    """21 million rows of 64 bfloat16 numbers on 4 hosts of 8 devices, with padding to blocks of 16,384 rows."""
+    """21 million rows of 64 bfloat16 numbers on 4 hosts of 8 devices, with padding to blocks of
+    16,384 rows."""
     job = ["--passages", "21000000", "--hosts", "4", "--devices", "8"]
     assert index.main(["estimate", *words(folder, "exact"), *job]) == 0
     found = json.loads(capsys.readouterr().out)["device_bytes"]
@@ -111,7 +125,14 @@ def test_an_index_of_words_takes_as_much_memory_as_estimated(tmp_path, tokeniser
         for n in range(20_000)
     ]
     (tmp_path / "corpus.jsonl").write_text("\n".join(line))
-    command = [sys.executable, "-c", PEAK, str(tmp_path / "corpus.jsonl"), str(tmp_path / "out"), tokeniser]
+    command = [
+        sys.executable,
+        "-c",
+        PEAK,
+        str(tmp_path / "corpus.jsonl"),
+        str(tmp_path / "out"),
+        tokeniser,
+    ]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     grown, estimated = map(int, run.stdout.split())
@@ -122,7 +143,11 @@ def test_a_number_of_passages_takes_the_place_of_counting(folder, capsys):
     for passages in (1_000, 1_000_000):
         assert index.main(["estimate", *words(folder, "exact"), "--passages", str(passages)]) == 0
     small, large = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert large["disk_bytes"]["embeddings"] == 1000 * small["disk_bytes"]["embeddings"] == 1_000_000 * 64 * 2
+    assert (
+        large["disk_bytes"]["embeddings"]
+        == 1000 * small["disk_bytes"]["embeddings"]
+        == 1_000_000 * 64 * 2
+    )
     assert index.main(["estimate", *words(folder, "exact"), "--passages", "0"]) == 2
     (folder / "empty.json").write_text("[]")
     assert index.main(["estimate", "--corpus", str(folder / "empty.json"), "--kind", "bm25"]) == 2
@@ -132,7 +157,10 @@ def test_an_estimate_counts_what_a_build_would_leave_out(folder, capsys, tmp_pat
     corpus = tmp_path / "corpus.jsonl"
     good = {"title": "a title", "text": "a text"}
     corpus.write_text(
-        "".join(json.dumps(passage) + "\n" for passage in (good, {"title": "no text"}, good | {"text": "b"}))
+        "".join(
+            json.dumps(passage) + "\n"
+            for passage in (good, {"title": "no text"}, good | {"text": "b"})
+        )
     )
     assert index.main(["estimate", "--kind", "bm25", "--corpus", str(corpus)]) == 2
     assert "corpus.jsonl, line 2: the passage's text is None" in capsys.readouterr().err

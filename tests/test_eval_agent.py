@@ -39,11 +39,14 @@ def test_a_policy_plays_the_agent_that_it_was_trained_as_on_the_task_of_a_config
     config = played(*NQ, "--checkpoint", run)
     assert config.agent == DECEX and config.task.kind == "nq"
     assert evaluation.other_agent([*NQ, "--checkpoint", run]) == (
-        "the policy plays decex, as it was trained; nq_qwen3_4b_v5e says single: --agent.kind changes it"
+        "the policy plays decex, as it was trained; nq_qwen3_4b_v5e says single: --agent.kind "
+        "changes it"
     )
 
 
-@pytest.mark.parametrize("name", ["nq_qwen3_4b_v5e", "popqa_qwen3_4b_v5e", "bamboogle_qwen3_4b_v5e", "ambigqa_v5e"])
+@pytest.mark.parametrize(
+    "name", ["nq_qwen3_4b_v5e", "popqa_qwen3_4b_v5e", "bamboogle_qwen3_4b_v5e", "ambigqa_v5e"]
+)
 def test_the_documented_command_plays_decex_on_the_other_sets_of_its_paper(run, name):
     """docs/evaluation.md: policies that another method has trained, `--checkpoint RUN`."""
     assert load_config(name).agent.kind != "decex"
@@ -69,7 +72,9 @@ def test_a_kind_that_a_flag_names_is_the_configurations_agent(run):
 
 
 def test_a_flag_of_the_configurations_agent_is_refused_with_the_way_to_it(run):
-    with pytest.raises(UserError, match=r"agent.kind is decex: leave it out, or add --agent.kind single"):
+    with pytest.raises(
+        UserError, match=r"agent.kind is decex: leave it out, or add --agent.kind single"
+    ):
         played(*NQ, "--checkpoint", run, "--agent.max-searches", "2")
 
 
@@ -89,7 +94,10 @@ def test_a_model_inside_a_run_and_an_adapter_belong_to_their_run(run, tmp_path):
     model = Path(run) / "policies" / "000001" / "model"
     model.mkdir(parents=True)
     assert played(*NQ, "--checkpoint", str(model)).agent == DECEX
-    open_run(tmp_path / "adapter", dataclasses.asdict(dataclasses.replace(load_config(SMOKE), agent=DECEX)))
+    open_run(
+        tmp_path / "adapter",
+        dataclasses.asdict(dataclasses.replace(load_config(SMOKE), agent=DECEX)),
+    )
     words = [*NQ, "--init", str(tmp_path), "--adapter", str(tmp_path / "adapter")]
     assert played(*words).agent == DECEX and evaluation.other_agent(words) is not None
 
@@ -97,7 +105,10 @@ def test_a_model_inside_a_run_and_an_adapter_belong_to_their_run(run, tmp_path):
 def test_a_checkpoint_of_no_run_plays_the_configurations_agent(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     words = [*NQ, "--checkpoint", str(tmp_path)]
-    assert played(*words).agent == load_config("nq_qwen3_4b_v5e").agent and evaluation.other_agent(words) is None
+    assert (
+        played(*words).agent == load_config("nq_qwen3_4b_v5e").agent
+        and evaluation.other_agent(words) is None
+    )
 
 
 def test_a_run_without_a_configuration_beside_it_says_nothing(run):

@@ -1,5 +1,5 @@
-"""`eval` of a model behind an endpoint: started as users start it, against a server on this machine; mistakes in one
-sentence."""
+"""`eval` of a model behind an endpoint: started as users start it, against a server on this
+machine; mistakes in one sentence."""
 
 import json
 import re
@@ -21,11 +21,25 @@ from mujica_jax.methods.setup import build_task
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE = str(ROOT / "tests" / "loops" / "smoke_config.py")
 EXAMPLES = protocol.opening("planner", "graph", "few_shot").examples
-LIMITS = ["--agent.max-trajectory-tokens", "20000", "--agent.max-turn-tokens", "400", "--eval.questions", "2"]
+LIMITS = [
+    "--agent.max-trajectory-tokens",
+    "20000",
+    "--agent.max-turn-tokens",
+    "400",
+    "--eval.questions",
+    "2",
+]
 
 
 def command(base_url: str, tokenizer: Path, *flags: str) -> list[str]:
-    described = ["--remote.base-url", base_url, "--remote.model", "gpt-test", "--remote.mode", "chat"]
+    described = [
+        "--remote.base-url",
+        base_url,
+        "--remote.model",
+        "gpt-test",
+        "--remote.mode",
+        "chat",
+    ]
     return [SMOKE, *described, "--remote.tokenizer", str(tokenizer), *flags]
 
 
@@ -38,18 +52,22 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
         "NO_PROXY": "*",
         "COLUMNS": "200",
     }
-    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=HANG_SECONDS, env=environment)
+    return subprocess.run(
+        program, cwd=folder, capture_output=True, text=True, timeout=HANG_SECONDS, env=environment
+    )
 
 
 def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path):
-    """It searches once and then answers the first question right; it answers the second one wrong, at once. The first
-    request fails."""
+    """It searches once and then answers the first question right; it answers the second one wrong,
+    at once. The first request fails."""
     config = load_config(SMOKE)
     right, wrong = build_task(config).questions(config.eval.split)[:2]
 
     def reply(messages: list[dict[str, str]]) -> str:
         if "<select>" in messages[0]["content"]:
-            return "<think>The first.</think>\n<select>[0]</select>\n<sentence>It says so.</sentence>"
+            return (
+                "<think>The first.</think>\n<select>[0]</select>\n<sentence>It says so.</sentence>"
+            )
         # The worked examples are chat turns before the question.
         shown = [text for exchange in EXAMPLES for text in exchange]
         assert [message["content"] for message in messages[1 : 1 + len(shown)]] == shown
@@ -68,31 +86,56 @@ def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path)
         assert request.body["model"] == "gpt-test" and request.path == "/v1/chat/completions"
         message = {"role": "assistant", "content": reply(request.body["messages"])}
         usage = {"prompt_tokens": 100, "completion_tokens": 10}
-        return Answer(content={"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage})
+        return Answer(
+            content={"choices": [{"message": message, "finish_reason": "stop"}], "usage": usage}
+        )
 
     with serving(answer) as endpoint:
-        done = run(tmp_path, *command(endpoint.base_url, tokenizer, "--agent.prompt", "few_shot", *LIMITS))
+        done = run(
+            tmp_path, *command(endpoint.base_url, tokenizer, "--agent.prompt", "few_shot", *LIMITS)
+        )
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "eval" / "tiny_world-graph-dev.json").read_text())
     for kind in ("greedy", "sampled"):
-        assert (result[kind]["em"], result[kind]["questions"], result[kind]["searches"]) == (50.0, 2, 0.5)
+        assert (result[kind]["em"], result[kind]["questions"], result[kind]["searches"]) == (
+            50.0,
+            2,
+            0.5,
+        )
         assert result[kind]["stop_reasons"] == {"answered": 2}
-    assert (result["endpoint"], result["model"], result["mode"]) == (endpoint.base_url, "gpt-test", "chat")
+    assert (result["endpoint"], result["model"], result["mode"]) == (
+        endpoint.base_url,
+        "gpt-test",
+        "chat",
+    )
     assert result["prompt"] == "few_shot" and "policy" not in result and "checkpoint" not in result
     # Twice, greedily and sampled: a search, its worker and an answer, and an answer.
     counted = result["statistics"]
     assert (counted["requests"], counted["retries"], counted["failed"]) == (8, 1, 0)
     assert (counted["prompt_tokens"], counted["generated_tokens"]) == (800, 80)
-    assert "8 requests, 1 retries, 0 failed; 800 prompt and 80 generated tokens" in " ".join(done.stdout.split())
-    predictions = (tmp_path / "eval" / "tiny_world-graph-dev.predictions.jsonl").read_text().splitlines()
-    assert [json.loads(line)["prediction"] for line in predictions] == [right.answers[0], "Nobody at all"]
+    assert "8 requests, 1 retries, 0 failed; 800 prompt and 80 generated tokens" in " ".join(
+        done.stdout.split()
+    )
+    predictions = (
+        (tmp_path / "eval" / "tiny_world-graph-dev.predictions.jsonl").read_text().splitlines()
+    )
+    assert [json.loads(line)["prediction"] for line in predictions] == [
+        right.answers[0],
+        "Nobody at all",
+    ]
     assert {request.body["temperature"] for request in endpoint.requests} == {0.0, 1.0}
 
 
 def test_the_commands_of_the_document_are_taken(monkeypatch):
     monkeypatch.chdir(ROOT)
-    (block,) = re.findall(r"^```\n(.*?)^```", (ROOT / "docs" / "endpoints.md").read_text(), re.DOTALL | re.MULTILINE)
-    lines = [line for line in block.replace("\\\n", " ").splitlines() if line.startswith("python -m mujica_jax.eval")]
+    (block,) = re.findall(
+        r"^```\n(.*?)^```", (ROOT / "docs" / "endpoints.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    lines = [
+        line
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.startswith("python -m mujica_jax.eval")
+    ]
     found = [evaluation.command_line(shlex.split(line)[3:]) for line in lines]
     assert [given.remote.mode for given, _ in found] == ["chat", "completions"]
     assert {config.agent.prompt for _, config in found} == {"few_shot"}
@@ -113,14 +156,21 @@ def refused(capsys, tmp_path, monkeypatch):
     return call
 
 
-def test_an_endpoint_that_is_down_ends_with_one_sentence(turned_clock, tokenizer, tmp_path, monkeypatch, capsys):
+def test_an_endpoint_that_is_down_ends_with_one_sentence(
+    turned_clock, tokenizer, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))  # taken, and nobody listens
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
-        assert evaluation.main(command(url, tokenizer, *LIMITS, "--remote.deadline-seconds", "2")) == 2
+        assert (
+            evaluation.main(command(url, tokenizer, *LIMITS, "--remote.deadline-seconds", "2")) == 2
+        )
     message = capsys.readouterr().err
-    assert message.startswith(f"error: {url}/chat/completions gave no answer within") and message.count("\n") == 1
+    assert (
+        message.startswith(f"error: {url}/chat/completions gave no answer within")
+        and message.count("\n") == 1
+    )
     assert "ConnectError" in message
 
 
@@ -137,7 +187,9 @@ def test_an_endpoint_is_described_wholly(refused, tokenizer):
 
 def test_a_described_endpoint_needs_an_address(refused):
     message = refused(SMOKE, "--checkpoint", "x", "--remote.model", "gpt-4.1")
-    assert "--remote.model is gpt-4.1 and there is no endpoint: give --remote.base-url too" in message
+    assert (
+        "--remote.model is gpt-4.1 and there is no endpoint: give --remote.base-url too" in message
+    )
     alone = refused(SMOKE, "--remote.model", "gpt-4.1")
     assert "--remote.model is given and there is no endpoint: give --remote.base-url too" in alone
 
@@ -146,11 +198,20 @@ def test_a_described_endpoint_needs_an_address(refused):
     ("flags", "sentence"),
     [
         (["--remote.concurrency", "0"], "--remote.concurrency is 0 and must be at least 1"),
-        (["--remote.timeout-seconds", "-1"], "--remote.timeout-seconds is -1.0 and must be above 0"),
-        (["--remote.deadline-seconds", "nan"], "--remote.deadline-seconds is nan and must be above 0"),
+        (
+            ["--remote.timeout-seconds", "-1"],
+            "--remote.timeout-seconds is -1.0 and must be above 0",
+        ),
+        (
+            ["--remote.deadline-seconds", "nan"],
+            "--remote.deadline-seconds is nan and must be above 0",
+        ),
         (["--remote.api-key-variable", "NO_SUCH_VARIABLE"], "NO_SUCH_VARIABLE is not set"),
         (["--policy", "3"], "--policy is 3 and http"),
-        (["--checkpoint", "run"], "an endpoint is evaluated under a configuration and without a checkpoint"),
+        (
+            ["--checkpoint", "run"],
+            "an endpoint is evaluated under a configuration and without a checkpoint",
+        ),
     ],
 )
 def test_flags_that_do_not_fit_are_explained(refused, tokenizer, flags, sentence):
@@ -162,7 +223,9 @@ def test_an_endpoint_needs_a_configuration(refused, tokenizer):
     assert f"`python -m mujica_jax.eval tiny_world --remote.base-url {URL} ...`" in message
 
 
-def test_an_address_without_server_and_a_folder_without_tokenizer_are_named(refused, tokenizer, tmp_path):
+def test_an_address_without_server_and_a_folder_without_tokenizer_are_named(
+    refused, tokenizer, tmp_path
+):
     assert "names no server" in refused(*command("localhost:8000/v1", tokenizer))
     assert "has no tokenizer.json" in refused(*command(URL, tmp_path))
 

@@ -32,9 +32,23 @@ from mujica_jax.rewards import find_reward
 # kind, gold answers, what was answered, how it ended -> EM and F1 in percent
 EPISODES = [
     ("comparison", ("Ghent",), "Ghent", StopReason.ANSWERED, 100.0, 100.0),
-    ("comparison", ("Ghent",), "Ghent, Belgium", StopReason.ANSWERED, 0.0, 200 / 3),  # precision 1/2, recall 1
+    (
+        "comparison",
+        ("Ghent",),
+        "Ghent, Belgium",
+        StopReason.ANSWERED,
+        0.0,
+        200 / 3,
+    ),  # precision 1/2, recall 1
     ("comparison", ("no",), "yes", StopReason.ANSWERED, 0.0, 0.0),
-    ("compositional", ("First Cemetery of Athens", "Athens"), "the athens", StopReason.ANSWERED, 100.0, 100.0),
+    (
+        "compositional",
+        ("First Cemetery of Athens", "Athens"),
+        "the athens",
+        StopReason.ANSWERED,
+        100.0,
+        100.0,
+    ),
     ("compositional", ("Ghent",), "Ghent", StopReason.ITERATION_LIMIT, 0.0, 0.0),
     ("", ("Ghent",), "", StopReason.NO_ACTION, 0.0, 0.0),
 ]
@@ -86,7 +100,9 @@ def test_scores_by_kind(evaluation):
 
 
 def test_an_episode_that_did_not_answer_scores_zero_whatever_it_holds(trajectories):
-    unanswered = [dataclasses.replace(trajectory, answer="Ghent") for trajectory in trajectories[4:]]
+    unanswered = [
+        dataclasses.replace(trajectory, answer="Ghent") for trajectory in trajectories[4:]
+    ]
     scored = summarise(QUESTIONS[4:], unanswered, "two_wiki")
     assert (scored.score.em, scored.score.f1) == (0.0, 0.0)
 
@@ -103,7 +119,10 @@ def test_stop_reasons_are_counted(evaluation):
 def test_the_interval_holds_the_score_and_lies_within_the_scale(evaluation):
     low, high = evaluation.score.em_interval
     assert 0 <= low < evaluation.score.em < high <= 100
-    assert summarise(QUESTIONS[:1], evaluation.trajectories[:1], "two_wiki").score.em_interval == (100.0, 100.0)
+    assert summarise(QUESTIONS[:1], evaluation.trajectories[:1], "two_wiki").score.em_interval == (
+        100.0,
+        100.0,
+    )
 
 
 def test_the_summary_says_in_rounded_numbers_what_was_measured(evaluation):
@@ -122,10 +141,13 @@ def test_as_many_trajectories_as_questions(trajectories):
 
 
 def test_scores_shown_do_not_depend_on_the_reward():
-    """Under f1_format the half-right and the silent episode earn something else; the console and both files show the
-    same EM and F1."""
+    """Under f1_format the half-right and the silent episode earn something else; the console and
+    both files show the same EM and F1."""
     said = {"0": answer("Ghent"), "1": answer("Ghent, Belgium"), "2": "Hm."}
-    questions = [dataclasses.replace(QUESTION, id=number, text=f"Question {number}?", kind="one") for number in said]
+    questions = [
+        dataclasses.replace(QUESTION, id=number, text=f"Question {number}?", kind="one")
+        for number in said
+    ]
     task: Any = types.SimpleNamespace(
         rule="two_wiki",
         questions=lambda split: questions,
@@ -167,7 +189,10 @@ def test_scores_shown_do_not_depend_on_the_reward():
             summary = scores.summary()
             for found in summary.values():
                 del found["seconds"]
-            lines = [*console.getvalue().splitlines(), plain(score_table(summary["greedy"], summary.get("sampled")))]
+            lines = [
+                *console.getvalue().splitlines(),
+                plain(score_table(summary["greedy"], summary.get("sampled"))),
+            ]
         rows = [json.loads(line) for line in scores.predictions().decode().splitlines()]
         return lines, summary, rows, [row.pop("reward") for row in rows]
 
@@ -175,27 +200,43 @@ def test_scores_shown_do_not_depend_on_the_reward():
     *by_format, format_rewards = shown("f1_format")
     assert asked == [(temperature, number) for temperature in (0.0, 1.0) for number in said] * 2
     assert by_f1 == by_format and by_f1[1]["greedy"]["em"] == 33.33
-    assert [(row["em"], row["sampled"]["em"]) for row in by_f1[2]] == [(1.0, 1.0), (0.0, 1.0), (0.0, 0.0)]
+    assert [(row["em"], row["sampled"]["em"]) for row in by_f1[2]] == [
+        (1.0, 1.0),
+        (0.0, 1.0),
+        (0.0, 0.0),
+    ]
     assert f1_rewards == pytest.approx([1.0, 2 / 3, 0.0])
     assert format_rewards == pytest.approx([1.0, 0.7, 0.0])
     asked.clear()
     lines, summary, rows, _ = shown("f1", sampled=False)
     assert asked == [(0.0, number) for number in said] and "sampled" not in lines[-1]
     assert summary == {"greedy": by_f1[1]["greedy"]}
-    assert [row | {"sampled": full["sampled"]} for row, full in zip(rows, by_f1[2], strict=True)] == by_f1[2]
+    assert [
+        row | {"sampled": full["sampled"]} for row, full in zip(rows, by_f1[2], strict=True)
+    ] == by_f1[2]
 
 
 def test_what_was_read_is_compared_with_the_gold_passages():
     gold = (GoldPassage(title="Amber Tide"), GoldPassage(title="Ilse Vand"))
-    asked = dataclasses.replace(QUESTION, gold_passages=gold, answer_sets=((("Ghent",), ("Bruges",)),))
+    asked = dataclasses.replace(
+        QUESTION, gold_passages=gold, answer_sets=((("Ghent",), ("Bruges",)),)
+    )
     materials = ("Amber Tide: A film.", "Tin Orchard: A film.")
     found = Search(iteration=0, query="a", materials=materials, selected=(0,))
     more = Search(iteration=1, query="b", materials=("Ilse Vand: Born in Ghent.",), selected=())
     told = dataclasses.replace(play(ToldPolicy([answer("Ghent")])), searches=(found, more))
     summary = summarise([asked], [told], "two_wiki").summary()
     # all gold ones were found; the one that was selected is one of two
-    assert (summary["gold_found"], summary["support_em"], summary["support_f1"]) == (100.0, 0.0, 66.67)
+    assert (summary["gold_found"], summary["support_em"], summary["support_f1"]) == (
+        100.0,
+        0.0,
+        66.67,
+    )
     assert summary["set_f1"] == 66.67
-    unread = dataclasses.replace(told, searches=tuple(dataclasses.replace(of, selected=()) for of in told.searches))
-    assert summarise([asked], [unread], "two_wiki").summary()["support_f1"] == 80.0, "2 of 3 and 2 of 2"
+    unread = dataclasses.replace(
+        told, searches=tuple(dataclasses.replace(of, selected=()) for of in told.searches)
+    )
+    assert summarise([asked], [unread], "two_wiki").summary()["support_f1"] == 80.0, (
+        "2 of 3 and 2 of 2"
+    )
     assert "gold_found" not in summarise([asked], [told], "two_wiki", "graph").summary()

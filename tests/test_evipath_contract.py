@@ -1,10 +1,22 @@
-"""EviPath's tags and prompts, as its tables 8 to 11 print them, and episodes of the shared agent that keep them."""
+"""EviPath's tags and prompts, as its tables 8 to 11 print them, and episodes of the shared agent
+that keep them."""
 
 import asyncio
 import dataclasses
 
 import pytest
-from little_agent import CITY, CONFIG, DIRECTOR, FILM, GRAPH, QUESTION, LittleWorld, ToldPolicy, attempt, tokenizer
+from little_agent import (
+    CITY,
+    CONFIG,
+    DIRECTOR,
+    FILM,
+    GRAPH,
+    QUESTION,
+    LittleWorld,
+    ToldPolicy,
+    attempt,
+    tokenizer,
+)
 
 from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.evipath_contract import EviPathContract
@@ -44,7 +56,9 @@ LaIsha was founded in 1947. </think>
 <answer> LaIsha was founded in 1947. </answer>"""
 
 
-def queries(text: str, kind: EnvironmentKind = "text", limit: int = 4) -> list[tuple[int | None, str]]:
+def queries(
+    text: str, kind: EnvironmentKind = "text", limit: int = 4
+) -> list[tuple[int | None, str]]:
     action = EVIPATH.parse_planner(text, kind, candidates=2, max_searches=limit)
     return [(call.candidate, call.query) for call in action.searches]
 
@@ -55,9 +69,15 @@ def test_the_turns_that_the_paper_prints_are_read():
         (1, "Who is the director of When Father Was Away On Business?"),
     ]
     assert queries(TABLE_10) == [(None, "When was Houston Baptist University founded?")]
-    assert EVIPATH.parse_planner(TABLE_10_LAST, "text", candidates=0, max_searches=4).answer == "1960"
+    assert (
+        EVIPATH.parse_planner(TABLE_10_LAST, "text", candidates=0, max_searches=4).answer == "1960"
+    )
     reply = EVIPATH.parse_worker(TABLE_11, materials=9)
-    assert (reply.selected, reply.sentence, reply.well_formed) == ((1,), "LaIsha was founded in 1947.", True)
+    assert (reply.selected, reply.sentence, reply.well_formed) == (
+        (1,),
+        "LaIsha was founded in 1947.",
+        True,
+    )
 
 
 def test_the_bare_sentence_is_the_reply_where_no_evidence_matches():
@@ -69,7 +89,12 @@ def test_the_bare_sentence_is_the_reply_where_no_evidence_matches():
     ):
         reply = EVIPATH.parse_worker(text, materials=3)
 
-    assert (reply.selected, reply.sentence, reply.well_formed, reply.found) == ((), NOTHING_FOUND, True, False)
+    assert (reply.selected, reply.sentence, reply.well_formed, reply.found) == (
+        (),
+        NOTHING_FOUND,
+        True,
+        False,
+    )
     assert EVIPATH.write_worker("a thought", [], "") == NOTHING_FOUND
     assert not EVIPATH.parse_worker("No idea.", materials=3).well_formed
 
@@ -116,7 +141,9 @@ def test_what_is_written_is_read_back():
         SearchCall(query="Who directed Amber Tide?", candidate=None),
         SearchCall(query="Where is it?", candidate=None),
     ]
-    assert queries(EVIPATH.write_searches("t", calls, "text")) == [(None, call.query) for call in calls]
+    assert queries(EVIPATH.write_searches("t", calls, "text")) == [
+        (None, call.query) for call in calls
+    ]
     numbered = [SearchCall(query="Who?", candidate=1)]
     assert queries(EVIPATH.write_searches("t", numbered, "graph"), "graph") == [(1, "Who?")]
     reply = EVIPATH.parse_worker(EVIPATH.write_worker("t", [0, 2], "It is so."), materials=3)
@@ -124,7 +151,10 @@ def test_what_is_written_is_read_back():
 
 
 def test_observations_are_those_of_tables_8_and_10():
-    sentences = ["The director of Ek Paheli is Naresh Kumar.", "Emir Kusturica was born on 24 November 1954."]
+    sentences = [
+        "The director of Ek Paheli is Naresh Kumar.",
+        "Emir Kusturica was born on 24 November 1954.",
+    ]
     assert EVIPATH.planner_observation(sentences, [[DIRECTOR], [CITY, FILM]], 2, "graph") == (
         "Observation:\nThe director of Ek Paheli is Naresh Kumar. Candidate: [2] Ilse Vand\n"
         "Emir Kusturica was born on 24 November 1954. Candidate: [3] Ghent [4] Amber Tide"
@@ -143,7 +173,9 @@ def test_every_worked_example_is_read_by_the_parser(role, kind):
     assert turns
     for turn in turns:
         if role == "planner":
-            assert EVIPATH.parse_planner(turn, kind, candidates=2, max_searches=4).refused is None, turn
+            assert (
+                EVIPATH.parse_planner(turn, kind, candidates=2, max_searches=4).refused is None
+            ), turn
         else:
             assert EVIPATH.parse_worker(turn, materials=2).well_formed, turn
 
@@ -153,11 +185,15 @@ def test_the_rules_have_the_clauses_of_tables_10_and_11():
     assert "<action>" in planner and 'Search("question")' in planner and "<search>" not in planner
     assert "pronouns" in planner and "<answer> *** </answer>" in planner
     worker = EVIPATH.opening("worker", "text", "zero_shot").system
-    assert f'respond with "{NOTHING_FOUND}" and nothing else' in worker and "<sentence>" not in worker
+    assert (
+        f'respond with "{NOTHING_FOUND}" and nothing else' in worker and "<sentence>" not in worker
+    )
     assert "select all of them" in worker
     alone = EVIPATH.opening("planner", "text", "few_shot", parallel=False)
     assert "Write one search a turn" in alone.system
-    assert alone.examples and not any("The Tin Orchard" in message for pair in alone.examples for message in pair)
+    assert alone.examples and not any(
+        "The Tin Orchard" in message for pair in alone.examples for message in pair
+    )
 
 
 def test_a_configuration_chooses_the_contract():
@@ -184,15 +220,26 @@ def test_an_episode_over_text_is_played_with_these_tags():
         "Where was Ilse Vand born?": NOTHING_FOUND,
     }
     policy = ToldPolicy(plans, reads)
-    world = LittleWorld(kind="text", materials={"Who made Amber Tide?": [Material(text="Amber Tide: By Ilse Vand.")]})
-    episode = Mujica(tokenizer(), AGENT).run(attempt(dataclasses.replace(QUESTION, candidates=())), world, policy)
+    world = LittleWorld(
+        kind="text",
+        materials={"Who made Amber Tide?": [Material(text="Amber Tide: By Ilse Vand.")]},
+    )
+    episode = Mujica(tokenizer(), AGENT).run(
+        attempt(dataclasses.replace(QUESTION, candidates=())), world, policy
+    )
     trajectory = asyncio.run(episode)
     planner = [turn.text for turn in trajectory.conversations[0].turns if turn.role == "context"]
     assert planner[1:] == ["Obs: Ilse Vand made it.", f"Obs: {NOTHING_FOUND}"]
     assert (trajectory.answer, trajectory.counts["malformed_workers"]) == ("Ghent", 0)
     assert [search.found for search in trajectory.searches] == [True, False]
-    planner_stops, worker_stops = policy.requests[0].params.stop_strings, policy.requests[1].params.stop_strings
-    assert planner_stops == ("</action>", "</answer>", "Obs:") and worker_stops == ("</answer>", "Obs:")
+    planner_stops, worker_stops = (
+        policy.requests[0].params.stop_strings,
+        policy.requests[1].params.stop_strings,
+    )
+    assert planner_stops == ("</action>", "</answer>", "Obs:") and worker_stops == (
+        "</answer>",
+        "Obs:",
+    )
     state = policy.requests[2].state
     assert isinstance(state, PlannerState) and state.observation == "Obs: Ilse Vand made it."
 
@@ -204,8 +251,12 @@ def test_the_script_writes_these_tags_over_a_graph():
     )
     question = dataclasses.replace(QUESTION, evidences=evidences)
     script = ScriptedPolicy(tokenizer(), contract=EVIPATH)
-    trajectory = asyncio.run(Mujica(tokenizer(), AGENT).run(attempt(question), LittleWorld(), script))
-    assert trajectory.answer == "Ghent" and not any("<sentence>" in turn for turn in model_turns(trajectory))
+    trajectory = asyncio.run(
+        Mujica(tokenizer(), AGENT).run(attempt(question), LittleWorld(), script)
+    )
+    assert trajectory.answer == "Ghent" and not any(
+        "<sentence>" in turn for turn in model_turns(trajectory)
+    )
     lacking = LittleWorld(materials={**GRAPH, DIRECTOR.id: ()})
     missed = asyncio.run(Mujica(tokenizer(), AGENT).run(attempt(question), lacking, script))
     assert NOTHING_FOUND in model_turns(missed)

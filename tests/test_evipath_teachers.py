@@ -1,4 +1,5 @@
-"""EviPath's teachers: how they are found, opened and asked, and what a model from scratch is shown to be one."""
+"""EviPath's teachers: how they are found, opened and asked, and what a model from scratch is shown
+to be one."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -32,7 +33,10 @@ def checkpoint(directory: Path, words: str, vocab_tokens: int) -> Tokenizer:
     """Save a small decoder of random weights with a tokenizer of its own."""
     tokenizer = Tokenizer.train([words], vocab_tokens)
     model = dataclasses.replace(
-        MODEL, vocab_size=tokenizer.vocab_size, eos_token_ids=tuple(tokenizer.stop_token_ids), num_layers=2
+        MODEL,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_ids=tuple(tokenizer.stop_token_ids),
+        num_layers=2,
     )
     save_checkpoint(filled_decoder(model), directory, tokenizer=tokenizer)
     return tokenizer
@@ -51,7 +55,9 @@ def with_method(config: Config, **changes: Any) -> Config:
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("teachers")
     checkpoint(folder / "student", "Who is the director of The Purple Shore?", 300)
-    checkpoint(folder / "teacher", "Where was the director of Amber Tide born? Ghent. Ilse Vand.", 330)
+    checkpoint(
+        folder / "teacher", "Where was the director of Amber Tide born? Ghent. Ilse Vand.", 330
+    )
     return folder
 
 
@@ -65,7 +71,9 @@ def run(folder) -> Iterator[Run]:
         pretraining=dataclasses.replace(smoke.pretraining, steps=0),
         warmup=dataclasses.replace(smoke.warmup, steps=0),
         engine=dataclasses.replace(smoke.engine, slots=2),
-        agent=dataclasses.replace(smoke.agent, protocol="evipath", max_turn_tokens=8, max_trajectory_tokens=1024),
+        agent=dataclasses.replace(
+            smoke.agent, protocol="evipath", max_turn_tokens=8, max_trajectory_tokens=1024
+        ),
         eval=dataclasses.replace(smoke.eval, control=False),
     )
     config = with_method(
@@ -84,20 +92,25 @@ def run(folder) -> Iterator[Run]:
 
 
 def test_a_second_checkpoint_with_another_tokenizer_writes_the_trajectories(run, folder):
-    """Its weights are random: what it writes is refused with its reasons. The run's own model is not asked."""
+    """Its weights are random: what it writes is refused with its reasons. The run's own model is
+    not asked."""
     author = evipath_teacher.find_author(run)()
     teacher = author.synthesizer._synthesis.teacher
     assert author.generator is not None and author.generator is not run.generator
     assert teacher.tokenizer.vocab_size != run.tokenizer.vocab_size
     assert teacher.plans and author.synthesizer._synthesis.prompt == "zero_shot"
     before = run.generator.statistics.generated_tokens
-    with pytest.raises(UserError, match=r"nothing that the teacher checkpoint wrote for 1 questions can be used"):
+    with pytest.raises(
+        UserError, match=r"nothing that the teacher checkpoint wrote for 1 questions can be used"
+    ):
         evipath._synthesize(run, None, lambda: author, run.task.questions("train")[:1])  # pyright: ignore
     assert author.generator.statistics.generated_tokens > 0
     assert run.generator.statistics.generated_tokens == before
 
 
-def test_a_teachers_prompt_without_room_is_refused_with_the_limit_before_anything_is_learnt(run, monkeypatch):
+def test_a_teachers_prompt_without_room_is_refused_with_the_limit_before_anything_is_learnt(
+    run, monkeypatch
+):
     monkeypatch.setattr(run, "config", with_method(run.config, teacher_max_tokens=0))
     with pytest.raises(UserError, match=r"method.teacher_max_tokens is 1024: raise it"):
         evipath_teacher.find_author(run)
@@ -108,7 +121,9 @@ def test_a_teachers_prompt_without_room_is_refused_with_the_limit_before_anythin
 
 
 def test_a_teacher_that_is_not_there_is_named_before_anything_is_learnt(run, monkeypatch, tmp_path):
-    monkeypatch.setattr(run, "config", with_method(run.config, teacher_checkpoint=str(tmp_path / "nowhere")))
+    monkeypatch.setattr(
+        run, "config", with_method(run.config, teacher_checkpoint=str(tmp_path / "nowhere"))
+    )
     with pytest.raises(UserError, match=r"there is no directory .*nowhere"):
         evipath_teacher.find_author(run)
 
@@ -120,10 +135,14 @@ def saved_run(directory: Path, config: Config) -> str:
 
 
 def test_a_run_that_was_trained_as_another_agent_is_no_teacher(run, monkeypatch, tmp_path):
-    agent = DecexConfig(prompt="brief", max_turn_tokens=8, max_trajectory_tokens=64, max_observation_tokens=8)
+    agent = DecexConfig(
+        prompt="brief", max_turn_tokens=8, max_trajectory_tokens=64, max_observation_tokens=8
+    )
     other = saved_run(tmp_path / "run", dataclasses.replace(load_config(SMOKE), agent=agent))
     monkeypatch.setattr(run, "config", with_method(run.config, teacher_checkpoint=other))
-    with pytest.raises(UserError, match="was trained as decex, and a teacher of EviPath plays mujica"):
+    with pytest.raises(
+        UserError, match="was trained as decex, and a teacher of EviPath plays mujica"
+    ):
         evipath_teacher.find_author(run)
 
 
@@ -141,7 +160,9 @@ def test_what_a_teachers_run_says_otherwise_is_said(run, monkeypatch, tmp_path):
     ("chosen", "trained", "expected"),
     [("auto", "brief", "brief"), ("auto", None, "few_shot"), ("zero_shot", "brief", "zero_shot")],
 )
-def test_a_teacher_reads_prompts_as_it_was_trained_unless_told_otherwise(run, monkeypatch, chosen, trained, expected):
+def test_a_teacher_reads_prompts_as_it_was_trained_unless_told_otherwise(
+    run, monkeypatch, chosen, trained, expected
+):
     monkeypatch.setattr(run, "config", with_method(run.config, teacher_prompt=chosen))
     assert evipath_teacher._prompt(run, trained) == expected
 
@@ -154,14 +175,19 @@ def test_a_policy_from_scratch_is_taught_the_teachers_prompts_in_every_mode(mode
     assert is_taught(config)
     assert not is_taught(with_method(config, teacher="scripted"))
     assert not is_taught(dataclasses.replace(config, init="checkpoint"))
-    assert not is_taught(dataclasses.replace(config, warmup=dataclasses.replace(config.warmup, steps=0)))
+    assert not is_taught(
+        dataclasses.replace(config, warmup=dataclasses.replace(config.warmup, steps=0))
+    )
 
 
 def test_the_lessons_of_the_tiny_world_are_told_conversations(tmp_path):
     """Every demonstration of the script is a lesson in each of the teacher's steps."""
     config = load_config("tiny_world_evipath")
     config = dataclasses.replace(
-        config, task=dataclasses.replace(config.task, demonstrations=6, train_questions=50, augmented_copies=0)
+        config,
+        task=dataclasses.replace(
+            config.task, demonstrations=6, train_questions=50, augmented_copies=0
+        ),
     )
 
     class Bare:
@@ -177,8 +203,12 @@ def test_the_lessons_of_the_tiny_world_are_told_conversations(tmp_path):
     assert len(planners) == 6 and len(workers) % 2 == 0 and len(workers) >= 12
     for row in planners:
         opening, first = one_line(row.turns[0].text), row.turns[1]
-        assert opening.startswith("Answer: ") and "Supporting evidences:" in opening and first.trained
+        assert (
+            opening.startswith("Answer: ") and "Supporting evidences:" in opening and first.trained
+        )
     answers = [row for row in workers if "Golden evidence" not in row.turns[0].text]
-    assert len(answers) == len(workers) // 2 and all("<answer>" in row.turns[1].text for row in answers)
+    assert len(answers) == len(workers) // 2 and all(
+        "<answer>" in row.turns[1].text for row in answers
+    )
     longest = max(len(row.token_ids) for row in rows)
     assert longest <= config.trainer.row_tokens <= config.agent.max_trajectory_tokens

@@ -39,7 +39,9 @@ def test_what_numpy_finds(storage, recall_target):
 
 @pytest.mark.parametrize("rows", [1, 2, 127, 128, 129, 300])
 def test_padding_is_never_found(rows):
-    embeddings = compressed(-np.abs(VECTORS[:rows]), "bfloat16")  # every score is below the zero of a padded row
+    embeddings = compressed(
+        -np.abs(VECTORS[:rows]), "bfloat16"
+    )  # every score is below the zero of a padded row
     scores, positions = ExactSearch(embeddings).search(np.abs(QUERIES), rows)
     np.testing.assert_array_equal(np.sort(positions, axis=1), np.tile(np.arange(rows), (5, 1)))
     assert np.isfinite(scores).all()
@@ -70,7 +72,9 @@ def test_a_new_k_is_seldom_a_new_program():
     assert exact.search_program.cache_info().currsize == before + 1
 
 
-@pytest.mark.parametrize(("rows", "devices"), [(1, 1), (1, 8), (128 * 8, 8), (128 * 8 + 1, 8), (10_000, 3)])
+@pytest.mark.parametrize(
+    ("rows", "devices"), [(1, 1), (1, 8), (128 * 8, 8), (128 * 8 + 1, 8), (10_000, 3)]
+)
 def test_every_device_has_as_many_whole_blocks(rows, devices):
     block, padded = layout(rows, devices)
     assert padded >= rows and padded % (devices * block) == 0 and block % 128 == 0
@@ -80,7 +84,11 @@ def test_eight_devices_find_what_numpy_finds():
     finished = subprocess.run(
         [sys.executable, str(ROOT / "tests" / "search_on_devices.py")],
         env=os.environ
-        | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"},
+        | {
+            "PYTHONPATH": str(ROOT),
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        },
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
@@ -88,4 +96,8 @@ def test_eight_devices_find_what_numpy_finds():
     assert finished.returncode == 0, finished.stderr
     found = json.loads(finished.stdout)
     assert found["devices"] == 8 and found["rows_on_each"] == 256
-    assert found["searches"] == 4 and found["differing_positions"] == 0 and found["largest_difference"] < 1e-5
+    assert (
+        found["searches"] == 4
+        and found["differing_positions"] == 0
+        and found["largest_difference"] < 1e-5
+    )

@@ -1,5 +1,5 @@
-"""The examples of docs/extending.md, as they stand there: put into a copy of the package, each with its name in a
-union, and trained."""
+"""The examples of docs/extending.md, as they stand there: put into a copy of the package, each with
+its name in a union, and trained."""
 
 import re
 import shutil
@@ -29,13 +29,17 @@ def examples() -> dict[str, list[tuple[str, str]]]:
 
 
 def test_each_example_is_short():
-    lengths = {title: sum(code.count("\n") for _, code in blocks) for title, blocks in examples().items()}
+    lengths = {
+        title: sum(code.count("\n") for _, code in blocks) for title, blocks in examples().items()
+    }
     assert len(lengths) == 3 and max(lengths.values()) <= MAX_LINES, lengths
 
 
 def test_the_examples_run_and_touch_one_union_line_each(tmp_path):
     for folder in ("mujica_jax", "configs", "tests/loops"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.pyc.*", "*.tmp.*"))
+        shutil.copytree(
+            ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("*.pyc.*", "*.tmp.*")
+        )
     for blocks in examples().values():
         for name, code in blocks:
             file = tmp_path / name
@@ -44,17 +48,29 @@ def test_the_examples_run_and_touch_one_union_line_each(tmp_path):
                 file.write_text(code)
                 continue
             imported, union = re.fullmatch(r"(from \S+ import \w+\n)\n(\w+ = .*\n)", code).groups()
-            before = re.search(rf"^{union.split(' = ')[0]} = .*\n", schema := file.read_text(), re.MULTILINE)[0]
-            assert union.startswith(before.rstrip()), f"{before} in {SCHEMA} and {union} in docs/extending.md"
+            before = re.search(
+                rf"^{union.split(' = ')[0]} = .*\n", schema := file.read_text(), re.MULTILINE
+            )[0]
+            assert union.startswith(before.rstrip()), (
+                f"{before} in {SCHEMA} and {union} in docs/extending.md"
+            )
             first = schema.index("from mujica_jax.config.agents")
             file.write_text(schema[:first] + imported + schema[first:].replace(before, union))
-    (tmp_path / "facts.tsv").write_text("subject\trelation\tobject\tsubject_qid\tobject_qid\n" + FACTS)
+    (tmp_path / "facts.tsv").write_text(
+        "subject\trelation\tobject\tsubject_qid\tobject_qid\n" + FACTS
+    )
     command = [sys.executable, "-m", "mujica_jax.train", *RUN]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     assert re.search(r"^warm-up .*\n(.*\n)?rejection ", run.stdout, re.MULTILINE), run.stdout
-    evaluated = subprocess.run([*command[:2], "mujica_jax.eval", *EVAL], cwd=tmp_path, capture_output=True, text=True)
-    assert evaluated.returncode == 0 and "facts (graph, retry), test" in evaluated.stdout, evaluated.stderr
+    evaluated = subprocess.run(
+        [*command[:2], "mujica_jax.eval", *EVAL], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert evaluated.returncode == 0 and "facts (graph, retry), test" in evaluated.stdout, (
+        evaluated.stderr
+    )
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     table = run.stdout[run.stdout.index("phase ") :]
-    assert again.stdout.endswith(table), f"{again.stdout}\n{again.stderr}\nis not resumed to\n{table}"
+    assert again.stdout.endswith(table), (
+        f"{again.stdout}\n{again.stderr}\nis not resumed to\n{table}"
+    )

@@ -1,5 +1,5 @@
-"""Configurations of published models are read, written back unchanged, and refused where our mathematics would
-differ."""
+"""Configurations of published models are read, written back unchanged, and refused where our
+mathematics would differ."""
 
 import math
 
@@ -81,12 +81,22 @@ LLAMA3_1_8B = QWEN2_5_7B | {
     "max_position_embeddings": 131072,
     "eos_token_id": [128001, 128008, 128009],
 }
-PUBLISHED = {"qwen2.5-7b": QWEN2_5_7B, "qwen3-4b": QWEN3_4B, "qwen3-8b": QWEN3_8B, "llama-3.1-8b": LLAMA3_1_8B}
+PUBLISHED = {
+    "qwen2.5-7b": QWEN2_5_7B,
+    "qwen3-4b": QWEN3_4B,
+    "qwen3-8b": QWEN3_8B,
+    "llama-3.1-8b": LLAMA3_1_8B,
+}
 
 
 @pytest.mark.parametrize(
     ("published", "parameters"),
-    [(QWEN2_5_7B, 7_615_616_512), (QWEN3_4B, 4_022_468_096), (QWEN3_8B, 8_190_735_360), (LLAMA3_1_8B, 8_030_261_248)],
+    [
+        (QWEN2_5_7B, 7_615_616_512),
+        (QWEN3_4B, 4_022_468_096),
+        (QWEN3_8B, 8_190_735_360),
+        (LLAMA3_1_8B, 8_030_261_248),
+    ],
 )
 def test_published_models_have_their_published_number_of_parameters(published, parameters):
     config = from_hugging_face(published)
@@ -97,11 +107,16 @@ def test_published_models_have_their_published_number_of_parameters(published, p
 @pytest.mark.parametrize("published", [QWEN2_5_7B, QWEN3_8B, LLAMA3_1_8B])
 def test_a_training_step_of_a_published_model_keeps_the_shapes_of_its_state(published):
     """Without an array: the state of Qwen2.5-7B alone takes 91 GB."""
-    trainer = Trainer(from_hugging_face(published), TrainerConfig(row_tokens=256, rows_per_step=2, dtype="bfloat16"))
+    trainer = Trainer(
+        from_hugging_face(published),
+        TrainerConfig(row_tokens=256, rows_per_step=2, dtype="bfloat16"),
+    )
     state = trainer.abstract_state()
     integers, mask = (jax.ShapeDtypeStruct((2, 256), dtype) for dtype in (jnp.int32, jnp.bool_))
     rate = schedule(peak=1.0, end_value=1.0, total_steps=1)
-    after, metrics = jax.eval_shape(trainer._program.train_step, state, Batch(integers, integers, integers, mask), rate)
+    after, metrics = jax.eval_shape(
+        trainer._program.train_step, state, Batch(integers, integers, integers, mask), rate
+    )
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
     assert {value.shape for value in metrics.values()} == {()}
 
@@ -115,14 +130,22 @@ def test_writing_and_reading_a_config_changes_nothing(published):
 def test_rotary_fields_are_read_in_both_layouts():
     old = from_hugging_face(LLAMA3_1_8B)
     nested = {k: v for k, v in LLAMA3_1_8B.items() if k not in ("rope_theta", "rope_scaling")}
-    assert from_hugging_face(nested | {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}}) == old
+    assert (
+        from_hugging_face(nested | {"rope_parameters": LLAMA3_ROPE | {"rope_theta": 500000.0}})
+        == old
+    )
     assert old.rope_theta == 500000.0
     assert old.rope_scaling == Llama3RopeScaling(
         factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
     plain = {k: v for k, v in QWEN2_5_7B.items() if k != "rope_theta"}
     assert from_hugging_face(plain).rope_theta == 10_000.0
-    assert from_hugging_face(plain | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}).rope_theta == 7.0
+    assert (
+        from_hugging_face(
+            plain | {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}}
+        ).rope_theta
+        == 7.0
+    )
 
 
 def test_stop_tokens_may_be_absent_one_or_many():
@@ -135,7 +158,11 @@ def test_stop_tokens_may_be_absent_one_or_many():
     ("base", "change", "named"),
     [
         (QWEN2_5_7B, {"model_type": "mistral"}, "mistral"),
-        (QWEN2_5_7B, {"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
+        (
+            QWEN2_5_7B,
+            {"architectures": ["Qwen2ForSequenceClassification"]},
+            "Qwen2ForSequenceClassification",
+        ),
         (QWEN2_5_7B, {"hidden_act": "gelu"}, "hidden_act"),
         (QWEN2_5_7B, {"use_sliding_window": True, "max_window_layers": 20}, "sliding_attention"),
         (QWEN2_5_7B, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
@@ -148,7 +175,11 @@ def test_stop_tokens_may_be_absent_one_or_many():
         (QWEN3_8B, {"attention_bias": True}, "attention_bias"),
         (LLAMA3_1_8B, {"attention_bias": True}, "attention_bias"),
         (LLAMA3_1_8B, {"mlp_bias": True}, "mlp_bias"),
-        (LLAMA3_1_8B, {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, "high_freq_factor"),
+        (
+            LLAMA3_1_8B,
+            {"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}},
+            "high_freq_factor",
+        ),
     ],
 )
 def test_other_mathematics_is_refused_by_name(base, change, named):
@@ -157,5 +188,10 @@ def test_other_mathematics_is_refused_by_name(base, change, named):
 
 
 def test_what_changes_nothing_is_accepted():
-    harmless = {"attention_dropout": 0.1, "use_cache": False, "use_sliding_window": True, "pretraining_tp": 2}
+    harmless = {
+        "attention_dropout": 0.1,
+        "use_cache": False,
+        "use_sliding_window": True,
+        "pretraining_tp": 2,
+    }
     assert from_hugging_face(QWEN2_5_7B | harmless) == from_hugging_face(QWEN2_5_7B)

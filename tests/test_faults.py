@@ -4,7 +4,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-ROWS = [line for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line.startswith("| ")][1:]
+ROWS = [
+    line for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line.startswith("| ")
+][1:]
 
 
 def test_every_fault_has_a_test_that_exists():

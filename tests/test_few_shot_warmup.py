@@ -1,7 +1,8 @@
-"""The few-shot warm-up through a whole run, with a script in the place of a model that follows prompts.
+"""The few-shot warm-up through a whole run, with a script in the place of a model that follows
+prompts.
 
-The script writes a turn if, and only if, the prompt shows the worked examples as chat turns. Any other prompt goes to
-the engine with the model that is trained, as in every run.
+The script writes a turn if, and only if, the prompt shows the worked examples as chat turns. Any
+other prompt goes to the engine with the model that is trained, as in every run.
 """
 
 import asyncio
@@ -41,13 +42,18 @@ FLAGS = f"""
 def shows_examples(tokenizer: Tokenizer, prompt, role: protocol.Role) -> bool:
     expected = protocol.opening(role, "graph", "few_shot")
     messages = [(message["role"], message["content"]) for message in tokenizer.messages(prompt)]
-    pairs = [pair for message, reply in expected.examples for pair in (("user", message), ("assistant", reply))]
+    pairs = [
+        pair
+        for message, reply in expected.examples
+        for pair in (("user", message), ("assistant", reply))
+    ]
     return messages[: 1 + len(pairs)] == [("system", expected.system), *pairs]
 
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    """A chat checkpoint with fresh weights, whose tokenizer knows the words of the world and of the prompts."""
+    """A chat checkpoint with fresh weights, whose tokenizer knows the words of the world and of the
+    prompts."""
     config = load_config(SMOKE)
     texts = list(build_task(config).tokenizer_text())
     for role in ("planner", "worker"):
@@ -61,7 +67,8 @@ def checkpoint(tmp_path) -> Path:
 
 
 class PromptedModel:
-    """Stands in for `EnginePolicy.generate`: the script where the examples are shown, the engine everywhere else."""
+    """Stands in for `EnginePolicy.generate`: the script where the examples are shown, the engine
+    everywhere else."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -78,7 +85,9 @@ class PromptedModel:
         return await self._engine(policy, prompt, params, state=state, continues=continues)
 
 
-def zero_shot_plays(config: Config, tokenizer: Tokenizer, question_ids: list[str]) -> list[Conversation]:
+def zero_shot_plays(
+    config: Config, tokenizer: Tokenizer, question_ids: list[str]
+) -> list[Conversation]:
     """What the script plays under the prompt that is trained."""
     task, agent = build_task(config), Mujica(tokenizer, config.agent)
     script = ScriptedPolicy(tokenizer, miss_rate=0.3, seed=5)
@@ -92,7 +101,9 @@ def zero_shot_plays(config: Config, tokenizer: Tokenizer, question_ids: list[str
     return rows
 
 
-def test_few_shot_samples_are_filtered_stripped_and_learnt_and_a_round_follows(checkpoint, tmp_path, monkeypatch):
+def test_few_shot_samples_are_filtered_stripped_and_learnt_and_a_round_follows(
+    checkpoint, tmp_path, monkeypatch
+):
     tokenizer = Tokenizer.load(checkpoint)
     model = PromptedModel(tokenizer)
 

@@ -54,7 +54,9 @@ def test_another_fault_of_link_is_not_hidden(monkeypatch, tmp_path):
         local.create(tmp_path / "file", b"x")
 
 
-def test_a_file_system_without_locks_or_fsync_of_folders_takes_files(no_hard_links, monkeypatch, tmp_path):
+def test_a_file_system_without_locks_or_fsync_of_folders_takes_files(
+    no_hard_links, monkeypatch, tmp_path
+):
     def unsupported(*_):
         raise OSError(errno.EINVAL, "not supported")
 

@@ -1,8 +1,8 @@
-"""A run directory on a server that somebody else wrote: gcp-storage-emulator. It knows no preconditions, so nothing
-here races.
+"""A run directory on a server that somebody else wrote: gcp-storage-emulator. It knows no
+preconditions, so nothing here races.
 
-Nor does it say the generation of what is downloaded, as Cloud Storage does and TensorStore asks for before it changes
-an object."""
+Nor does it say the generation of what is downloaded, as Cloud Storage does and TensorStore asks for
+before it changes an object."""
 
 import contextlib
 import functools
@@ -91,7 +91,11 @@ def test_everything_a_run_writes_comes_back(address, tmp_path):
         cwd=root,
         env=os.environ
         | {"STORAGE_EMULATOR_HOST": address, "TENSORSTORE_GCS_HTTP_URL": address}
-        | {"XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": f"{root}:{root / 'tests'}", "JAX_PLATFORMS": "cpu"},
+        | {
+            "XDG_CACHE_HOME": str(tmp_path),
+            "PYTHONPATH": f"{root}:{root / 'tests'}",
+            "JAX_PLATFORMS": "cpu",
+        },
         capture_output=True,
         text=True,
         timeout=HANG_SECONDS,
@@ -100,6 +104,9 @@ def test_everything_a_run_writes_comes_back(address, tmp_path):
     said = json.loads(done.stdout)
     assert said["steps"] == [0, 1, 2]
     assert "rounds/0001/shard-00000.parquet" in said["names"]
-    assert {"config.json", "metrics.jsonl", "policies/000001/COMMITTED", "learning/warm-up/000002/COMMITTED"} <= set(
-        said["names"]
-    )
+    assert {
+        "config.json",
+        "metrics.jsonl",
+        "policies/000001/COMMITTED",
+        "learning/warm-up/000002/COMMITTED",
+    } <= set(said["names"])

@@ -1,5 +1,5 @@
-"""A bucket that answers 503, hangs, cuts what is sent and loses answers: what is in it at the end is what an
-undisturbed one holds."""
+"""A bucket that answers 503, hangs, cuts what is sent and loses answers: what is in it at the end
+is what an undisturbed one holds."""
 
 import dataclasses
 import functools
@@ -28,7 +28,11 @@ from mujica_jax.storage.run_directory import local_folder, open_to_append
 from mujica_jax.trajectories.store import Store, open_run, shard_name
 
 FAULTS: tuple[Fault, ...] = get_args(Fault)
-UNANSWERED: tuple[Fault, ...] = ("503", "hang", "lost answer")  # for requests that carry next to nothing
+UNANSWERED: tuple[Fault, ...] = (
+    "503",
+    "hang",
+    "lost answer",
+)  # for requests that carry next to nothing
 QUICK = tuple(fault for fault in FAULTS if fault != "hang")
 
 
@@ -47,10 +51,12 @@ def store(fake) -> Store:
 
 
 def once(kind: str, *faults: Fault) -> Callable[[Request], Fault | None]:
-    """The first requests of a kind meet these faults, one each. Where one hangs, a request may take a second until
-    then, and any time afterwards."""
+    """The first requests of a kind meet these faults, one each. Where one hangs, a request may take
+    a second until then, and any time afterwards."""
     left = list(faults)
-    gcs.REQUEST_SECONDS = 1.0 if "hang" in faults else HANG_SECONDS  # the fixture `fake` restores it
+    gcs.REQUEST_SECONDS = (
+        1.0 if "hang" in faults else HANG_SECONDS
+    )  # the fixture `fake` restores it
 
     def next_fault(request: Request) -> Fault | None:
         if not left or request.kind != kind:
@@ -64,8 +70,8 @@ def once(kind: str, *faults: Fault) -> Callable[[Request], Fault | None]:
 
 
 def repeated(fake: FakeBucket, times: int, kind: str, fault: Fault | None = None) -> bool:
-    """Whether requests were repeated so often. Where one hangs, the short deadline may pass for others too on a busy
-    machine, so that it is at least as often."""
+    """Whether requests were repeated so often. Where one hangs, the short deadline may pass for
+    others too on a busy machine, so that it is at least as often."""
     counted = gcs.open_bucket("bucket").retries
     if fault != "hang":
         return counted == times
@@ -76,7 +82,9 @@ def damage_first_answer(fake: FakeBucket, name: str) -> None:
     """The first download of an object gives another content under its checksum."""
     made = fake.objects["bucket", name]
     wrong = dataclasses.replace(made, content=b"wrong")
-    answers = itertools.chain([dataclasses.replace(_Lying(**vars(wrong)), says=made.crc32c)], itertools.repeat(made))
+    answers = itertools.chain(
+        [dataclasses.replace(_Lying(**vars(wrong)), says=made.crc32c)], itertools.repeat(made)
+    )
 
     def faults(request: Request) -> None:
         if request.kind == "download":
@@ -105,7 +113,8 @@ def test_a_create_whose_answer_was_lost_and_another_writers_object_are_told_apar
 
 
 def test_of_many_writers_behind_a_bad_network_exactly_one_wins(fake, store, monkeypatch):
-    # Which request meets which fault is up to the threads: a writer may meet any number of them in a row.
+    # Which request meets which fault is up to the threads: a writer may meet any number of them in
+    # a row.
     monkeypatch.setattr(gcs, "MAX_ATTEMPTS", 1000)
     monkeypatch.setattr(gcs, "MAX_WAIT_SECONDS", 0.01)
     draw, lock = random.Random(0), threading.Lock()
@@ -183,7 +192,8 @@ def test_a_bucket_that_hangs_for_ever_is_one_sentence_within_the_deadline(fake, 
     monkeypatch.setattr(gcs, "REQUEST_SECONDS", 1.0)
     fake.faults = lambda request: "hang"
     with pytest.raises(
-        StoreUnavailable, match=r"^gs://bucket/run/x could not be written in \d attempts within 1 seconds"
+        StoreUnavailable,
+        match=r"^gs://bucket/run/x could not be written in \d attempts within 1 seconds",
     ) as said:
         store.create("x", b"")
     assert "start the same command again" in str(said.value) and "\n" not in str(said.value)
@@ -202,7 +212,9 @@ def test_retries_are_counted_and_many_are_on_the_console(fake, store, caplog):
 
 def test_attempts_are_bounded(fake, store):
     fake.faults = lambda request: "503"
-    with pytest.raises(StoreUnavailable, match=rf"x could not be read in {gcs.MAX_ATTEMPTS} attempts .*try again"):
+    with pytest.raises(
+        StoreUnavailable, match=rf"x could not be read in {gcs.MAX_ATTEMPTS} attempts .*try again"
+    ):
         store.read("x")
     assert [request.kind for request in fake.requests].count("download") == gcs.MAX_ATTEMPTS
 
@@ -212,7 +224,9 @@ def test_a_server_that_is_not_there_is_one_sentence(fake, monkeypatch):
         taken.bind(("127.0.0.1", 0))
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{taken.getsockname()[1]}")
         gcs.open_bucket.cache_clear()
-        with pytest.raises(StoreUnavailable, match=r"gs://bucket/run/config\.json could not be found"):
+        with pytest.raises(
+            StoreUnavailable, match=r"gs://bucket/run/config\.json could not be found"
+        ):
             open_run("gs://bucket/run", {})
 
 
@@ -284,7 +298,10 @@ def test_the_first_of_two_writers_wins_and_the_other_notices(fake, store):
         assert Store("gs://bucket/run").commit_policy(1, write_weights)
 
     assert not store.commit_policy(1, write)
-    assert fake.names("bucket") == ["run/policies/000001/COMMITTED", "run/policies/000001/params/weights"]
+    assert fake.names("bucket") == [
+        "run/policies/000001/COMMITTED",
+        "run/policies/000001/params/weights",
+    ]
 
 
 def test_files_of_two_writers_are_never_taken_for_those_of_one(fake, store):
@@ -320,7 +337,9 @@ def test_a_fetched_policy_is_kept_and_compared_each_time(fake, store):
 
 
 def downloads(fake: FakeBucket) -> list[str]:
-    return [request.path.rpartition("%2F")[2] for request in fake.requests if request.kind == "download"]
+    return [
+        request.path.rpartition("%2F")[2] for request in fake.requests if request.kind == "download"
+    ]
 
 
 def test_a_checkpoint_in_a_bucket_is_fetched_once_and_follows_what_changes_there(fake):
@@ -335,7 +354,10 @@ def test_a_checkpoint_in_a_bucket_is_fetched_once_and_follows_what_changes_there
     fake.put("bucket", "models/a/more", b"more")
     local_folder("gs://bucket/models/a")
     assert sorted(downloads(fake)[2:]) == ["config.json", "more", "weights"]
-    assert [(copy / name).read_bytes() for name in ("config.json", "weights")] == [b"{}", b"9876543210"]
+    assert [(copy / name).read_bytes() for name in ("config.json", "weights")] == [
+        b"{}",
+        b"9876543210",
+    ]
 
 
 def test_a_checkpoint_that_was_damaged_on_its_way_is_fetched_again(fake):
@@ -400,7 +422,11 @@ def test_the_costs_of_a_line_do_not_grow_with_the_file(fake, store):
         before = len(fake.requests)
         file.write(b"x" * 1000)
         file.flush()
-        mine = [one for one in fake.requests[before:] if one.kind == "upload" or "costs.jsonl" in one.path]
+        mine = [
+            one
+            for one in fake.requests[before:]
+            if one.kind == "upload" or "costs.jsonl" in one.path
+        ]
         requests.append([one.kind for one in mine])
     assert requests == [["upload"]] + [["upload", "compose", "delete"]] * 19
     assert len(fake.content("bucket", "run/costs.jsonl")) == 20_000
@@ -432,7 +458,8 @@ def test_two_programs_in_one_run_are_told(fake, store):
     one.flush()
     other.write(b"1\n")
     with pytest.raises(
-        StoreError, match=r"metrics\.jsonl was changed by another process; let one process at a time train"
+        StoreError,
+        match=r"metrics\.jsonl was changed by another process; let one process at a time train",
     ):
         other.flush()
 
@@ -458,7 +485,11 @@ def a_round(store: Store) -> None:
 
 def held(fake: FakeBucket) -> dict[str, object]:
     """All objects, without what a clock said."""
-    contents = {name: fake.content("bucket", name) for name in fake.names("bucket") if "/events." not in name}
+    contents = {
+        name: fake.content("bucket", name)
+        for name in fake.names("bucket")
+        if "/events." not in name
+    }
     return contents | {"run/metrics.jsonl": [(line["step"], line["rows"]) for line in lines(fake)]}
 
 
@@ -474,7 +505,10 @@ def undisturbed() -> dict[str, object]:
     max_examples=8,
     deadline=None,
     derandomize=True,
-    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
+    suppress_health_check=[
+        hypothesis.HealthCheck.function_scoped_fixture,
+        hypothesis.HealthCheck.too_slow,
+    ],
 )
 @hypothesis.given(faults=st.dictionaries(st.integers(1, 60), st.sampled_from(QUICK), max_size=15))
 def test_faults_at_any_request_change_nothing(fake, monkeypatch, faults) -> None:

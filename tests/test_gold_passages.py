@@ -25,23 +25,44 @@ from mujica_jax.tasks.task import Environment, Material
 from mujica_jax.tasks.two_wiki import task as two_wiki
 
 QUESTION = Question(id="q", text="When was the harbour opened?", answers=("1911",))
-GOLD, OTHER = "Ferries first called in 1911, says the chronicle.", "The harbour of Lisma was opened; it is a harbour."
+GOLD, OTHER = (
+    "Ferries first called in 1911, says the chronicle.",
+    "The harbour of Lisma was opened; it is a harbour.",
+)
 LISMA = [{"title": "Lisma", "paragraph_text": GOLD, "is_supporting": True}]
 LISMA += [{"title": "Lisma", "paragraph_text": OTHER, "is_supporting": False}]
 
 
-def musique(folder: Path, paragraphs: list[dict[str, Any]], **changes: Any) -> open_domain.OpenDomain:
+def musique(
+    folder: Path, paragraphs: list[dict[str, Any]], **changes: Any
+) -> open_domain.OpenDomain:
     asked = "When was the harbour of Lisma opened to ferries?"
     numbered = [paragraph | {"idx": number} for number, paragraph in enumerate(paragraphs)]
-    record = {"id": "2hop__1_2", "question": asked, "answer": "1911", "answerable": True, "paragraphs": numbered}
+    record = {
+        "id": "2hop__1_2",
+        "question": asked,
+        "answer": "1911",
+        "answerable": True,
+        "paragraphs": numbered,
+    }
     (folder / "musique_ans_v1.0_dev.jsonl").write_text(json.dumps(record) + "\n")
-    return open_domain.build(MusiqueConfig(data_dir=str(folder), **{"top_k": 1, "dev_percent": 0} | changes))
+    return open_domain.build(
+        MusiqueConfig(data_dir=str(folder), **{"top_k": 1, "dev_percent": 0} | changes)
+    )
 
 
 def own(folder: Path, records: list[dict[str, Any]], **changes: Any) -> two_wiki.TwoWiki:
-    rows = [{"_id": f"q{n}", "answer": "x", "split": "test"} | record for n, record in enumerate(records)]
+    rows = [
+        {"_id": f"q{n}", "answer": "x", "split": "test"} | record
+        for n, record in enumerate(records)
+    ]
     (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    fields = {"environment": "text", "data_dir": str(folder), "hold_out_percent": 50, "top_k": 1} | changes
+    fields = {
+        "environment": "text",
+        "data_dir": str(folder),
+        "hold_out_percent": 50,
+        "top_k": 1,
+    } | changes
     return two_wiki.build(TwoWikiConfig(**fields))
 
 
@@ -71,7 +92,9 @@ def read(*materials: str) -> Search:
 
 @pytest.mark.parametrize("setting", ["open", "distractor"])
 @pytest.mark.parametrize("paragraphs", [LISMA, LISMA[::-1]])
-def test_of_two_paragraphs_with_one_title_only_the_supporting_one_is_gold(tmp_path, setting, paragraphs):
+def test_of_two_paragraphs_with_one_title_only_the_supporting_one_is_gold(
+    tmp_path, setting, paragraphs
+):
     task = musique(tmp_path, paragraphs, setting=setting)
     (question,) = task.questions("test")
     assert question.gold_passages == (GoldPassage(title="Lisma", text=GOLD),)
@@ -82,13 +105,20 @@ def test_of_two_paragraphs_with_one_title_only_the_supporting_one_is_gold(tmp_pa
     both = figures(question, read(f"Lisma: {OTHER}", f"Lisma: {GOLD}"))
     # one of one gold passage was found; of the two that were read one is gold
     assert (both["gold_found"], both["support_em"], both["support_f1"]) == (100.0, 0.0, 66.67)
-    selected = Search(iteration=0, query="x", materials=(f"Lisma: {OTHER}", f"Lisma: {GOLD}"), selected=(1,))
+    selected = Search(
+        iteration=0, query="x", materials=(f"Lisma: {OTHER}", f"Lisma: {GOLD}"), selected=(1,)
+    )
     assert figures(question, selected)["support_em"] == 100.0
 
 
 @pytest.mark.parametrize("setting", ["open", "distractor"])
 def test_two_supporting_paragraphs_with_one_title_stay_two(tmp_path, setting):
-    task = musique(tmp_path, [paragraph | {"is_supporting": True} for paragraph in LISMA], setting=setting, top_k=2)
+    task = musique(
+        tmp_path,
+        [paragraph | {"is_supporting": True} for paragraph in LISMA],
+        setting=setting,
+        top_k=2,
+    )
     (question,) = task.questions("test")
     assert [passage.text for passage in question.gold_passages] == [GOLD, OTHER]
     assert len(shown(task.environment(question), "the harbour of Lisma, ferries")) == 2
@@ -100,12 +130,16 @@ def test_two_supporting_paragraphs_with_one_title_stay_two(tmp_path, setting):
 def test_gold_passages_of_musique_are_its_supporting_paragraphs(setting):
     with gzip.open(DATA / "musique" / "dev_visible.jsonl.gz", "rt", encoding="utf-8") as file:
         records = {record["id"]: record for record in map(json.loads, file)}
-    task = open_domain.build(MusiqueConfig(data_dir=str(DATA / "musique"), top_k=20, setting=setting))
+    task = open_domain.build(
+        MusiqueConfig(data_dir=str(DATA / "musique"), top_k=20, setting=setting)
+    )
     asked = [*task.questions("dev"), *task.questions("test")]
     assert len(asked) == 74 and not task.left_out
     for question in asked:
         paragraphs = records[question.id]["paragraphs"]
-        supporting = {(of["title"], of["paragraph_text"].strip()) for of in paragraphs if of["is_supporting"]}
+        supporting = {
+            (of["title"], of["paragraph_text"].strip()) for of in paragraphs if of["is_supporting"]
+        }
         assert {(passage.title, passage.text) for passage in question.gold_passages} == supporting
         assert len(question.gold_passages) == len(supporting) == int(question.id[0])
 
@@ -115,21 +149,41 @@ def test_passages_of_two_questions_with_one_title_are_both_searched(tmp_path):
         {
             "question": f"Who built the {what} of Lisma?",
             "supporting_facts": [["Lisma", 0]],
-            "context": [["Lisma", [f"The {what} of Lisma was built by {who}."]], ["Kolm", ["Kolm is a hill."]]],
+            "context": [
+                ["Lisma", [f"The {what} of Lisma was built by {who}."]],
+                ["Kolm", ["Kolm is a hill."]],
+            ],
         }
         for what, who in (("mill", "Ann Ode"), ("pier", "Bo Rask"))
     ]
     task = own(tmp_path, records)
     mill, pier = sorted(task.questions("test"), key=lambda question: question.id)
-    assert pier.gold_passages == (GoldPassage(title="Lisma", text="The pier of Lisma was built by Bo Rask."),)
-    assert shown(task.environment(pier), pier.text) == ["Lisma: The pier of Lisma was built by Bo Rask."]
-    assert figures(pier, read("Lisma: The mill of Lisma was built by Ann Ode."))["gold_found"] == 0.0
-    assert figures(mill, read("Lisma: The mill of Lisma was built by Ann Ode."))["gold_found"] == 100.0
+    assert pier.gold_passages == (
+        GoldPassage(title="Lisma", text="The pier of Lisma was built by Bo Rask."),
+    )
+    assert shown(task.environment(pier), pier.text) == [
+        "Lisma: The pier of Lisma was built by Bo Rask."
+    ]
+    assert (
+        figures(pier, read("Lisma: The mill of Lisma was built by Ann Ode."))["gold_found"] == 0.0
+    )
+    assert (
+        figures(mill, read("Lisma: The mill of Lisma was built by Ann Ode."))["gold_found"] == 100.0
+    )
 
 
 def test_a_sentence_number_tells_which_paragraph_of_a_title_is_meant(tmp_path):
     context = [["Lisma", ["A.", "B."]], ["Lisma", ["C.", "D.", "E."]]]
-    task = own(tmp_path, [{"question": "Who?", "supporting_facts": [["Lisma", 2], ["Lisma", 0]], "context": context}])
+    task = own(
+        tmp_path,
+        [
+            {
+                "question": "Who?",
+                "supporting_facts": [["Lisma", 2], ["Lisma", 0]],
+                "context": context,
+            }
+        ],
+    )
     (question,) = task.questions("test")
     assert question.gold_passages == (GoldPassage(title="Lisma", text="C. D. E."),)
 
@@ -149,49 +203,69 @@ def test_a_title_that_begins_like_a_gold_one_is_another():
     gold = GoldPassage(title="Lisma", text="A town.")
     question = dataclasses.replace(QUESTION, gold_passages=(gold,))
     assert figures(question, read("Lisma: a history: A town."))["gold_found"] == 0.0
-    assert not Material(text="Lisma: a history: A town.", title="Lisma: a history").shows(GoldPassage(title="Lisma"))
+    assert not Material(text="Lisma: a history: A town.", title="Lisma: a history").shows(
+        GoldPassage(title="Lisma")
+    )
 
 
 def test_a_gold_passage_that_was_cut_to_fit_was_found():
     gold = GoldPassage(title="Lisma", text="A town on the Quina. It has a mill.")
     question = dataclasses.replace(QUESTION, gold_passages=(gold,))
     assert figures(question, read("Lisma: A town on the Qui"))["gold_found"] == 100.0
-    assert figures(question, read("Lisma: A town on the Qui", "Kolm: A hill."))["gold_found"] == 0.0, (
-        "none is cut beside"
-    )
+    assert (
+        figures(question, read("Lisma: A town on the Qui", "Kolm: A hill."))["gold_found"] == 0.0
+    ), "none is cut beside"
 
 
 def test_a_corpus_may_have_another_version_of_a_gold_paragraph():
-    paragraph = GoldPassage(title="Lisma", text="Lisma is a town on the Quina. Its mill was built by Ann Ode in 1901.")
+    paragraph = GoldPassage(
+        title="Lisma", text="Lisma is a town on the Quina. Its mill was built by Ann Ode in 1901."
+    )
     chunks = [
-        Passage(id="0", title="Lisma", text="History of trade with many other distant towns and hills."),
         Passage(
-            id="1", title="Lisma", text="Lisma is a small town on the Quina. Its mill was built by Ann Ode in 1901, and"
+            id="0", title="Lisma", text="History of trade with many other distant towns and hills."
+        ),
+        Passage(
+            id="1",
+            title="Lisma",
+            text="Lisma is a small town on the Quina. Its mill was built by Ann Ode in 1901, and",
         ),
     ]
     found = GoldInCorpus(chunks, ["Lisma"]).find(paragraph)
     assert found == GoldPassage(title="Lisma", text=chunks[1].text)
-    assert GoldInCorpus(chunks[:1], ["Lisma"]).find(paragraph) is None, "another paragraph of the article is no version"
+    assert GoldInCorpus(chunks[:1], ["Lisma"]).find(paragraph) is None, (
+        "another paragraph of the article is no version"
+    )
     exact = [*chunks, Passage(id="2", title="Lisma", text=paragraph.text.replace(". ", ".  "))]
     found = GoldInCorpus(exact, ["Lisma"]).find(paragraph)
-    assert found is not None and found.text == exact[2].text, "the same text up to spaces comes first"
+    assert found is not None and found.text == exact[2].text, (
+        "the same text up to spaces comes first"
+    )
 
 
 def test_behind_an_address_titles_decide():
     """Nobody knows the texts that are searched there."""
     service = GoldInCorpus([], ["Lisma"], by_title=True)
     found = service.find(GoldPassage(title="Lisma", text="A town."))
-    assert found is not None and found.is_shown_by("Lisma: Any other text.") and not found.is_shown_by("Kolm: A town.")
+    assert (
+        found is not None
+        and found.is_shown_by("Lisma: Any other text.")
+        and not found.is_shown_by("Kolm: A town.")
+    )
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_titles_are_equal_however_their_letters_and_entities_are_written(tmp_path, on_disk):
     written = [("Ch\u00e2teau & Caf\u00e9", "A house."), ("Marks &amp; Spencer", "A shop.")]
     corpus = tmp_path / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"title": title, "text": text}) + "\n" for title, text in written))
+    corpus.write_text(
+        "".join(json.dumps({"title": title, "text": text}) + "\n" for title, text in written)
+    )
     changes: dict[str, Any] = {}
     if on_disk:
-        made = index.main(["build", "--corpus", str(corpus), "--kind", "bm25", "--out", str(tmp_path / "index")])
+        made = index.main(
+            ["build", "--corpus", str(corpus), "--kind", "bm25", "--out", str(tmp_path / "index")]
+        )
         assert made == 0
         changes["index"] = str(tmp_path / "index")
     decomposed = unicodedata.normalize("NFD", "Ch\u00e2teau & Caf\u00e9")
@@ -204,7 +278,10 @@ def test_titles_are_equal_however_their_letters_and_entities_are_written(tmp_pat
 
 
 def test_entities_of_hotpotqa_are_read_and_its_gold_passages_found(tmp_path):
-    context = [["Marks &amp; Spencer", ["Founded by &quot;Tom&quot; &amp; Co."]], ["Kolm", ["A hill & a mill."]]]
+    context = [
+        ["Marks &amp; Spencer", ["Founded by &quot;Tom&quot; &amp; Co."]],
+        ["Kolm", ["A hill & a mill."]],
+    ]
     record = {
         "_id": "h",
         "question": "Who founded Marks &amp; Spencer?",
@@ -213,11 +290,17 @@ def test_entities_of_hotpotqa_are_read_and_its_gold_passages_found(tmp_path):
         "context": context,
     }
     (tmp_path / "hotpot_dev_distractor_v1.json").write_text(json.dumps([record]))
-    task = open_domain.build(HotpotConfig(data_dir=str(tmp_path), top_k=1, dev_percent=0, setting="distractor"))
+    task = open_domain.build(
+        HotpotConfig(data_dir=str(tmp_path), top_k=1, dev_percent=0, setting="distractor")
+    )
     (question,) = task.questions("test")
     assert question.text == "Who founded Marks & Spencer?" and question.answers == ("Tom & Co",)
-    assert question.gold_passages == (GoldPassage(title="Marks & Spencer", text='Founded by "Tom" & Co.'),)
-    assert shown(task.environment(question), "Spencer") == ['Marks & Spencer: Founded by "Tom" & Co.']
+    assert question.gold_passages == (
+        GoldPassage(title="Marks & Spencer", text='Founded by "Tom" & Co.'),
+    )
+    assert shown(task.environment(question), "Spencer") == [
+        'Marks & Spencer: Founded by "Tom" & Co.'
+    ]
 
 
 class Found:
@@ -238,7 +321,9 @@ def test_demonstrations_and_syntheses_tell_gold_passages_by_their_texts():
     gold = Material(text=f"Lisma: {GOLD}", title="Lisma")
     question = dataclasses.replace(QUESTION, gold_passages=(GoldPassage(title="Lisma", text=GOLD),))
     world: Any = Found(other)
-    assert shown(WithGoldPassages(world, question, 1.0), "Lisma?") == [gold.text], "what was found is not the gold one"
+    assert shown(WithGoldPassages(world, question, 1.0), "Lisma?") == [gold.text], (
+        "what was found is not the gold one"
+    )
     assert shown(WithAllGoldPassages(world, question, lambda pool: pool), "Lisma?") == [gold.text]
     (piece,) = pieces(question, "text")
     assert place_in([other, gold], piece) == 1 and place_in([other], piece) is None
@@ -246,7 +331,14 @@ def test_demonstrations_and_syntheses_tell_gold_passages_by_their_texts():
 
 def test_a_paragraph_without_a_title_is_shown_as_it_is(tmp_path):
     task = own(
-        tmp_path, [{"question": "Who built the mill?", "supporting_facts": [["", 0]], "context": [["", ["The mill."]]]}]
+        tmp_path,
+        [
+            {
+                "question": "Who built the mill?",
+                "supporting_facts": [["", 0]],
+                "context": [["", ["The mill."]]],
+            }
+        ],
     )
     (question,) = task.questions("test")
     found = shown(task.environment(question), "mill")

@@ -12,8 +12,12 @@ from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
 
 
-def triple(subject: str, relation: str, found: str, subject_id: str = "", object_id: str = "") -> Triple:
-    return Triple(subject=subject, relation=relation, object=found, subject_id=subject_id, object_id=object_id)
+def triple(
+    subject: str, relation: str, found: str, subject_id: str = "", object_id: str = ""
+) -> Triple:
+    return Triple(
+        subject=subject, relation=relation, object=found, subject_id=subject_id, object_id=object_id
+    )
 
 
 TICKETS = triple("Two Tickets to Paradise", "director", "D. B. Sweeney", "Q1", "Q2")
@@ -79,9 +83,16 @@ def test_find(graph, name, key):
 
 
 def test_a_label_links_to_itself_with_a_parenthesis_but_two_parentheses_do_not_link(graph):
-    assert len(triples_of(graph, "Norman Foster")) == len(triples_of(graph, "Norman Foster (director)")) == 2
+    assert (
+        len(triples_of(graph, "Norman Foster"))
+        == len(triples_of(graph, "Norman Foster (director)"))
+        == 2
+    )
     assert [found.object for found in triples_of(graph, "Priest (2011 film)")] == ["Scott Stewart"]
-    assert [found.object for found in triples_of(graph, "Priest")] == ["Scott Stewart", "Antonia Bird"]
+    assert [found.object for found in triples_of(graph, "Priest")] == [
+        "Scott Stewart",
+        "Antonia Bird",
+    ]
 
 
 def test_a_label_of_two_entities_is_its_own_key_and_finds_both(graph):
@@ -99,7 +110,11 @@ def test_dates_are_no_entities(graph):
 
 def test_equal_triples_are_shown_once():
     twice = TripleGraph(
-        [triple("A", "father", "B"), triple("A", "father", "B", "Q1", "Q2"), triple("A", "father", "A")]
+        [
+            triple("A", "father", "B"),
+            triple("A", "father", "B", "Q1", "Q2"),
+            triple("A", "father", "A"),
+        ]
     )
     assert [found.text for found in triples_of(twice, "A")] == ["A, father, B", "A, father, A"]
 
@@ -107,7 +122,10 @@ def test_equal_triples_are_shown_once():
 def test_reading_and_its_refusals(tmp_path):
     path = tmp_path / "triples.tsv.gz"
     with gzip.open(path, "wt", encoding="utf-8") as file:
-        file.write(HEADER + " Agatha\tspouse\tSamuel of Bulgaria\tQ1\tQ2\n\nTaxi!\tdirector\tRoy Del Ruth\t\t\n")
+        file.write(
+            HEADER
+            + " Agatha\tspouse\tSamuel of Bulgaria\tQ1\tQ2\n\nTaxi!\tdirector\tRoy Del Ruth\t\t\n"
+        )
     assert read_triples(path) == [
         triple("Agatha", "spouse", "Samuel of Bulgaria", "Q1", "Q2"),
         triple("Taxi!", "director", "Roy Del Ruth"),
@@ -144,7 +162,12 @@ NAMES = st.sampled_from(["Ann", "ann", "Ann (actor)", "Bob", "Bob (film)", "Cid"
 IDS = st.sampled_from(["", "", "Q1", "Q2"])
 
 
-@given(st.lists(st.builds(triple, NAMES, st.sampled_from(["father", "date of birth"]), NAMES, IDS, IDS), max_size=8))
+@given(
+    st.lists(
+        st.builds(triple, NAMES, st.sampled_from(["father", "date of birth"]), NAMES, IDS, IDS),
+        max_size=8,
+    )
+)
 def test_every_triple_is_found_from_both_of_its_ends(triples):
     graph = TripleGraph(triples)
     for one in triples:

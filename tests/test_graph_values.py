@@ -89,14 +89,21 @@ def typed(datatype: str, text: str) -> pyoxigraph.Literal:
 @pytest.mark.parametrize(("datatype", "text", "printed"), CASES)
 def test_a_literal_has_one_printed_form(datatype, text, printed):
     assert readable(typed(datatype, text)) == printed
-    assert sparql.readable is readable, "the triples of every graph are written by the same function"
+    assert sparql.readable is readable, (
+        "the triples of every graph are written by the same function"
+    )
 
 
 @pytest.mark.parametrize(("datatype", "text", "printed"), CASES)
-def test_the_store_prints_a_literal_as_an_endpoint_that_keeps_its_text_does(datatype, text, printed, tmp_path):
-    """Our store normalises numbers and times before they are printed; other stores give the text of the dump."""
+def test_the_store_prints_a_literal_as_an_endpoint_that_keeps_its_text_does(
+    datatype, text, printed, tmp_path
+):
+    """Our store normalises numbers and times before they are printed; other stores give the text of
+    the dump."""
     statement = f"<{WD}Q1> <{WDT}P1> {typed(datatype, text)} ."
-    graph = graph_in_memory(write_dump(tmp_path / "dump.nt", [label("Q1", "One"), label("P1", "value"), statement]))
+    graph = graph_in_memory(
+        write_dump(tmp_path / "dump.nt", [label("Q1", "One"), label("P1", "value"), statement])
+    )
     (triple,) = asyncio.run(graph.triples_of("Q1"))
     assert (triple.object, triple.literal) == (printed, True)
 
@@ -104,7 +111,11 @@ def test_the_store_prints_a_literal_as_an_endpoint_that_keeps_its_text_does(data
 @pytest.mark.parametrize(
     ("datatype", "text", "expected"),
     [
-        ("dateTime", "1996-06-15T00:00:00Z", ["15 June 1996", "June 15, 1996", "1996-06-15", "1996-06-15T00:00:00Z"]),
+        (
+            "dateTime",
+            "1996-06-15T00:00:00Z",
+            ["15 June 1996", "June 15, 1996", "1996-06-15", "1996-06-15T00:00:00Z"],
+        ),
         ("date", "1996-06-15", ["15 June 1996", "June 15, 1996", "1996-06-15"]),
         (
             "date",
@@ -139,7 +150,10 @@ def test_coordinates_and_their_spellings():
     ("iri", "text"),
     [
         ("http://dbpedia.org/resource/Ilse_Vand_%28director%29", "Ilse Vand (director)"),
-        ("http://commons.wikimedia.org/wiki/Special:FilePath/Purple%20Shore.jpg", "Purple Shore.jpg"),
+        (
+            "http://commons.wikimedia.org/wiki/Special:FilePath/Purple%20Shore.jpg",
+            "Purple Shore.jpg",
+        ),
         ("https://www.example.org/", "www.example.org"),
         (f"{WD}Q42", ""),
         (f"{WD}statement/Q42-8F9A", ""),
@@ -182,7 +196,9 @@ def test_coordinates_are_among_the_triples_and_files_are_not(tmp_path):
         f'<{WD}Q1> <{WDT}P625> "Point(114.054 22.535)"^^<{WKT}> .',
         f"<{WD}Q1> <{WDT}P18> <http://commons.wikimedia.org/wiki/Special:FilePath/City.jpg> .",
     ]
-    (triple,) = asyncio.run(graph_in_memory(write_dump(tmp_path / "dump.nt", lines)).triples_of("Q1"))
+    (triple,) = asyncio.run(
+        graph_in_memory(write_dump(tmp_path / "dump.nt", lines)).triples_of("Q1")
+    )
     assert triple.text == "Shenzhen, coordinate location, 22.535 N, 114.054 E"
 
 
@@ -201,12 +217,17 @@ LABELS = [
 @pytest.mark.parametrize(
     ("language", "expected"),
     [
-        ("en", ["Cologne", "Ilse Vand", "Only English", "Sólo español", "Old Name", "Old Name", None]),
+        (
+            "en",
+            ["Cologne", "Ilse Vand", "Only English", "Sólo español", "Old Name", "Old Name", None],
+        ),
         ("de", ["Köln", "Ilse Vand", "Only English", "Sólo español", "Old Name", "Old Name", None]),
         ("zh", ["科隆", "Ilse Vand", "Only English", "Sólo español", "Old Name", "Old Name", None]),
     ],
 )
-def test_labels_come_in_the_preferred_language_then_english_then_any(tmp_path: Path, language, expected):
+def test_labels_come_in_the_preferred_language_then_english_then_any(
+    tmp_path: Path, language, expected
+):
     dump = write_dump(tmp_path / "dump.nt", [*LABELS, f"<{WD}Q1> <{WDT}P1> <{WD}Q4> ."])
     graph = graph_in_memory(dump, languages=("es", "de", "en", "mul", "zh-hans"))
     graph.prefer_language(language)
@@ -217,6 +238,8 @@ def test_labels_come_in_the_preferred_language_then_english_then_any(tmp_path: P
     assert asyncio.run(labels(graph)) == expected
 
     with answering(graph.store) as endpoint:
-        remote = SparqlEndpoint(endpoint.base_url, queries_per_second=1e6, languages=("en", "mul", "es"))
+        remote = SparqlEndpoint(
+            endpoint.base_url, queries_per_second=1e6, languages=("en", "mul", "es")
+        )
         remote.prefer_language(language)
         assert asyncio.run(labels(remote)) == expected

@@ -16,5 +16,9 @@ print(float((jnp.ones((2000, 2000)) @ jnp.ones((2000, 2000))).sum()))
 
 
 def test_freed_memory_is_kept_where_the_c_library_is_glibc():
-    finished = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=HANG_SECONDS)
-    assert finished.stdout.splitlines() == [str(sys.platform == "linux"), "8000000000.0"], finished.stderr
+    finished = subprocess.run(
+        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=HANG_SECONDS
+    )
+    assert finished.stdout.splitlines() == [str(sys.platform == "linux"), "8000000000.0"], (
+        finished.stderr
+    )

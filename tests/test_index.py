@@ -19,16 +19,28 @@ PASSAGES = 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A corpus, questions whose second gold title comes first in BM25, an embedder, and both kinds of index."""
+    """A corpus, questions whose second gold title comes first in BM25, an embedder, and both kinds
+    of index."""
     root = tmp_path_factory.mktemp("index")
     write_corpus(root / "corpus.jsonl", PASSAGES)
     lines = [
-        {"question": f"title {n} word{n}", "supporting_facts": [f"title {n}", ["nowhere", 0]]} for n in range(20, 24)
+        {"question": f"title {n} word{n}", "supporting_facts": [f"title {n}", ["nowhere", 0]]}
+        for n in range(20, 24)
     ]
     (root / "questions.jsonl").write_text("\n".join(map(json.dumps, lines)))
     tiny_embedder(root / "tiny")
     assert (
-        index.main(["build", "--corpus", str(root / "corpus.jsonl"), "--kind", "bm25", "--out", str(root / "bm25")])
+        index.main(
+            [
+                "build",
+                "--corpus",
+                str(root / "corpus.jsonl"),
+                "--kind",
+                "bm25",
+                "--out",
+                str(root / "bm25"),
+            ]
+        )
         == 0
     )
     dense = ["--kind", "exact", "--embedder", str(root / "tiny"), "--out", str(root / "dense")]
@@ -52,7 +64,13 @@ def refused(capsys, *words: str) -> str:
 
 
 def test_recall_is_the_share_of_gold_titles(folder, capsys):
-    asked = ("recall", "--index", str(folder / "bm25"), "--questions", str(folder / "questions.jsonl"))
+    asked = (
+        "recall",
+        "--index",
+        str(folder / "bm25"),
+        "--questions",
+        str(folder / "questions.jsonl"),
+    )
     (found,) = printed(capsys, *asked, "--k", "1", "40")
     assert found["recall@40"] == 50.0, "one of two gold titles exists"
     assert 0 < found["recall@1"] <= 50.0
@@ -88,9 +106,19 @@ def test_the_former_name_of_a_kind_is_answered_with_the_new_one(capsys):
 
 def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, tmp_path):
     built, taken = tmp_path / "built", tmp_path / "taken"
-    made = ["--corpus", str(folder / "corpus.jsonl"), "--kind", "exact", "--embedder", str(folder / "tiny")]
+    made = [
+        "--corpus",
+        str(folder / "corpus.jsonl"),
+        "--kind",
+        "exact",
+        "--embedder",
+        str(folder / "tiny"),
+    ]
     assert index.main(["build", *made, "--prefixes", "e5", "--out", str(built)]) == 0
-    assert index.main(["build", "--embeddings", str(built), "--kind", "exact", "--out", str(taken)]) == 0
+    assert (
+        index.main(["build", "--embeddings", str(built), "--kind", "exact", "--out", str(taken)])
+        == 0
+    )
     asked = ("query", "--k", "3", "word5", "--index")
     found = printed(capsys, *asked, str(built))
     for named in ([], ["--prefixes", "e5"], ["--embedder", str(folder / "tiny")]):
@@ -106,8 +134,18 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
     assert printed(capsys, *asked, str(built), "--prefixes", "e5") == found
 
 
-def test_an_embedder_that_was_named_from_another_folder_is_found(folder, capsys, tmp_path, monkeypatch):
-    made = ["build", "--corpus", str(folder / "corpus.jsonl"), "--kind", "exact", "--out", str(tmp_path / "out")]
+def test_an_embedder_that_was_named_from_another_folder_is_found(
+    folder, capsys, tmp_path, monkeypatch
+):
+    made = [
+        "build",
+        "--corpus",
+        str(folder / "corpus.jsonl"),
+        "--kind",
+        "exact",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     monkeypatch.chdir(folder)
     assert index.main([*made, "--embedder", "tiny"]) == 0
     monkeypatch.chdir(tmp_path)
@@ -116,18 +154,34 @@ def test_an_embedder_that_was_named_from_another_folder_is_found(folder, capsys,
 
 def test_a_query_of_a_small_index_needs_no_k(capsys, tmp_path):
     corpus = write_corpus(tmp_path / "corpus.jsonl", 2)
-    for kind, embedder in (("bm25", []), ("exact", ["--embedder", str(tiny_embedder(tmp_path / "tiny"))])):
+    for kind, embedder in (
+        ("bm25", []),
+        ("exact", ["--embedder", str(tiny_embedder(tmp_path / "tiny"))]),
+    ):
         out = str(tmp_path / kind)
-        assert index.main(["build", "--corpus", str(corpus), "--kind", kind, *embedder, "--out", out]) == 0
+        assert (
+            index.main(["build", "--corpus", str(corpus), "--kind", kind, *embedder, "--out", out])
+            == 0
+        )
         assert len(printed(capsys, "query", "--index", out, "title 0 1")) == 2
 
 
 def test_who_reads_no_further_ends_a_query_without_a_word(folder):
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "mujica_jax.index", "query", "--index", str(folder / "bm25"), "title"]
+    command = [
+        sys.executable,
+        "-m",
+        "mujica_jax.index",
+        "query",
+        "--index",
+        str(folder / "bm25"),
+        "title",
+    ]
     with open(writing, "wb") as pipe:
-        ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=HANG_SECONDS)
+        ended = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=HANG_SECONDS
+        )
     assert (ended.returncode, ended.stderr) == (READER_GONE, "")
 
 
@@ -147,19 +201,32 @@ def test_an_interrupted_build_says_that_it_goes_on(folder, capsys, tmp_path, mon
         raise KeyboardInterrupt
 
     monkeypatch.setattr(indexes, "build", interrupted)
-    words = ["build", "--corpus", str(folder / "corpus.jsonl"), "--kind", "bm25", "--out", str(tmp_path / "out")]
+    words = [
+        "build",
+        "--corpus",
+        str(folder / "corpus.jsonl"),
+        "--kind",
+        "bm25",
+        "--out",
+        str(tmp_path / "out"),
+    ]
     assert index.main(words) == 130
     assert "goes on" in capsys.readouterr().err
 
 
 @needs_data
 @pytest.mark.parametrize(
-    ("tokenizer", "recall_at_2", "recall_at_5"), [("default", 54.16, 64.60), ("elasticsearch", 50.66, 61.39)]
+    ("tokenizer", "recall_at_2", "recall_at_5"),
+    [("default", 54.16, 64.60), ("elasticsearch", 50.66, 61.39)],
 )
-def test_recall_on_2wiki_is_the_published_one(tmp_path, capsys, tokenizer, recall_at_2, recall_at_5):
+def test_recall_on_2wiki_is_the_published_one(
+    tmp_path, capsys, tokenizer, recall_at_2, recall_at_5
+):
     corpus, questions = TWO_WIKI / "corpus_6119.json.gz", TWO_WIKI / "questions_visible.jsonl.gz"
     made = ["--kind", "bm25", "--tokenizer", tokenizer, "--out", str(tmp_path / "index")]
     assert index.main(["build", "--corpus", str(corpus), *made]) == 0
-    (found,) = printed(capsys, "recall", "--index", str(tmp_path / "index"), "--questions", str(questions))
+    (found,) = printed(
+        capsys, "recall", "--index", str(tmp_path / "index"), "--questions", str(questions)
+    )
     assert found["recall@2"] == pytest.approx(recall_at_2, abs=0.1)
     assert found["recall@5"] == pytest.approx(recall_at_5, abs=0.1)

@@ -1,4 +1,5 @@
-"""Mistakes with `python -m mujica_jax.index`: each is one sentence that says what to do, with status 2."""
+"""Mistakes with `python -m mujica_jax.index`: each is one sentence that says what to do, with
+status 2."""
 
 import json
 from pathlib import Path
@@ -17,9 +18,15 @@ def folder(tmp_path_factory) -> Path:
     """A corpus, its questions, two embedders, and an index of words and one of embeddings."""
     root = tmp_path_factory.mktemp("index")
     corpus = write_corpus(root / "corpus.jsonl", PASSAGES)
-    (root / "questions.jsonl").write_text(json.dumps({"question": "title 3", "supporting_facts": ["title 3"]}))
-    (root / "elsewhere.jsonl").write_text(json.dumps({"question": "who?", "supporting_facts": ["nobody", "nothing"]}))
-    (root / "half.jsonl").write_text(json.dumps({"question": "who?", "supporting_facts": ["half \ud800"]}))
+    (root / "questions.jsonl").write_text(
+        json.dumps({"question": "title 3", "supporting_facts": ["title 3"]})
+    )
+    (root / "elsewhere.jsonl").write_text(
+        json.dumps({"question": "who?", "supporting_facts": ["nobody", "nothing"]})
+    )
+    (root / "half.jsonl").write_text(
+        json.dumps({"question": "who?", "supporting_facts": ["half \ud800"]})
+    )
     (root / "goldless.jsonl").write_text('{"question": "who?", "supporting_facts": []}\n')
     (root / "empty.jsonl").write_text("")
     (root / "latin.jsonl").write_bytes('{"title": "Zürich", "text": "x"}'.encode("latin-1"))
@@ -88,7 +95,11 @@ def test_a_mistake_is_one_sentence(folder, tmp_path, capsys, words):
     taken = open_port("127.0.0.1", 0)
     taken.listen()
     with taken:
-        known = {"DIR": str(folder), "OUT": str(tmp_path / "out"), "PORT": str(taken.getsockname()[1])}
+        known = {
+            "DIR": str(folder),
+            "OUT": str(tmp_path / "out"),
+            "PORT": str(taken.getsockname()[1]),
+        }
 
         def filled(text: str) -> str:
             for name, value in known.items():

@@ -1,5 +1,5 @@
-"""Disks that are full, and directories that are damaged or somebody else's: one sentence, and what it says to do
-helps."""
+"""Disks that are full, and directories that are damaged or somebody else's: one sentence, and what
+it says to do helps."""
 
 import json
 import resource
@@ -24,10 +24,14 @@ def folder(tmp_path_factory) -> Path:
     tiny_embedder(root / "tiny", hidden_size=64)
     write_corpus(root / "corpus.jsonl", PASSAGES)
     (root / "short.jsonl").write_text('{"title": "a", "text": "b"}\n' * PASSAGES)
-    vocabulary = " ".join(f"{number:03x}" for number in range(2000))  # its numbers take more room than its text
+    vocabulary = " ".join(
+        f"{number:03x}" for number in range(2000)
+    )  # its numbers take more room than its text
     (root / "words.jsonl").write_text(json.dumps({"title": "all", "text": vocabulary}))
     header = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
-    (root / "graph.tsv").write_text(header + "".join(f"Film {n}\tdirector\tAnn\tQ{n}\tQ0\n" for n in range(1, 3000)))
+    (root / "graph.tsv").write_text(
+        header + "".join(f"Film {n}\tdirector\tAnn\tQ{n}\tQ0\n" for n in range(1, 3000))
+    )
     assert index.main(command(root, "exact", root / "dense")) == 0
     assert index.main(command(root, "bm25", root / "bm25")) == 0
     return root
@@ -45,8 +49,8 @@ def command(root: Path, kind: str, out: Path) -> list[str]:
 
 @pytest.fixture
 def limited():
-    """Sets how large a file may become, for a call; the error is another one than of a full disk and reaches the same
-    places."""
+    """Sets how large a file may become, for a call; the error is another one than of a full disk
+    and reaches the same places."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def call(most_bytes: int, program: Callable[[], int]) -> int:
@@ -73,7 +77,9 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
     folder, tmp_path, capsys, limited, kind, most_bytes, done
 ):
     if kind == "scann":
-        pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
+        pytest.importorskip(
+            "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
+        )
     out = tmp_path / "out"
     words = command(folder, kind, out)
     assert limited(most_bytes, lambda: index.main(words)) == 2
@@ -84,7 +90,9 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
     kept = {name: (out / name).stat().st_ino for name in done}
     assert not (out / "manifest.json").exists()
     assert index.main(words) == 0
-    assert kind == "graph" or kept == {name: (out / name).stat().st_ino for name in done}, "what was done is not again"
+    assert kind == "graph" or kept == {name: (out / name).stat().st_ino for name in done}, (
+        "what was done is not again"
+    )
     manifests.read_manifest(out)
 
 
@@ -115,7 +123,10 @@ def test_what_a_damaged_directory_is_said_to_need_helps(folder, tmp_path, capsys
         ({"passages": "many"}, "is damaged (its version is "),
         ({"files": "none"}, "is damaged (its version is "),
         ({"files": [{"name": "passages.arrow"}]}, "is damaged (its version is "),
-        ({"version": "../../elsewhere"}, "is damaged (its version is '../../elsewhere' and what it says makes "),
+        (
+            {"version": "../../elsewhere"},
+            "is damaged (its version is '../../elsewhere' and what it says makes ",
+        ),
         ({"version": ["a"]}, "is damaged (its version is ['a'] and what it says makes "),
         ({"embedder": 3}, "has the embedder 3 and a name is meant"),
         ({"prefixes": ["query: "]}, "has the prefixes ['query: '] and a name is meant"),
@@ -133,17 +144,24 @@ def test_a_manifest_that_was_changed_is_named(folder, tmp_path, capsys, change, 
 
 
 def test_a_directory_whose_lock_cannot_be_written_is_refused(folder, tmp_path, capsys):
-    """As in an index of another user; root may write there, so that the lock is a directory here."""
+    """As in an index of another user; root may write there, so that the lock is a directory
+    here."""
     out = tmp_path / "out"
     (out / ".lock").mkdir(parents=True)
     assert index.main(command(folder, "bm25", out)) == 2
-    assert f"{out}/.lock cannot be written (Is a directory): choose another --out" in capsys.readouterr().err
+    assert (
+        f"{out}/.lock cannot be written (Is a directory): choose another --out"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_version_is_that_of_the_content(folder, tmp_path):
     """Where an embedder lies, how it was named and how long a build took are none of it."""
     versions = set()
-    for about in ({"seconds": 1, "embedder": "/a", "prefixes": None}, {"seconds": 2, "embedder": "/b"}):
+    for about in (
+        {"seconds": 1, "embedder": "/a", "prefixes": None},
+        {"seconds": 2, "embedder": "/b"},
+    ):
         versions.add(manifests.commit(tmp_path, {"kind": "exact", **about})["version"])
     assert len(versions) == 1
     versions.add(manifests.commit(tmp_path, {"kind": "scann"})["version"])
@@ -164,5 +182,11 @@ def test_an_embedder_that_lies_elsewhere_by_now_is_the_same_build(folder, tmp_pa
     assert index.main(words) == 0
     other = str(tiny_embedder(tmp_path / "other", hidden_size=64, seed=1))
     assert index.main([*words, "--embedder", other]) == 2
-    assert f"was begun with embedder '{folder}/tiny' and this build has '{other}'" in capsys.readouterr().err
-    assert indexes.open_index(out, str(tmp_path / "moved")).version == indexes.open_index(folder / "dense").version
+    assert (
+        f"was begun with embedder '{folder}/tiny' and this build has '{other}'"
+        in capsys.readouterr().err
+    )
+    assert (
+        indexes.open_index(out, str(tmp_path / "moved")).version
+        == indexes.open_index(folder / "dense").version
+    )

@@ -18,23 +18,34 @@ def folder(tmp_path_factory) -> Path:
     """A dump and its index."""
     root = tmp_path_factory.mktemp("graph")
     dump = str(write_dump(root / "dump.nt.gz"))
-    assert index.main(["build", "--corpus", dump, "--kind", "graph", "--out", str(root / "index")]) == 0
+    assert (
+        index.main(["build", "--corpus", dump, "--kind", "graph", "--out", str(root / "index")])
+        == 0
+    )
     return root
 
 
 def shown(capsys, *words: str) -> list[tuple[str, str, str]]:
-    return [(found["subject"], found["relation"], found["object"]) for found in printed(capsys, *words)]
+    return [
+        (found["subject"], found["relation"], found["object"]) for found in printed(capsys, *words)
+    ]
 
 
-@pytest.mark.parametrize("name", ["Q2", "Ilse Vand", "I. Vand", "http://www.wikidata.org/entity/Q2"])
+@pytest.mark.parametrize(
+    "name", ["Q2", "Ilse Vand", "I. Vand", "http://www.wikidata.org/entity/Q2"]
+)
 def test_an_entity_prints_its_triples(folder, capsys, name):
     assert shown(capsys, "query", "--index", str(folder / "index"), name) == DIRECTOR
-    assert shown(capsys, "query", "--index", str(folder / "index"), name, "--k", "2") == DIRECTOR[:2]
+    assert (
+        shown(capsys, "query", "--index", str(folder / "index"), name, "--k", "2") == DIRECTOR[:2]
+    )
     (first, *_) = printed(capsys, "query", "--index", str(folder / "index"), name)
     assert (first["subject_id"], first["object_id"], first["literal"]) == ("Q2", "Q3", False)
 
 
-def test_on_a_terminal_triples_are_a_list_and_a_graph_is_served_by_its_store(folder, capsys, monkeypatch):
+def test_on_a_terminal_triples_are_a_list_and_a_graph_is_served_by_its_store(
+    folder, capsys, monkeypatch
+):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert index.main(["query", "--index", str(folder / "index"), "Q2"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "  1. Ilse Vand | place of birth | Ghent"
@@ -43,9 +54,14 @@ def test_on_a_terminal_triples_are_a_list_and_a_graph_is_served_by_its_store(fol
 
 
 def test_a_name_of_several_entities_says_so(folder, capsys):
-    assert printed(capsys, "query", "--index", str(folder / "index"), "Ghent")[0]["subject_id"] == "Q3"
+    assert (
+        printed(capsys, "query", "--index", str(folder / "index"), "Ghent")[0]["subject_id"] == "Q3"
+    )
     index.main(["query", "--index", str(folder / "index"), "Ghent"])
-    assert "2 entities are called 'Ghent': these are the triples of Q3, not of Q30" in capsys.readouterr().err
+    assert (
+        "2 entities are called 'Ghent': these are the triples of Q3, not of Q30"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_endpoint_prints_the_same(folder, capsys, tmp_path, monkeypatch):
@@ -53,15 +69,32 @@ def test_an_endpoint_prints_the_same(folder, capsys, tmp_path, monkeypatch):
     store = graph_in_memory(folder / "dump.nt.gz").store
 
     def answer(request, before):
-        return Answer(content=store.query(request.body["query"]).serialize(format=pyoxigraph.QueryResultsFormat.JSON))
+        return Answer(
+            content=store.query(request.body["query"]).serialize(
+                format=pyoxigraph.QueryResultsFormat.JSON
+            )
+        )
 
     with serving(answer) as endpoint:
-        assert shown(capsys, "query", "--index", f"sparql+{endpoint.base_url}", "Ilse Vand") == DIRECTOR
-    assert "failed 3 times" in refused(capsys, "query", "--index", f"sparql+{endpoint.base_url}", "Ilse Vand")
+        assert (
+            shown(capsys, "query", "--index", f"sparql+{endpoint.base_url}", "Ilse Vand")
+            == DIRECTOR
+        )
+    assert "failed 3 times" in refused(
+        capsys, "query", "--index", f"sparql+{endpoint.base_url}", "Ilse Vand"
+    )
 
 
 def test_properties_and_languages_reach_the_build(folder, capsys, tmp_path):
-    build = ("build", "--corpus", str(folder / "dump.nt.gz"), "--kind", "graph", "--out", str(tmp_path / "index"))
+    build = (
+        "build",
+        "--corpus",
+        str(folder / "dump.nt.gz"),
+        "--kind",
+        "graph",
+        "--out",
+        str(tmp_path / "index"),
+    )
     assert index.main([*build, "--properties", "P57", "P19", "--languages", "DE", "mul", "en"]) == 0
     manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
     assert (manifest["properties"], manifest["languages"]) == (["P19", "P57"], ["de", "mul", "en"])
@@ -72,7 +105,9 @@ def test_properties_and_languages_reach_the_build(folder, capsys, tmp_path):
 
 
 def test_an_estimate_is_one_line(folder, capsys):
-    (found,) = printed(capsys, "estimate", "--corpus", str(folder / "dump.nt.gz"), "--kind", "graph")
+    (found,) = printed(
+        capsys, "estimate", "--corpus", str(folder / "dump.nt.gz"), "--kind", "graph"
+    )
     assert (found["triples"], found["names"]) == (8, 14) and found["disk_bytes"]["graph"] > 0
 
 
@@ -102,13 +137,29 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     assert "--tokenizer is default and an index of kind graph does not read it" in refused(
         capsys, *build, "--corpus", dump, "--tokenizer", "default"
     )
-    assert "--embedder is x and an index of kind graph" in refused(capsys, *build, "--corpus", dump, "--embedder", "x")
-    assert "'director' is no property" in refused(capsys, *build, "--corpus", dump, "--properties", "director")
+    assert "--embedder is x and an index of kind graph" in refused(
+        capsys, *build, "--corpus", dump, "--embedder", "x"
+    )
+    assert "'director' is no property" in refused(
+        capsys, *build, "--corpus", dump, "--properties", "director"
+    )
     assert "corpus.json is no file of triples" in refused(capsys, *build, "--corpus", "corpus.json")
     assert "--languages is en de and an index of kind bm25 does not read it" in refused(
-        capsys, "build", "--out", out, "--kind", "bm25", "--corpus", "x.json", "--languages", "en", "de"
+        capsys,
+        "build",
+        "--out",
+        out,
+        "--kind",
+        "bm25",
+        "--corpus",
+        "x.json",
+        "--languages",
+        "en",
+        "de",
     )
     assert "--passages is 7 and a graph has none" in refused(
         capsys, "estimate", "--corpus", dump, "--kind", "graph", "--passages", "7"
     )
-    assert "is no file of triples" in refused(capsys, "estimate", "--corpus", "corpus.json", "--kind", "graph")
+    assert "is no file of triples" in refused(
+        capsys, "estimate", "--corpus", "corpus.json", "--kind", "graph"
+    )

@@ -32,7 +32,16 @@ def root(tmp_path_factory) -> Path:
 
 
 def words(root: Path, out: Path, *flags: str, corpus: str = "corpus.jsonl") -> list[str]:
-    return ["build", "--corpus", str(root / corpus), "--embedder", str(root / "tiny"), "--out", str(out), *flags]
+    return [
+        "build",
+        "--corpus",
+        str(root / corpus),
+        "--embedder",
+        str(root / "tiny"),
+        "--out",
+        str(out),
+        *flags,
+    ]
 
 
 def test_without_a_kind_an_index_is_exact_up_to_the_threshold(root, tmp_path, capsys, monkeypatch):
@@ -47,7 +56,9 @@ def test_without_a_kind_an_index_is_exact_up_to_the_threshold(root, tmp_path, ca
 
 
 def test_one_passage_more_than_the_threshold_makes_it_scann(root, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
+    pytest.importorskip(
+        "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
+    )
     monkeypatch.setattr(indexes, "MAX_EXACT_PASSAGES", PASSAGES - 1)
     assert index.main(words(root, tmp_path / "fewer", "--kind", "auto", corpus="fewer.jsonl")) == 0
     assert index.main(words(root, tmp_path / "index", "--kind", "auto")) == 0
@@ -59,19 +70,26 @@ def test_one_passage_more_than_the_threshold_makes_it_scann(root, tmp_path, caps
 
 
 @pytest.mark.parametrize(("threshold", "kind"), [(60, "exact"), (59, "scann")])
-def test_a_kind_that_was_chosen_is_the_index_of_that_kind(root, tmp_path, monkeypatch, threshold, kind):
+def test_a_kind_that_was_chosen_is_the_index_of_that_kind(
+    root, tmp_path, monkeypatch, threshold, kind
+):
     if kind == "scann":
-        pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
+        pytest.importorskip(
+            "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
+        )
     monkeypatch.setattr(indexes, "MAX_EXACT_PASSAGES", threshold)
     assert (
-        index.main(words(root, tmp_path / "chosen")) == index.main(words(root, tmp_path / "named", "--kind", kind)) == 0
+        index.main(words(root, tmp_path / "chosen"))
+        == index.main(words(root, tmp_path / "named", "--kind", kind))
+        == 0
     )
     chosen = read_manifest(tmp_path / "chosen")
     named = read_manifest(tmp_path / "named")
     assert chosen["version"] == named["version"]
     assert {**chosen, "seconds": 0} == {**named, "seconds": 0}
 
-    # Either command finds the index of the other there already, also where the rule would choose otherwise by now.
+    # Either command finds the index of the other there already, also where the rule would choose
+    # otherwise by now.
     monkeypatch.setattr(indexes, "MAX_EXACT_PASSAGES", 119 - threshold)
     assert index.main(words(root, tmp_path / "chosen", "--kind", kind)) == 0
     assert index.main(words(root, tmp_path / "named")) == 0
@@ -79,10 +97,17 @@ def test_a_kind_that_was_chosen_is_the_index_of_that_kind(root, tmp_path, monkey
 
 
 def test_the_embeddings_of_another_index_are_counted_too(root, tmp_path, capsys, monkeypatch):
-    pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
+    pytest.importorskip(
+        "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
+    )
     assert index.main(words(root, tmp_path / "exact")) == 0
     monkeypatch.setattr(indexes, "MAX_EXACT_PASSAGES", 59)
-    assert index.main(["build", "--embeddings", str(tmp_path / "exact"), "--out", str(tmp_path / "scann")]) == 0
+    assert (
+        index.main(
+            ["build", "--embeddings", str(tmp_path / "exact"), "--out", str(tmp_path / "scann")]
+        )
+        == 0
+    )
     assert "60 passages: a ScaNN index" in capsys.readouterr().err
     assert read_manifest(tmp_path / "scann")["kind"] == "scann"
 
@@ -105,7 +130,9 @@ def test_a_killed_build_without_a_kind_goes_on_as_the_kind_it_chose(
     chosen = json.loads((folder / "plan.json").read_text())["kind"]
     if function.startswith("text.embeddings"):
         assert chosen == "exact"
-        monkeypatch.setattr(indexes, "MAX_EXACT_PASSAGES", 59)  # as if another rule held where it is started again
+        monkeypatch.setattr(
+            indexes, "MAX_EXACT_PASSAGES", 59
+        )  # as if another rule held where it is started again
     else:
         assert chosen == "auto"
     capsys.readouterr()
@@ -116,19 +143,43 @@ def test_a_killed_build_without_a_kind_goes_on_as_the_kind_it_chose(
 
 
 def test_a_kind_that_size_does_not_choose_is_not_continued(root, tmp_path, capsys):
-    bm25 = ["build", "--corpus", str(root / "corpus.jsonl"), "--kind", "bm25", "--out", str(tmp_path / "index")]
+    bm25 = [
+        "build",
+        "--corpus",
+        str(root / "corpus.jsonl"),
+        "--kind",
+        "bm25",
+        "--out",
+        str(tmp_path / "index"),
+    ]
     assert index.main(bm25) == 0
     assert index.main(words(root, tmp_path / "index")) == 2
     assert "was begun with kind 'bm25' and this build has 'auto'" in capsys.readouterr().err
 
 
 def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, capsys, monkeypatch):
-    pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
-    estimate = ["estimate", "--corpus", str(root / "corpus.jsonl"), "--embedder", str(root / "tiny")]
-    assert index.main([*estimate, "--passages", "100000"]) == index.main([*estimate, "--passages", "100001"]) == 0
+    pytest.importorskip(
+        "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
+    )
+    estimate = [
+        "estimate",
+        "--corpus",
+        str(root / "corpus.jsonl"),
+        "--embedder",
+        str(root / "tiny"),
+    ]
+    assert (
+        index.main([*estimate, "--passages", "100000"])
+        == index.main([*estimate, "--passages", "100001"])
+        == 0
+    )
     small, large = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert small["kind"] == "exact" and set(small["disk_bytes"]) == {"passages", "embeddings"}
-    assert large["kind"] == "scann" and set(large["disk_bytes"]) == {"passages", "embeddings", "scann"}
+    assert large["kind"] == "scann" and set(large["disk_bytes"]) == {
+        "passages",
+        "embeddings",
+        "scann",
+    }
     assert small["why"].startswith("100,000 passages: an exact") and large["why"].startswith(
         "100,001 passages: a ScaNN"
     )
@@ -137,10 +188,14 @@ def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, ca
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--tokenizer default", "--tokenizer is default and an index of kind auto does not read it: leave it out, or "
-            "give --kind bm25"),
-        ("--recall-target 0.9", "--recall-target is 0.9 and an index of kind auto does not read it: leave it out, or "
-            "give --kind exact"),
+        ("--tokenizer default", (
+            "--tokenizer is default and an index of kind auto does not read it: leave it out, or "
+            "give --kind bm25"
+        )),
+        ("--recall-target 0.9", (
+            "--recall-target is 0.9 and an index of kind auto does not read it: leave it out, or "
+            "give --kind exact"
+        )),
         ("--languages en", "or give --kind graph"),
         ("--corpus dump.nt.gz", "dump.nt.gz holds triples and --kind is auto, an index of passages: give --kind graph"),
         ("--corpus a.jsonl b.nt", "b.nt holds triples"),
@@ -172,7 +227,9 @@ WHERE_IT_WORKS = "build and search a ScaNN index on Linux x86-64, for which it h
 
 def without_scann(*commands: tuple[tuple[str, str], list[str]]) -> list[dict]:
     """Return what each command, with its platform, ended with and printed."""
-    given = [{"system": of[0], "machine": of[1], "arguments": arguments} for of, arguments in commands]
+    given = [
+        {"system": of[0], "machine": of[1], "arguments": arguments} for of, arguments in commands
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", WITHOUT_SCANN, json.dumps(given)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -187,31 +244,45 @@ def one_sentence(ended: dict) -> str:
     return line
 
 
-def test_where_scann_is_missing_its_kind_is_refused_before_anything_is_read_and_auto_is_exact(root, tmp_path):
+def test_where_scann_is_missing_its_kind_is_refused_before_anything_is_read_and_auto_is_exact(
+    root, tmp_path
+):
     scann = words(root, tmp_path / "index", "--kind", "scann")
-    on_mac, on_linux, auto = without_scann((MAC, scann), (LINUX, scann), (ARM, words(root, tmp_path / "index")))
+    on_mac, on_linux, auto = without_scann(
+        (MAC, scann), (LINUX, scann), (ARM, words(root, tmp_path / "index"))
+    )
     said = one_sentence(on_mac)
     assert "ScaNN cannot be imported on Darwin arm64 with Python 3." in said
     assert (
-        "use --kind exact, which searches on any platform (approximately on an accelerator with --recall-target" in said
+        "use --kind exact, which searches on any platform (approximately on an accelerator with "
+        "--recall-target" in said
     )
     assert said.endswith(f", or {WHERE_IT_WORKS}")
 
     # Where ScaNN has wheels, they are named as requirements.txt has them.
-    assert f"install ScaNN (`pip install {REQUIREMENT} 'tensorflow~=2.20.0'`)" in one_sentence(on_linux)
+    assert f"install ScaNN (`pip install {REQUIREMENT} 'tensorflow~=2.20.0'`)" in one_sentence(
+        on_linux
+    )
     required = (ROOT / "requirements.txt").read_text().splitlines()
     assert any(line.startswith(f"{REQUIREMENT};") for line in required)
     assert any(line.startswith("tensorflow~=2.20.0 ") for line in required)
 
     assert auto["status"] == 0
-    why = "60 passages: an exact index, because ScaNN cannot be imported on Linux aarch64 with Python 3."
+    why = (
+        "60 passages: an exact index, because ScaNN cannot be imported on Linux aarch64 with "
+        "Python 3."
+    )
     assert [line for line in auto["lines"] if line.startswith(why)]
     assert read_manifest(tmp_path / "index")["kind"] == "exact"
     assert len(indexes.open_index(tmp_path / "index").search(["word1"], 3)[0]) == 3
 
 
-def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_are_of_use(root, tmp_path):
-    pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
+def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_are_of_use(
+    root, tmp_path
+):
+    pytest.importorskip(
+        "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
+    )
     folder, questions = tmp_path / "scann", tmp_path / "questions.jsonl"
     assert index.main(words(root, folder, "--kind", "scann")) == 0
     questions.write_text('{"question": "word1?", "supporting_facts": ["title 1"]}\n')
@@ -219,11 +290,25 @@ def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_
         (MAC, ["query", "--index", str(folder), "word1"]),
         (LINUX, ["recall", "--index", str(folder), "--questions", str(questions)]),
         (ARM, ["serve", "--index", str(folder), "--port", "0"]),
-        (MAC, ["build", "--embeddings", str(folder), "--kind", "exact", "--out", str(tmp_path / "exact")]),
+        (
+            MAC,
+            [
+                "build",
+                "--embeddings",
+                str(folder),
+                "--kind",
+                "exact",
+                "--out",
+                str(tmp_path / "exact"),
+            ],
+        ),
     )
     for said in map(one_sentence, opened):
         assert f"the index {folder} is of kind scann and ScaNN cannot be imported on " in said
-        assert f"`python -m mujica_jax.index build --embeddings {folder} --kind exact --out DIR`" in said
+        assert (
+            f"`python -m mujica_jax.index build --embeddings {folder} --kind exact --out DIR`"
+            in said
+        )
 
     # What the sentence says helps.
     assert taken["status"] == 0
@@ -233,7 +318,9 @@ def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_
 @pytest.mark.slow
 def test_a_build_that_was_begun_as_scann_stays_one_where_scann_is_missing(root, tmp_path):
     """Without --kind too: an exact index would be another one than the machine before has begun."""
-    pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
+    pytest.importorskip(
+        "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
+    )
     begun = tmp_path / "begun"
     kill_at("text.embeddings.write_json", 2, words(root, begun, "--kind", "scann"))
     (continued,) = without_scann((ARM, words(root, begun)))

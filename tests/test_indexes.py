@@ -57,7 +57,11 @@ def corpus(tmp_path_factory) -> Path:
 
 
 def spec(corpus: Path, embedder: Path, **changes) -> indexes.IndexSpec:
-    fields = {"kind": "exact", "corpus": (str(corpus),), "embedder": find_embedder(str(embedder))} | changes
+    fields = {
+        "kind": "exact",
+        "corpus": (str(corpus),),
+        "embedder": find_embedder(str(embedder)),
+    } | changes
     return indexes.IndexSpec(**fields)
 
 
@@ -76,12 +80,16 @@ def copy(built, tmp_path) -> Path:
 @pytest.mark.parametrize("storage", ["bfloat16", "int8"])
 def test_a_dense_index_finds_what_numpy_finds(tmp_path, corpus, embedder, storage):
     reporter = Silent()
-    manifest, there = indexes.build(tmp_path / "index", spec(corpus, embedder, storage=storage), reporter)
+    manifest, there = indexes.build(
+        tmp_path / "index", spec(corpus, embedder, storage=storage), reporter
+    )
     assert (manifest["passages"], there) == (PASSAGES, False)
     assert reporter.told["embedding"][-1] == PASSAGES
     index = indexes.open_index(tmp_path / "index")
     model = find_embedder(str(embedder)).load()
-    kept = compressed(model.embed([passage.contents for passage in read_corpus([corpus])], "passage"), storage)
+    kept = compressed(
+        model.embed([passage.contents for passage in read_corpus([corpus])], "passage"), storage
+    )
     scores, positions = best_rows(model.embed(QUERIES, "query"), kept.float32(), 4)
     for hits, expected, of in zip(index.search(QUERIES, 4), positions, scores, strict=True):
         assert [position for position, _ in hits] == list(expected)
@@ -101,7 +109,11 @@ def test_bm25_from_the_disk_finds_what_bm25_in_memory_finds(tmp_path, corpus, to
 
 def test_a_corpus_without_words_is_an_index_that_finds_nothing(tmp_path):
     (tmp_path / "corpus.json").write_text('[{"title": "!", "text": "?"}]')
-    indexes.build(tmp_path / "index", indexes.IndexSpec(kind="bm25", corpus=(str(tmp_path / "corpus.json"),)), Silent())
+    indexes.build(
+        tmp_path / "index",
+        indexes.IndexSpec(kind="bm25", corpus=(str(tmp_path / "corpus.json"),)),
+        Silent(),
+    )
     assert indexes.open_index(tmp_path / "index").search(["cat"], 1) == [[]]
 
 
@@ -114,14 +126,18 @@ def test_eight_bits_are_near_and_a_row_of_zeros_stays_one():
 
 
 def test_the_same_build_again_finds_the_index_there(copy, corpus, embedder):
-    before = {path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.name != manifests.LOCK}
+    before = {
+        path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.name != manifests.LOCK
+    }
     manifest, there = indexes.build(copy, spec(corpus, embedder), Silent())
     assert there and manifest["passages"] == PASSAGES
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
 def test_another_build_into_the_same_directory_is_refused(copy, corpus, embedder):
-    with pytest.raises(UserError, match=r"was begun with storage 'bfloat16' and this build has 'int8'"):
+    with pytest.raises(
+        UserError, match=r"was begun with storage 'bfloat16' and this build has 'int8'"
+    ):
         indexes.build(copy, spec(corpus, embedder, storage="int8"), Silent())
     (copy / "elsewhere").mkdir()
     (copy / "elsewhere" / "letter.txt").write_text("mine")
@@ -161,7 +177,9 @@ def test_an_empty_corpus_is_refused(tmp_path, embedder):
     with pytest.raises(UserError, match="there is no passage in it"):
         indexes.build(tmp_path / "index", spec(tmp_path / "corpus.json", embedder), Silent())
     (tmp_path / "corpus.json").write_text('[{"title": "word1", "text": "word2"}]')
-    manifest, _ = indexes.build(tmp_path / "index", spec(tmp_path / "corpus.json", embedder), Silent())
+    manifest, _ = indexes.build(
+        tmp_path / "index", spec(tmp_path / "corpus.json", embedder), Silent()
+    )
     assert manifest["passages"] == 1, "the mended corpus into the same directory"
 
 
@@ -192,7 +210,9 @@ MOMENTS = [
     ("function", "call", "rows"),
     [MOMENTS[0], *(pytest.param(*moment, marks=pytest.mark.slow) for moment in MOMENTS[1:])],
 )
-def test_a_killed_build_goes_on_and_ends_the_same(tmp_path, corpus, embedder, monkeypatch, function, call, rows):
+def test_a_killed_build_goes_on_and_ends_the_same(
+    tmp_path, corpus, embedder, monkeypatch, function, call, rows
+):
     """Until the end nothing can be opened."""
     small_chunks(monkeypatch)
     whole, folder = tmp_path / "whole", tmp_path / "index"
@@ -207,7 +227,9 @@ def test_a_killed_build_goes_on_and_ends_the_same(tmp_path, corpus, embedder, mo
     assert reporter.told.get("embedding", [rows])[0] == rows
     for name in ("embeddings.bfloat16", "passages.arrow"):
         assert (folder / name).read_bytes() == (whole / name).read_bytes()
-    assert indexes.open_index(folder).search(QUERIES, 3) == indexes.open_index(whole).search(QUERIES, 3)
+    assert indexes.open_index(folder).search(QUERIES, 3) == indexes.open_index(whole).search(
+        QUERIES, 3
+    )
 
 
 PEAK = """
@@ -236,7 +258,14 @@ def test_the_corpus_is_not_read_into_memory(tmp_path, name):
     for file, passages in ((tmp_path / name, 30_000), (tmp_path / f"small_{name}", 5000)):
         begin, between, end = ("[", ",", "]") if name.endswith(".json") else ("", "\n", "")
         file.write_text(begin + between.join([line] * passages) + end)
-    command = [sys.executable, "-c", PEAK, str(tmp_path / name), str(tmp_path / f"small_{name}"), str(tmp_path / "out")]
+    command = [
+        sys.executable,
+        "-c",
+        PEAK,
+        str(tmp_path / name),
+        str(tmp_path / f"small_{name}"),
+        str(tmp_path / "out"),
+    ]
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     grown, passages = map(int, run.stdout.split())

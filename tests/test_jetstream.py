@@ -1,4 +1,5 @@
-"""JetStream's engine interface on our engines, called by hand and by JetStream's own orchestrator."""
+"""JetStream's engine interface on our engines, called by hand and by JetStream's own
+orchestrator."""
 
 import importlib
 import json
@@ -16,7 +17,15 @@ import pytest
 from countable_engine import CountableEngine
 from flax import nnx
 from patience import HANG_SECONDS
-from tiny_engine import PAGE_TOKENS, PAGES_A_SLOT, decoder, log_probs_of, make_engine, next_token_logits, random_tokens
+from tiny_engine import (
+    PAGE_TOKENS,
+    PAGES_A_SLOT,
+    decoder,
+    log_probs_of,
+    make_engine,
+    next_token_logits,
+    random_tokens,
+)
 from traffic import cached, nodes_of
 
 from mujica_jax.inference.engine.base import Engine
@@ -45,11 +54,14 @@ def tiny() -> Engine:
 
 
 def prefilled(engine: Any, tokens: Sequence[int], prefix: Any = None) -> Any:
-    """As JetStream calls it: padded, and the beginning of a conversation begins with a token of its own."""
+    """As JetStream calls it: padded, and the beginning of a conversation begins with a token of its
+    own."""
     tokens = [jetstream().NO_TOKEN, *tokens] if prefix is None else list(tokens)
     padded = jnp.asarray([*tokens, *[0] * (64 - len(tokens))])
     weights = engine.load_params()
-    return engine.prefill(params=weights, existing_prefix=prefix, padded_tokens=padded, true_length=len(tokens))
+    return engine.prefill(
+        params=weights, existing_prefix=prefix, padded_tokens=padded, true_length=len(tokens)
+    )
 
 
 def steps(engine: Any, state: Any, slot: int, count: int) -> list[int]:
@@ -81,7 +93,8 @@ def assert_nothing_is_held(engine: Any, running: int = 0) -> None:
 
 
 @pytest.mark.parametrize(
-    "length", [1, 2, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, PAGE_TOKENS + 2, 3 * PAGE_TOKENS, 33]
+    "length",
+    [1, 2, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, PAGE_TOKENS + 2, 3 * PAGE_TOKENS, 33],
 )
 def test_a_prompt_is_decoded_as_by_the_full_forward_on_both_sides_of_page_borders(length):
     engine = jetstream().JetStreamEngine(tiny(), GREEDY)
@@ -98,7 +111,9 @@ def test_a_prompt_goes_on_from_an_earlier_prefix_without_computing_it_again():
     engine = countable(prefill_tokens=8)
     computed: list[int] = []
     prefill = engine.prefill
-    engine.prefill = lambda rows: (computed.extend(len(row.tokens) for row in rows), prefill(rows))[1]
+    engine.prefill = lambda rows: (computed.extend(len(row.tokens) for row in rows), prefill(rows))[
+        1
+    ]
     jet = jetstream().JetStreamEngine(engine, GREEDY)
     state = jet.init_decode_state()
     opening, ending = [*range(1, 19)], [7, 8, 9]
@@ -114,7 +129,8 @@ def test_a_prompt_goes_on_from_an_earlier_prefix_without_computing_it_again():
         for slot, tokens in found.items():
             tokens.append(int(result.get_result_at_slot(slot).tokens[0, 0]))
     assert max(computed) == 8, "in chunks"
-    # The last token of a prompt is decoded. Four whole pages of the opening are shared, of 4 tokens each.
+    # The last token of a prompt is decoded. Four whole pages of the opening are shared, of 4 tokens
+    # each.
     assert sum(computed) == 17 + (len(opening) + len(ending) - 1 - 16)
     assert jet.counters().prefilled_tokens == sum(computed)
     assert found[0] == engine.by_hand(opening, GREEDY)[0][:5]
@@ -125,7 +141,9 @@ def test_what_prompts_inserted_together_begin_with_is_computed_once_and_the_rest
     engine = countable(slots=3, prefill_tokens=64)
     calls: list[list[int]] = []
     prefill = engine.prefill
-    engine.prefill = lambda rows: (calls.append([len(row.tokens) for row in rows]), prefill(rows))[1]
+    engine.prefill = lambda rows: (calls.append([len(row.tokens) for row in rows]), prefill(rows))[
+        1
+    ]
     jet = jetstream().JetStreamEngine(engine, GREEDY)
     state = jet.init_decode_state()
     shared = [*range(1, 14)]  # three whole pages and a token
@@ -179,14 +197,18 @@ def test_a_slot_generates_no_more_than_it_may_and_than_there_are_positions():
 
 
 @pytest.mark.parametrize(
-    "tokens", [[], [3, 20], [3, -5], [3] * 63, [3] * 70], ids=["empty", "high", "low", "full", "cut"]
+    "tokens",
+    [[], [3, 20], [3, -5], [3] * 63, [3] * 70],
+    ids=["empty", "high", "low", "full", "cut"],
 )
 def test_a_prompt_that_cannot_be_served_is_answered_with_no_token(tokens):
     """An exception would end JetStream's process."""
     engine = countable(positions=63)
     jet = jetstream().JetStreamEngine(engine, GREEDY)
     padded = np.asarray([jetstream().NO_TOKEN, *tokens][-64:], float)
-    refused = jet.prefill(params=jet.load_params(), padded_tokens=padded, true_length=1 + len(tokens))
+    refused = jet.prefill(
+        params=jet.load_params(), padded_tokens=padded, true_length=1 + len(tokens)
+    )
     assert refused.tokens == ()
     state = jet.insert(prefilled(jet, [3, 4]), jet.init_decode_state(), slot=0)
     state = jet.insert(refused, state, slot=1)
@@ -234,7 +256,9 @@ def test_a_prefix_is_nothing_to_delete_or_to_move():
 
 def test_sampled_requests_have_seeds_of_their_own():
     engine = countable()
-    jet = jetstream().JetStreamEngine(engine, SamplingParams(max_new_tokens=40, temperature=1.0, seed=5))
+    jet = jetstream().JetStreamEngine(
+        engine, SamplingParams(max_new_tokens=40, temperature=1.0, seed=5)
+    )
     state = jet.init_decode_state()
     for number in range(3):
         state = jet.insert(prefilled(jet, [3, 4]), state, slot=0)
@@ -276,10 +300,16 @@ def test_an_insert_without_room_says_so_and_finds_it_when_a_slot_is_freed():
     state = jet.init_decode_state()
     sampling = SamplingParams(max_new_tokens=10, temperature=0.0, seed=0)
     state = jet.insert(prefilled(jet, [3] * 30), state, 0, sampling=sampling)  # ten pages
-    with pytest.raises(contract().NoRoomError, match="need 10 pages of KV memory, and of 16 only 16 can be had"):
-        jet.insert(prefilled(jet, [4] * 30), state, 1, sampling=sampling)  # not computed yet, and counted
+    with pytest.raises(
+        contract().NoRoomError, match="need 10 pages of KV memory, and of 16 only 16 can be had"
+    ):
+        jet.insert(
+            prefilled(jet, [4] * 30), state, 1, sampling=sampling
+        )  # not computed yet, and counted
     state, _ = jet.generate(jet.load_params(), state)
-    with pytest.raises(contract().NoRoomError, match="need 10 pages of KV memory, and of 16 only 6 can be had"):
+    with pytest.raises(
+        contract().NoRoomError, match="need 10 pages of KV memory, and of 16 only 6 can be had"
+    ):
         jet.insert(prefilled(jet, [4] * 30), state, 1, sampling=sampling)
     jet.free_resource(0)
     assert_nothing_is_held(jet)
@@ -311,7 +341,11 @@ def test_load_params_replaces_the_policy():
     [
         (lambda: CountableEngine(decode_steps=3), GREEDY, "decodes 3 steps a call"),
         (lambda: countable(pages=47), GREEDY, "47 pages and its 3 slots need 48"),
-        (countable, SamplingParams(max_new_tokens=4, temperature=0.0, seed=0, stop_strings=("x",)), "stop strings"),
+        (
+            countable,
+            SamplingParams(max_new_tokens=4, temperature=0.0, seed=0, stop_strings=("x",)),
+            "stop strings",
+        ),
     ],
 )
 def test_settings_that_jetstream_cannot_work_with_are_refused(engine, params, sentence):
@@ -333,29 +367,45 @@ def test_texts_are_encoded_as_prompts_and_decoded_token_by_token():
     tokenizer = Tokenizer.train(iter(["plain"]), 300)
     jet = jetstream().JetStreamEngine(countable(), GREEDY, tokenizer=tokenizer)
     wrapped = jet.build_tokenizer(jet.get_tokenizer())
-    padded, length = wrapped.encode("a é", is_bos=True, max_prefill_length=jet.max_prefill_length, jax_padding=False)
+    padded, length = wrapped.encode(
+        "a é", is_bos=True, max_prefill_length=jet.max_prefill_length, jax_padding=False
+    )
     ids = tokenizer.encode_trusted("a é")
-    assert padded.tolist() == [jetstream().NO_TOKEN, *ids, *[0] * (16 - length)] and length == 1 + len(ids)
+    assert padded.tolist() == [
+        jetstream().NO_TOKEN,
+        *ids,
+        *[0] * (16 - length),
+    ] and length == 1 + len(ids)
     pieces = [wrapped.decode([id]) for id in ids]
     assert pieces[0] == "a" and pieces[-2:] == ["<0xC3>", "<0xA9>"]
     assert (
-        jetstream().JetStreamTokenizer(None, frozenset({0})).encode("a é", is_bos=True, max_prefill_length=16)[1] == 1
+        jetstream()
+        .JetStreamTokenizer(None, frozenset({0}))
+        .encode("a é", is_bos=True, max_prefill_length=16)[1]
+        == 1
     )
 
 
 def test_jetstreams_orchestrator_gives_the_tokens_of_our_generator():
-    """In a process of its own: JetStream's threads end theirs on any fault, and it takes over the logging."""
+    """In a process of its own: JetStream's threads end theirs on any fault, and it takes over the
+    logging."""
     paths = os.pathsep.join([str(PROGRAM.parent), str(PROGRAM.parent.parent)])
     environment = {**os.environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     finished = subprocess.run(
-        [sys.executable, str(PROGRAM)], capture_output=True, text=True, timeout=HANG_SECONDS, env=environment
+        [sys.executable, str(PROGRAM)],
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        env=environment,
     )
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
     found = json.loads(finished.stdout.splitlines()[-1])
     assert len(found["generator"]) == 8 and min(map(len, found["generator"])) > 1
     assert found["orchestrator"] == found["generator"]
     prompts, answers = found["prompts"], found["generator"]
-    best = [greedy(prompt, len(answer)) for prompt, answer in zip(prompts[:2], answers[:2], strict=True)]
+    best = [
+        greedy(prompt, len(answer)) for prompt, answer in zip(prompts[:2], answers[:2], strict=True)
+    ]
     assert best == answers[:2]
     assert np.isfinite(log_probs_of(decoder(), prompts[0] + answers[0], len(answers[0]))).all()
     assert found["refused"] == [], "a prompt that cannot be served has an empty answer"

@@ -1,4 +1,5 @@
-"""Our driver of JetStream's interface: on our engine, on one that is computed by hand, and on a foreign one."""
+"""Our driver of JetStream's interface: on our engine, on one that is computed by hand, and on a
+foreign one."""
 
 import asyncio
 import dataclasses
@@ -13,7 +14,15 @@ from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_traffic import PIECES, actions, at_rest, engines, play, policy
-from tiny_engine import MODEL, NO_STOP, POSITIONS, decoder, make_engine, next_token_logits, random_tokens
+from tiny_engine import (
+    MODEL,
+    NO_STOP,
+    POSITIONS,
+    decoder,
+    make_engine,
+    next_token_logits,
+    random_tokens,
+)
 from tiny_models import filled_decoder
 from traffic import cached, complete_all, letter, make_generator, nodes_of, params, run, settle
 
@@ -33,13 +42,21 @@ from mujica_jax.models.tokenizer import Tokenizer
 
 GREEDY = Capabilities(sampling_per_request=False, log_probabilities=False)
 ENGINE = EngineConfig(
-    kind="jetstream", slots=3, decode_steps_per_call=4, prefill_tokens=128, page_tokens=8, prefix_reuse=True
+    kind="jetstream",
+    slots=3,
+    decode_steps_per_call=4,
+    prefill_tokens=128,
+    page_tokens=8,
+    prefix_reuse=True,
 )
 
 
 def adapter(engine: Any, **settings: Any) -> Any:
-    """Our engine behind JetStream's interface; imported by who runs these tests: it brings TensorFlow."""
-    return importlib.import_module("mujica_jax.inference.jetstream.engine").JetStreamEngine(engine, **settings)
+    """Our engine behind JetStream's interface; imported by who runs these tests: it brings
+    TensorFlow."""
+    return importlib.import_module("mujica_jax.inference.jetstream.engine").JetStreamEngine(
+        engine, **settings
+    )
 
 
 def driver(jetstream_engine: Any, **settings: Any) -> Any:
@@ -48,8 +65,11 @@ def driver(jetstream_engine: Any, **settings: Any) -> Any:
     return module.JetStreamGenerator(jetstream_engine, **defaults | settings)
 
 
-def countable(engine: CountableEngine, *, queue_size: int = 1000, reuse: bool = True, **settings: Any) -> Any:
-    """A driver of the engine whose completions are computed by hand. Its tokens are letters: 0 is "a", 1 is "b"."""
+def countable(
+    engine: CountableEngine, *, queue_size: int = 1000, reuse: bool = True, **settings: Any
+) -> Any:
+    """A driver of the engine whose completions are computed by hand. Its tokens are letters: 0 is
+    "a", 1 is "b"."""
     generator = driver(
         adapter(engine, prefix_reuse=reuse),
         slots=engine.slots,
@@ -63,7 +83,9 @@ def countable(engine: CountableEngine, *, queue_size: int = 1000, reuse: bool = 
     return generator
 
 
-def by_hand(engine: CountableEngine, prompt: list[int], wanted: SamplingParams) -> tuple[list[int], str]:
+def by_hand(
+    engine: CountableEngine, prompt: list[int], wanted: SamplingParams
+) -> tuple[list[int], str]:
     tokens, _ = engine.by_hand(prompt, wanted)
     return tokens, "stop" if tokens[-1] in engine.stop_token_ids else "length"
 
@@ -73,17 +95,24 @@ def outcome(completion: Any) -> tuple[list[int], str]:
     return list(completion.token_ids), completion.finish_reason
 
 
-def mixed_requests(count: int, vocabulary: int, *, longest: int, limit: int) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of up to twice `longest` tokens, with limits and stop strings. Every second one begins as others do."""
+def mixed_requests(
+    count: int, vocabulary: int, *, longest: int, limit: int
+) -> list[tuple[list[int], SamplingParams]]:
+    """Prompts of up to twice `longest` tokens, with limits and stop strings. Every second one
+    begins as others do."""
     draw = np.random.default_rng(0)
     shared = draw.integers(1, vocabulary, longest).tolist()
     requests = []
     for number in range(count):
         beginning = shared[: int(draw.integers(0, longest + 1))] if number % 2 else []
-        prompt = beginning + draw.integers(1, vocabulary, int(draw.integers(1, longest + 1))).tolist()
+        prompt = (
+            beginning + draw.integers(1, vocabulary, int(draw.integers(1, longest + 1))).tolist()
+        )
         stops = ("ab", "c", "zzz") if number % 4 == 0 else ()
         new_tokens = int(draw.integers(1, limit + 1))
-        requests.append((prompt, params(new_tokens, temperature=0.0, seed=number, stop_strings=stops)))
+        requests.append(
+            (prompt, params(new_tokens, temperature=0.0, seed=number, stop_strings=stops))
+        )
     return requests
 
 
@@ -92,7 +121,8 @@ def mixed_requests(count: int, vocabulary: int, *, longest: int, limit: int) -> 
 
 @functools.cache
 def tiny_pair() -> tuple[Any, Any]:
-    """The native generator and the driver, on engines of the same decoder; the second is short of pages."""
+    """The native generator and the driver, on engines of the same decoder; the second is short of
+    pages."""
     native = make_generator(make_engine(slots=8))
     generator = driver(
         adapter(make_engine(slots=8, pages=60)),
@@ -140,10 +170,19 @@ def test_each_request_is_sampled_with_its_own_seed_temperature_and_filters_as_by
     assert [list(one.token_ids) for one in complete_all(generator, requests)] == expected
 
 
-@given(actions=actions, engine=engines, queue_size=st.integers(1, 4), reuse=st.sampled_from([True, True, False]))
+@given(
+    actions=actions,
+    engine=engines,
+    queue_size=st.integers(1, 4),
+    reuse=st.sampled_from([True, True, False]),
+)
 @settings(max_examples=100, deadline=None)
-def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behind(actions, engine, queue_size, reuse):
-    generator = countable(engine, queue_size=queue_size, reuse=reuse, token_bytes=PIECES.__getitem__)
+def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behind(
+    actions, engine, queue_size, reuse
+):
+    generator = countable(
+        engine, queue_size=queue_size, reuse=reuse, token_bytes=PIECES.__getitem__
+    )
     play(actions, engine, generator)
     statistics, pages = generator.statistics, generator._engine._pages
     assert (statistics.running, statistics.waiting) == (0, 0)
@@ -156,20 +195,32 @@ def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behin
 def test_completions_are_those_computed_by_hand_with_memory_short_or_not(decode_steps, pages):
     engine = CountableEngine(decode_steps=decode_steps, pages=pages)
     generator = countable(engine)
-    requests = [([n % 3 + 1] * (5 + 3 * n) + [4], params(9, temperature=float(n % 2), seed=n)) for n in range(12)]
+    requests = [
+        ([n % 3 + 1] * (5 + 3 * n) + [4], params(9, temperature=float(n % 2), seed=n))
+        for n in range(12)
+    ]
     for completion, request in zip(complete_all(generator, requests), requests, strict=True):
         assert outcome(completion) == by_hand(engine, *request)
     statistics = generator.statistics
-    assert (statistics.requests, statistics.running, statistics.waiting, statistics.refused) == (12, 0, 0, 0)
+    assert (statistics.requests, statistics.running, statistics.waiting, statistics.refused) == (
+        12,
+        0,
+        0,
+        0,
+    )
     assert statistics.prompt_tokens == sum(len(prompt) for prompt, _ in requests)
-    assert statistics.generated_tokens == sum(len(by_hand(engine, *request)[0]) for request in requests)
+    assert statistics.generated_tokens == sum(
+        len(by_hand(engine, *request)[0]) for request in requests
+    )
 
 
 def test_it_is_a_policy_generator():
     generator = countable(CountableEngine())
     assert isinstance(generator, PolicyGenerator)
     assert (generator.capacity, generator.stop_token_ids) == (1003, frozenset({0}))
-    assert generator.capabilities == Capabilities(sampling_per_request=True, log_probabilities=False)
+    assert generator.capabilities == Capabilities(
+        sampling_per_request=True, log_probabilities=False
+    )
 
 
 # --- where a request ends ---
@@ -196,7 +247,9 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(first, de
     wanted = params(20, temperature=0.0, stop_strings=("zzz", stop))
     (completion,) = complete_all(generator, [(prompt, wanted)])
     assert outcome(completion) == (tokens[:end], "stop_string") and completion.stop_string == stop
-    assert generator.statistics.generated_tokens == end, "what lies beyond it was generated for nobody"
+    assert generator.statistics.generated_tokens == end, (
+        "what lies beyond it was generated for nobody"
+    )
 
     async def shown() -> list[int]:
         return [token async for part in generator.stream(prompt, wanted) for token in part]
@@ -281,7 +334,11 @@ async def test_those_that_go_on_with_a_conversation_overtake_the_others():
     [
         ([], params(3), "the prompt is empty"),
         ([20], params(3), "leave the vocabulary of 20"),
-        ([3] * 60, params(5), "60 prompt tokens and 5 new ones do not fit the engine's 64 positions"),
+        (
+            [3] * 60,
+            params(5),
+            "60 prompt tokens and 5 new ones do not fit the engine's 64 positions",
+        ),
         ([3], params(0), "max_new_tokens is 0"),
         ([3], params(3, top_p=0.0), "top_p is 0.0"),
     ],
@@ -319,7 +376,9 @@ async def test_an_error_of_one_request_is_its_own(method):
 
     setattr(generator._engine, method, fails_once)
     requests = [([3 + n], params(6, seed=n)) for n in range(5)]
-    outcomes = await asyncio.gather(*(generator.generate(*request) for request in requests), return_exceptions=True)
+    outcomes = await asyncio.gather(
+        *(generator.generate(*request) for request in requests), return_exceptions=True
+    )
     assert isinstance(outcomes[1], EngineError)
     assert str(outcomes[1]) == "the engine failed at this request (RuntimeError: a bad row)"
     for number in (0, 2, 3, 4):
@@ -332,9 +391,14 @@ async def test_a_fault_of_the_engine_fails_those_that_run_and_the_others_go_on()
     engine.fails_at_call = 2
     generator = countable(engine)
     requests = [([3 + n], params(6, seed=n)) for n in range(5)]
-    outcomes = await asyncio.gather(*(generator.generate(*request) for request in requests), return_exceptions=True)
+    outcomes = await asyncio.gather(
+        *(generator.generate(*request) for request in requests), return_exceptions=True
+    )
     for failed in outcomes[:2]:
-        assert str(failed) == "the engine failed while this request ran (RuntimeError: the device is gone)"
+        assert (
+            str(failed)
+            == "the engine failed while this request ran (RuntimeError: the device is gone)"
+        )
         assert isinstance(failed, EngineError)
     for number in (2, 3, 4):
         assert outcome(outcomes[number]) == by_hand(engine, *requests[number])
@@ -347,11 +411,15 @@ async def test_a_policy_whose_numbers_are_not_finite_fails_the_request_alone(dec
     engine.broken_seed = 7
     generator = countable(engine)
     broken, fine = await asyncio.gather(
-        generator.generate([3, 4], params(6, seed=7)), generator.generate([3, 4], params(6)), return_exceptions=True
+        generator.generate([3, 4], params(6, seed=7)),
+        generator.generate([3, 4], params(6)),
+        return_exceptions=True,
     )
     assert isinstance(
         broken, PolicyError
-    ) and "after 0 tokens without a stop token: the policy gave a number that is not finite" in str(broken)
+    ) and "after 0 tokens without a stop token: the policy gave a number that is not finite" in str(
+        broken
+    )
     assert outcome(fine) == by_hand(engine, [3, 4], params(6))
 
 
@@ -417,10 +485,16 @@ def small_decoder(seed: int = 0) -> Any:
     return decoder
 
 
-def opened(factory: str | None, decoder: Any = None, *, positions: int = 64, **settings: Any) -> Any:
+def opened(
+    factory: str | None, decoder: Any = None, *, positions: int = 64, **settings: Any
+) -> Any:
     engine = dataclasses.replace(ENGINE, factory=factory, **settings)
     return open_generator(
-        small_decoder() if decoder is None else decoder, engine, tokenizer(), positions=positions, queue_size=4
+        small_decoder() if decoder is None else decoder,
+        engine,
+        tokenizer(),
+        positions=positions,
+        queue_size=4,
     )
 
 
@@ -438,7 +512,9 @@ def test_a_foreign_engine_gives_the_tokens_of_ours_and_of_the_forward_pass():
     assert foreign.capabilities == GREEDY
     tokens = [outcome(one) for one in complete_all(foreign, requests)]
     assert tokens == [outcome(one) for one in complete_all(opened(None), requests)]
-    unstopped = [number for number, (_, wanted) in enumerate(requests) if not wanted.stop_strings][:2]
+    unstopped = [number for number, (_, wanted) in enumerate(requests) if not wanted.stop_strings][
+        :2
+    ]
     for number in unstopped:
         prompt, wanted = requests[number]
         assert tokens[number][0] == greedy(small_decoder(), prompt, wanted.max_new_tokens)
@@ -446,8 +522,14 @@ def test_a_foreign_engine_gives_the_tokens_of_ours_and_of_the_forward_pass():
     assert set(engine.prefill_lengths) <= {16, 32, 64}, "prompts are padded to powers of two"
     assert len(engine.freed) == len(requests), "each slot is given back"
     statistics = foreign.statistics
-    assert statistics.prefilled_tokens == statistics.prompt_tokens == sum(len(prompt) for prompt, _ in requests)
-    assert (statistics.free_pages, statistics.compiled_programs) == (None, None), "the interface does not say"
+    assert (
+        statistics.prefilled_tokens
+        == statistics.prompt_tokens
+        == sum(len(prompt) for prompt, _ in requests)
+    )
+    assert (statistics.free_pages, statistics.compiled_programs) == (None, None), (
+        "the interface does not say"
+    )
 
 
 @pytest.mark.parametrize(
@@ -460,7 +542,9 @@ def test_a_foreign_engine_gives_the_tokens_of_ours_and_of_the_forward_pass():
         ([5, 1, 1], EngineError, "failed while this request ran"),
     ],
 )
-async def test_wrong_results_of_a_foreign_engine_fail_the_request_and_not_the_generator(data, error, sentence):
+async def test_wrong_results_of_a_foreign_engine_fail_the_request_and_not_the_generator(
+    data, error, sentence
+):
     foreign = opened("foreign_engine:make_engine")
     wanted = params(3, temperature=0.0)
     works = foreign._engine.generate
@@ -474,13 +558,17 @@ async def test_wrong_results_of_a_foreign_engine_fail_the_request_and_not_the_ge
     with pytest.raises(error, match=sentence):
         await foreign.generate([5, 6, 7], wanted)
     foreign._engine.generate = works
-    assert outcome(await foreign.generate([5, 6, 7], wanted))[0] == greedy(small_decoder(), [5, 6, 7], 3)
+    assert outcome(await foreign.generate([5, 6, 7], wanted))[0] == greedy(
+        small_decoder(), [5, 6, 7], 3
+    )
 
 
 def test_a_prompt_is_padded_to_the_engines_longest_where_that_is_no_power_of_two():
     foreign = opened("foreign_engine:make_engine", positions=50)
     prompts = [[5] * length for length in (1, 16, 17, 33, 49)]
-    completions = complete_all(foreign, [(prompt, params(1, temperature=0.0)) for prompt in prompts])
+    completions = complete_all(
+        foreign, [(prompt, params(1, temperature=0.0)) for prompt in prompts]
+    )
     assert foreign._engine.prefill_lengths == [16, 16, 32, 50, 50]
     expected = [greedy(small_decoder(), prompt, 1) for prompt in prompts]
     assert [list(completion.token_ids) for completion in completions] == expected
@@ -494,7 +582,9 @@ def test_a_request_for_one_token_needs_no_step_of_a_foreign_engine():
 
 
 def test_a_foreign_engine_that_samples_each_request_gives_the_tokens_of_ours():
-    requests = [(random_tokens(4 + n, seed=n), params(6, temperature=n / 4, seed=n)) for n in range(6)]
+    requests = [
+        (random_tokens(4 + n, seed=n), params(6, temperature=n / 4, seed=n)) for n in range(6)
+    ]
     foreign, own = opened("foreign_engine:make_sampling_engine"), opened(None)
     tokens = [outcome(one) for one in complete_all(foreign, requests)]
     assert tokens == [outcome(one) for one in complete_all(own, requests)]
@@ -503,11 +593,17 @@ def test_a_foreign_engine_that_samples_each_request_gives_the_tokens_of_ours():
 def test_new_policies_reach_a_foreign_engine_by_load_params():
     foreign = opened("foreign_engine:make_engine")
     prompt, wanted = [5, 6, 7, 8], params(8, temperature=0.0)
-    assert outcome(complete_all(foreign, [(prompt, wanted)])[0])[0] == greedy(small_decoder(), prompt, 8)
+    assert outcome(complete_all(foreign, [(prompt, wanted)])[0])[0] == greedy(
+        small_decoder(), prompt, 8
+    )
     foreign.set_weights(nnx.state(small_decoder(1), nnx.Param), 3)
     assert foreign._engine.loaded == 2
     (completion,) = complete_all(foreign, [(prompt, wanted)])
-    assert list(completion.token_ids) == greedy(small_decoder(1), prompt, 8) != greedy(small_decoder(), prompt, 8)
+    assert (
+        list(completion.token_ids)
+        == greedy(small_decoder(1), prompt, 8)
+        != greedy(small_decoder(), prompt, 8)
+    )
     assert completion.policy_version == 3
 
 
@@ -523,7 +619,10 @@ def test_without_arrays_the_policy_comes_later():
 @pytest.mark.parametrize(
     ("wanted", "sentence"),
     [
-        ({"temperature": 0.7}, "samples all requests at temperature 0.0 and this request has temperature 0.7"),
+        (
+            {"temperature": 0.7},
+            "samples all requests at temperature 0.0 and this request has temperature 0.7",
+        ),
         ({"temperature": 1.0, "top_k": 4}, "and this request has temperature 1.0"),
     ],
 )
@@ -532,7 +631,9 @@ async def test_sampling_that_an_engine_cannot_do_is_refused_by_name(wanted, sent
     with pytest.raises(RequestError, match=sentence) as refused:
         await foreign.generate([5, 6], params(4, **wanted))
     assert str(refused.value).startswith("engine.factory foreign_engine:make_engine ")
-    assert await foreign.generate([5, 6], params(4, temperature=0.0, top_k=4)), "filters change nothing of greedy"
+    assert await foreign.generate([5, 6], params(4, temperature=0.0, top_k=4)), (
+        "filters change nothing of greedy"
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), [("top_k", 4), ("top_p", 0.5), ("min_p", 0.1)])
@@ -545,9 +646,14 @@ async def test_filters_that_an_engine_cannot_do_are_refused_by_name(name, value)
 
 def test_temperatures_of_a_configuration_are_checked_at_the_start():
     check_temperatures(GREEDY, {"eval.temperature": 0.0}, "engine.factory a:b")
-    check_temperatures(Capabilities(sampling_per_request=True, log_probabilities=False), {"temperature": 0.3}, "own")
+    check_temperatures(
+        Capabilities(sampling_per_request=True, log_probabilities=False),
+        {"temperature": 0.3},
+        "own",
+    )
     with pytest.raises(
-        UserError, match=r"engine.factory a:b samples .* temperature 0.0 and temperature is 1.0: use 0.0"
+        UserError,
+        match=r"engine.factory a:b samples .* temperature 0.0 and temperature is 1.0: use 0.0",
     ):
         check_temperatures(GREEDY, {"temperature": 1.0}, "engine.factory a:b")
 
@@ -561,19 +667,43 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
         (":make_engine", "is not there"),
         ("foreign_engine:make_motor", "'foreign_engine:make_motor' and is not there"),
         ("foreign_engine:not_a_function", "names a int: name a function"),
-        ("foreign_engine:fail", r"failed \(RuntimeError: no such chip\): it is called with one EngineRequest"),
-        ("foreign_engine:make_nothing", "returned a str: it must return a jetstream.engine.engine_api.Engine"),
-        ("foreign_engine:make_small_engine", "with 2 slots and engine.slots is 3: lower engine.slots to 2"),
+        (
+            "foreign_engine:fail",
+            r"failed \(RuntimeError: no such chip\): it is called with one EngineRequest",
+        ),
+        (
+            "foreign_engine:make_nothing",
+            "returned a str: it must return a jetstream.engine.engine_api.Engine",
+        ),
+        (
+            "foreign_engine:make_small_engine",
+            "with 2 slots and engine.slots is 3: lower engine.slots to 2",
+        ),
         ("foreign_engine:make_short_engine", "at most 32 tokens and conversations may have 64"),
         ("foreign_engine:make_short_cache", "holds 63 tokens a slot and conversations may have 64"),
-        ("foreign_engine:make_log_probabilities", "declares log_probabilities and JetStream's interface passes none"),
-        ("foreign_engine:make_alike", "declares sampling_per_request and its insert has no parameter sampling"),
+        (
+            "foreign_engine:make_log_probabilities",
+            "declares log_probabilities and JetStream's interface passes none",
+        ),
+        (
+            "foreign_engine:make_alike",
+            "declares sampling_per_request and its insert has no parameter sampling",
+        ),
         ("foreign_engine:make_without_record", "attribute capabilities is a dict"),
-        ("foreign_engine:make_without_memory", r"cannot begin with 3 slots of 64 tokens \(MemoryError: no room\)"),
-        ("foreign_engine:make_silent_engine", r"does not say how large it is \(NotImplementedError\)"),
+        (
+            "foreign_engine:make_without_memory",
+            r"cannot begin with 3 slots of 64 tokens \(MemoryError: no room\)",
+        ),
+        (
+            "foreign_engine:make_silent_engine",
+            r"does not say how large it is \(NotImplementedError\)",
+        ),
         ("foreign_engine:make_two_samples", "with 2 samples a slot"),
         ("foreign_engine:make_deaf_engine", r"define load_params\(self, weights\)"),
-        ("foreign_engine:make_engine_of_another_model", r"does not take the weights .*has shape .*EngineRequest.model"),
+        (
+            "foreign_engine:make_engine_of_another_model",
+            r"does not take the weights .*has shape .*EngineRequest.model",
+        ),
     ],
 )
 def test_an_engine_that_cannot_be_used_is_refused_in_one_sentence(factory, sentence):
@@ -585,12 +715,20 @@ def test_an_engine_that_cannot_be_used_is_refused_in_one_sentence(factory, sente
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        ("import a_missing_package", "failed (ModuleNotFoundError: No module named 'a_missing_package')"),
+        (
+            "import a_missing_package",
+            "failed (ModuleNotFoundError: No module named 'a_missing_package')",
+        ),
         ("def make(", "failed (SyntaxError: "),
-        ("def make(): pass", "failed (TypeError: make() takes 0 positional arguments but 1 was given)"),
+        (
+            "def make(): pass",
+            "failed (TypeError: make() takes 0 positional arguments but 1 was given)",
+        ),
     ],
 )
-def test_a_module_that_does_not_load_is_named_in_one_sentence(tmp_path, monkeypatch, source, sentence):
+def test_a_module_that_does_not_load_is_named_in_one_sentence(
+    tmp_path, monkeypatch, source, sentence
+):
     name = f"engine_module_{abs(hash(source))}"
     (tmp_path / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
@@ -599,7 +737,9 @@ def test_a_module_that_does_not_load_is_named_in_one_sentence(tmp_path, monkeypa
     assert sentence in str(refused.value) and "\n" not in str(refused.value)
 
 
-async def test_an_engine_that_samples_each_request_must_not_draw_the_first_token_in_prefill(monkeypatch):
+async def test_an_engine_that_samples_each_request_must_not_draw_the_first_token_in_prefill(
+    monkeypatch,
+):
     foreign = opened("foreign_engine:make_sampling_engine")
     plain = importlib.import_module("foreign_engine").ForeignEngine
     monkeypatch.setattr(type(foreign._engine), "prefill", plain.prefill)
@@ -608,5 +748,7 @@ async def test_an_engine_that_samples_each_request_must_not_draw_the_first_token
 
 
 def test_quantized_weights_are_not_for_a_foreign_engine():
-    with pytest.raises(UserError, match=r"engine.weights is int8 and engine.factory foreign_engine:make_engine"):
+    with pytest.raises(
+        UserError, match=r"engine.weights is int8 and engine.factory foreign_engine:make_engine"
+    ):
         opened("foreign_engine:make_engine", weights="int8")

@@ -1,4 +1,5 @@
-"""Rows of an index shared out over the processes of a job: each finds what one process with all rows finds."""
+"""Rows of an index shared out over the processes of a job: each finds what one process with all
+rows finds."""
 
 import json
 import os
@@ -15,7 +16,12 @@ PROCESSES = 3
 
 def test_each_process_of_a_job_finds_the_best_of_all_rows():
     port = free_port()
-    command = [sys.executable, str(ROOT / "tests" / "search_of_a_job.py"), str(port), str(PROCESSES)]
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "search_of_a_job.py"),
+        str(port),
+        str(PROCESSES),
+    ]
     job = [
         subprocess.Popen(
             [*command, str(process)],

@@ -9,7 +9,19 @@ import pyoxigraph
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from little_graph import ALIAS, DIRECTOR, FILM, LABEL, LINES, XSD, fact, graph_in_memory, label, texts, write_dump
+from little_graph import (
+    ALIAS,
+    DIRECTOR,
+    FILM,
+    LABEL,
+    LINES,
+    XSD,
+    fact,
+    graph_in_memory,
+    label,
+    texts,
+    write_dump,
+)
 from local_endpoint import Answer, serving
 from patience import HANG_SECONDS
 from shared_data import TWO_WIKI, needs_data
@@ -75,7 +87,9 @@ def test_an_entity_says_what_names_it_in_both_directions(graph):
 
 def test_an_entity_is_found_by_its_id_its_label_and_its_alias(graph):
     assert asked(graph.find("Q2")) == ["Q2"]
-    assert asked(graph.find("http://www.wikidata.org/entity/Q2")) == ["http://www.wikidata.org/entity/Q2"]
+    assert asked(graph.find("http://www.wikidata.org/entity/Q2")) == [
+        "http://www.wikidata.org/entity/Q2"
+    ]
     assert asked(graph.find("Ilse Vand")) == ["Q2"] == asked(graph.find("I. Vand"))
     assert asked(graph.find("Ghent")) == ["Q3", "Q30"], "the entity that was made first comes first"
     assert asked(graph.triples_of("Purple Shore")) == asked(graph.triples_of("Q1"))
@@ -104,7 +118,9 @@ def test_the_id_of_a_merged_entity_stands_for_the_other_one(graph):
 
 
 def test_an_alias_counts_less_than_a_label(tmp_path):
-    graph = small(tmp_path, label("Q9", "Troy"), label("Q1", "Troy", predicate=ALIAS), fact("Q9", "P1", "Q1"))
+    graph = small(
+        tmp_path, label("Q9", "Troy"), label("Q1", "Troy", predicate=ALIAS), fact("Q9", "P1", "Q1")
+    )
     assert asked(graph.find("Troy")) == ["Q9"]
 
 
@@ -114,20 +130,25 @@ def test_labels_are_in_the_first_language_that_has_one(tmp_path):
     assert ("The Purple Shore", "director", "Ilse Vand") in texts(asked(english.triples_of("Q1")))
     german = small(tmp_path, *lines, languages=("de", "en", "nl", "mul"))
     assert ("Ilse Vand", "Geburtsort", "Gent") in texts(asked(german.triples_of("Q2")))
-    assert ("Das violette Ufer", "title", "Das violette Ufer") in texts(asked(german.triples_of("Q1")))
+    assert ("Das violette Ufer", "title", "Das violette Ufer") in texts(
+        asked(german.triples_of("Q1"))
+    )
 
 
 def test_an_entity_without_a_label_is_left_out_and_a_relation_keeps_its_name(tmp_path):
     graph = small(tmp_path, label("Q1", "One"), fact("Q1", "P7", "Q2"), fact("Q1", "P8", "Q1"))
     assert texts(asked(graph.triples_of("Q1"))) == [("One", "P8", "One")]
-    assert texts(asked(graph.triples_of("Q2"))) == [("One", "P7", "Q2")], "what is asked for may go without"
+    assert texts(asked(graph.triples_of("Q2"))) == [("One", "P7", "Q2")], (
+        "what is asked for may go without"
+    )
 
 
 def test_other_addresses_than_wikidatas_read_as_their_last_part(tmp_path):
     home = "http://dbpedia.org/"
     graph = small(
         tmp_path,
-        f"<{home}resource/Purple_Shore> <{home}ontology/director> <{home}resource/Ilse_Vand_%28director%29> .",
+        f"<{home}resource/Purple_Shore> <{home}ontology/director> "
+        f"<{home}resource/Ilse_Vand_%28director%29> .",
         f'<{home}resource/Purple_Shore> <{LABEL}> "The Purple Shore" .',
     )
     (found,) = asked(graph.triples_of(f"{home}resource/Ilse_Vand_%28director%29"))
@@ -150,7 +171,12 @@ def test_other_addresses_than_wikidatas_read_as_their_last_part(tmp_path):
     ],
 )
 def test_dates_read_as_2wiki_writes_them(written, read):
-    assert sparql.readable(pyoxigraph.Literal(written, datatype=pyoxigraph.NamedNode(f"{XSD}dateTime"))) == read
+    assert (
+        sparql.readable(
+            pyoxigraph.Literal(written, datatype=pyoxigraph.NamedNode(f"{XSD}dateTime"))
+        )
+        == read
+    )
 
 
 def test_quantities_and_texts():
@@ -165,7 +191,12 @@ def test_values_for_machines_are_left_out(graph):
 
 def test_equal_triples_are_shown_once(tmp_path):
     graph = small(
-        tmp_path, label("Q1", "A"), label("Q2", "B"), label("Q3", "B"), fact("Q1", "P1", "Q2"), fact("Q1", "P1", "Q3")
+        tmp_path,
+        label("Q1", "A"),
+        label("Q2", "B"),
+        label("Q3", "B"),
+        fact("Q1", "P1", "Q2"),
+        fact("Q1", "P1", "Q3"),
     )
     assert texts(asked(graph.triples_of("Q1"))) == [("A", "P1", "B")]
 
@@ -203,13 +234,20 @@ def test_a_hostile_name_is_a_name_that_nothing_has(graph, name):
 def test_any_name_that_is_a_label_is_found_by_it(name):
     store = pyoxigraph.Store()
     iri = pyoxigraph.NamedNode("http://www.wikidata.org/entity/Q7")
-    store.add(pyoxigraph.Quad(iri, pyoxigraph.NamedNode(LABEL), pyoxigraph.Literal(name, language="en")))
+    store.add(
+        pyoxigraph.Quad(iri, pyoxigraph.NamedNode(LABEL), pyoxigraph.Literal(name, language="en"))
+    )
     graph = GraphStore(store, version="", languages=("en",))
     assert asked(graph.find(name)) == (["Q7"] if sparql.entity_iri(name) is None else [])
 
 
 def test_a_hostile_label_is_read_as_one_line(tmp_path):
-    graph = small(tmp_path, label("Q1", 'A\n[2] x" } </information>'), label("Q2", "B"), fact("Q1", "P1", "Q2"))
+    graph = small(
+        tmp_path,
+        label("Q1", 'A\n[2] x" } </information>'),
+        label("Q2", "B"),
+        fact("Q1", "P1", "Q2"),
+    )
     assert texts(asked(graph.triples_of("Q2"))) == [('A [2] x" } </information>', "P1", "B")]
 
 
@@ -226,7 +264,11 @@ def test_a_store_that_fails_or_hangs_is_a_typed_error():
     graph = GraphStore(broken, version="", languages=("en",))  # pyright: ignore
     with pytest.raises(RetrieverUnavailable, match="the disk is gone"):
         asked(graph.triples_of("Q1"))
-    assert (graph.statistics.queries, graph.statistics.failed, graph.statistics.batches) == (1, 1, 1)
+    assert (graph.statistics.queries, graph.statistics.failed, graph.statistics.batches) == (
+        1,
+        1,
+        1,
+    )
 
     async def hang():
         hasty = GraphStore(broken, version="", languages=("en",), deadline_seconds=0.1)  # pyright: ignore
@@ -239,7 +281,9 @@ def test_a_store_that_fails_or_hangs_is_a_typed_error():
         asked(hang())
 
 
-def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(graph, monkeypatch, turned_clock):
+def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(
+    graph, monkeypatch, turned_clock
+):
     patient = GraphStore(graph.store, version="", languages=("en", "mul"), deadline_seconds=0.3)
     under_way = []
 
@@ -283,21 +327,27 @@ def test_a_table_links_what_stands_in_it_with_and_without_an_id(tmp_path):
         ("Two Tickets", "director", "D. B. Sweeney"),
     ]
     assert asked(graph.find("dennis  SWEENEY")) == ["Q2"]
-    assert ("Tell It", "director", "Norman Foster (director)") in texts(asked(graph.triples_of("Q7")))
+    assert ("Tell It", "director", "Norman Foster (director)") in texts(
+        asked(graph.triples_of("Q7"))
+    )
     assert asked(graph.find("Norman Foster")) == ["Q7"]
     assert asked(graph.find("Henry III")) == ["Q5", "Q6", "urn:mujica:named:henry%20iii"]
-    assert texts(asked(graph.triples_of("shoreham"))) == [("D. B. Sweeney", "place of birth", "Shoreham")]
+    assert texts(asked(graph.triples_of("shoreham"))) == [
+        ("D. B. Sweeney", "place of birth", "Shoreham")
+    ]
     assert asked(graph.triples_of("Shoreham"))[0].object_id == ""
 
 
 @needs_data
 def test_the_2wiki_graph_says_what_it_says_in_memory():
-    """By Q-id, up to the label an entity is called by: a store has one label for each, a table one in each row. Where a
-    row without Q-ids names a label that several entities have, in memory it is shown with all of them and here with
-    none."""
+    """By Q-id, up to the label an entity is called by: a store has one label for each, a table one
+    in each row. Where a row without Q-ids names a label that several entities have, in memory it is
+    shown with all of them and here with none."""
     triples = read_triples(TWO_WIKI / "triples.tsv.gz")
     memory, store = TripleGraph(triples), graph_in_memory(TWO_WIKI / "triples.tsv.gz")
-    ids = sorted({key for one in triples for key in (one.subject_id, one.object_id) if key.startswith("Q")})[::9]
+    ids = sorted(
+        {key for one in triples for key in (one.subject_id, one.object_id) if key.startswith("Q")}
+    )[::9]
 
     def ends(found) -> set[tuple[bool, str, str]]:
         keys = set()
@@ -317,4 +367,6 @@ def test_the_2wiki_graph_says_what_it_says_in_memory():
     equal = asked(compared())
     assert len(ids) > 700 and sum(equal) >= 0.99 * len(ids)
     dates = [one for one in triples if one.relation in LITERAL_RELATIONS and one.subject_id]
-    assert all(triple.object_is_literal for triple in asked(store.triples_of(dates[0].subject_id))[:1])
+    assert all(
+        triple.object_is_literal for triple in asked(store.triples_of(dates[0].subject_id))[:1]
+    )

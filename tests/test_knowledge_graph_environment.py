@@ -1,4 +1,5 @@
-"""2WikiMultihopQA over a graph on disk or behind an endpoint: what is searched, what is demonstrated, what fails."""
+"""2WikiMultihopQA over a graph on disk or behind an endpoint: what is searched, what is
+demonstrated, what fails."""
 
 import asyncio
 import json
@@ -41,10 +42,24 @@ def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("two_wiki")
     (root / "dev.json").write_text(json.dumps([BRICKS]))
     (root / "triples.tsv").write_text(HEADER + "\n".join(ROWS))
-    more = ["A Lego Brickumentary\tpublication date\t31 July 2015\tQ21\tdate_information", "Tom\tfan of\tNobody\t\t"]
+    more = [
+        "A Lego Brickumentary\tpublication date\t31 July 2015\tQ21\tdate_information",
+        "Tom\tfan of\tNobody\t\t",
+    ]
     (root / "more.tsv").write_text(HEADER + "\n".join([*ROWS, *more]))
     assert (
-        index.main(["build", "--corpus", str(root / "more.tsv"), "--kind", "graph", "--out", str(root / "index")]) == 0
+        index.main(
+            [
+                "build",
+                "--corpus",
+                str(root / "more.tsv"),
+                "--kind",
+                "graph",
+                "--out",
+                str(root / "index"),
+            ]
+        )
+        == 0
     )
     return root
 
@@ -75,11 +90,21 @@ def test_the_index_is_searched_and_the_data_folder_is_demonstrated(folder):
 
 
 def test_both_graphs_show_the_same(folder, tmp_path):
-    built = ["build", "--corpus", str(folder / "triples.tsv"), "--kind", "graph", "--out", str(tmp_path / "same")]
+    built = [
+        "build",
+        "--corpus",
+        str(folder / "triples.tsv"),
+        "--kind",
+        "graph",
+        "--out",
+        str(tmp_path / "same"),
+    ]
     assert index.main(built) == 0
     plain, searched = task(folder), task(folder, index=str(tmp_path / "same"))
     for key, name in (("Q21", "A"), ("Q22", "B"), ("Q30", "C"), ("The Night Sitter", "D")):
-        one, other = (search(world_of(of), "x", Entity(id=key, label=name)) for of in (plain, searched))
+        one, other = (
+            search(world_of(of), "x", Entity(id=key, label=name)) for of in (plain, searched)
+        )
         assert sorted(map(str, one)) == sorted(map(str, other)) and one
 
 
@@ -112,7 +137,10 @@ def test_a_gold_date_is_right_as_the_data_and_as_a_graph_of_wikidata_write_it(tm
         "question": "When did the director of Taxi! die?",
         "entity_ids": "Q11_Q2",
         "supporting_facts": [["Taxi!", 0], ["Roy Del Ruth", 0]],
-        "evidences": [["Taxi!", "director", "Roy Del Ruth"], ["Roy Del Ruth", "date of death", "April 27, 1961"]],
+        "evidences": [
+            ["Taxi!", "director", "Roy Del Ruth"],
+            ["Roy Del Ruth", "date of death", "April 27, 1961"],
+        ],
         "evidences_id": [["Q11", "director", "Q2"], ["Q2", "date of death", "date_information"]],
         "answer": "April 27, 1961",
     }
@@ -124,7 +152,10 @@ def test_a_gold_date_is_right_as_the_data_and_as_a_graph_of_wikidata_write_it(tm
     ]
     built = ["build", "--corpus", str(write_dump(tmp_path / "dump.nt", lines)), "--kind", "graph"]
     assert index.main([*built, "--out", str(tmp_path / "index")]) == 0
-    for changes, shown in (({}, "April 27, 1961"), ({"index": str(tmp_path / "index")}, "27 April 1961")):
+    for changes, shown in (
+        ({}, "April 27, 1961"),
+        ({"index": str(tmp_path / "index")}, "27 April 1961"),
+    ):
         of = two_wiki.build(config(tmp_path, hold_out_percent=99, **changes))
         (asked,) = [*of.questions("dev"), *of.questions("test"), *of.questions("train")]
         found = search(world_of(of), "x", Entity(id="Q2", label="Roy Del Ruth"))
@@ -134,18 +165,30 @@ def test_a_gold_date_is_right_as_the_data_and_as_a_graph_of_wikidata_write_it(tm
 
 def test_a_crowded_entity_shows_what_fits(folder, tmp_path):
     index_folder = str(folder / "index")
-    (found,) = search(world_of(task(folder, index=index_folder, top_k=1)), "publication date?", BRICK)
+    (found,) = search(
+        world_of(task(folder, index=index_folder, top_k=1)), "publication date?", BRICK
+    )
     assert found.text.endswith("31 July 2015")
-    dense = {"retriever": "dense", "embedder": str(tiny_embedder(tmp_path / "embedder")), "top_k": 1}
+    dense = {
+        "retriever": "dense",
+        "embedder": str(tiny_embedder(tmp_path / "embedder")),
+        "top_k": 1,
+    }
     assert len(search(world_of(task(folder, index=index_folder, **dense)), "word7", BRICK)) == 1
 
 
-def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(turned_clock, folder, tmp_path, monkeypatch):
+def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(
+    turned_clock, folder, tmp_path, monkeypatch
+):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     store = graph_in_memory(folder / "more.tsv").store
 
     def say(request, before):
-        return Answer(content=store.query(request.body["query"]).serialize(format=pyoxigraph.QueryResultsFormat.JSON))
+        return Answer(
+            content=store.query(request.body["query"]).serialize(
+                format=pyoxigraph.QueryResultsFormat.JSON
+            )
+        )
 
     with serving(say) as endpoint:
         address = f"sparql+{endpoint.base_url}"
@@ -165,16 +208,26 @@ def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(turned_clock, fo
 
 
 def test_an_episode_ends_where_the_endpoint_fails():
-    lines = [label("Q0", "Amber Tide"), label("Q1", "Ilse Vand"), label("P57", "director"), fact("Q0", "P57", "Q1")]
+    lines = [
+        label("Q0", "Amber Tide"),
+        label("Q1", "Ilse Vand"),
+        label("P57", "director"),
+        fact("Q0", "P57", "Q1"),
+    ]
     store = pyoxigraph.Store()
     store.load("\n".join(lines), pyoxigraph.RdfFormat.N_TRIPLES)
     store.extend(claim_quads({f"{WDT}P57".encode()}))
     well = GraphEnvironment(GraphStore(store, version="", languages=("en",)), 5)
-    plan, reads = search_call((0, "Who directed it?")), {"Who directed it?": read("[0]", "Ilse Vand directed it.")}
+    plan, reads = (
+        search_call((0, "Who directed it?")),
+        {"Who directed it?": read("[0]", "Ilse Vand directed it.")},
+    )
     played = play(ToldPolicy([plan, answer("Ilse Vand")], reads), well)
     assert played.stop_reason is StopReason.ANSWERED and "director" in str(played.searches[0])
     with serving(lambda request, before: Answer(status=500)) as endpoint:
-        broken = SparqlEndpoint(endpoint.base_url, policy=RetryPolicy(max_attempts=2, first_wait_seconds=0.01))
+        broken = SparqlEndpoint(
+            endpoint.base_url, policy=RetryPolicy(max_attempts=2, first_wait_seconds=0.01)
+        )
         played = play(ToldPolicy([plan, answer("Ilse Vand")], reads), GraphEnvironment(broken, 5))
     assert played.stop_reason is StopReason.RETRIEVER_FAILED and played.reward == 0
 
@@ -184,11 +237,23 @@ def test_mistakes_are_one_sentence(folder, tmp_path):
     corpus = str(write_corpus(tmp_path / "corpus.jsonl", 20))
     assert index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words]) == 0
     for changes, said in (
-        ({"index": words}, "the index .*words is of kind bm25 and no graph: give one of kind graph"),
-        ({"index": "http://host:8600"}, r"is a service of passages: write sparql\+http://host:8600"),
+        (
+            {"index": words},
+            "the index .*words is of kind bm25 and no graph: give one of kind graph",
+        ),
+        (
+            {"index": "http://host:8600"},
+            r"is a service of passages: write sparql\+http://host:8600",
+        ),
         ({"index": str(tmp_path / "nowhere")}, "there is no index"),
-        ({"environment": "text", "index": graph}, "environment is text and the index .*index is a graph"),
-        ({"environment": "text", "index": "sparql+http://host/sparql"}, r"environment is text and the index sparql\+"),
+        (
+            {"environment": "text", "index": graph},
+            "environment is text and the index .*index is a graph",
+        ),
+        (
+            {"environment": "text", "index": "sparql+http://host/sparql"},
+            r"environment is text and the index sparql\+",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             task(folder, **changes)
@@ -196,19 +261,28 @@ def test_mistakes_are_one_sentence(folder, tmp_path):
 
 @needs_data
 def test_2wiki_over_an_index_of_its_graph_finds_the_evidence(tmp_path):
-    """Of half of the entities the table does not say the Q-ids, which questions have: these are found by their
-    labels."""
+    """Of half of the entities the table does not say the Q-ids, which questions have: these are
+    found by their labels."""
     triples = str(TWO_WIKI / "triples.tsv.gz")
-    assert index.main(["build", "--corpus", triples, "--kind", "graph", "--out", str(tmp_path / "index")]) == 0
+    assert (
+        index.main(
+            ["build", "--corpus", triples, "--kind", "graph", "--out", str(tmp_path / "index")]
+        )
+        == 0
+    )
     plain, searched = (
-        two_wiki.build(config(TWO_WIKI, top_k=50, **changes)) for changes in ({}, {"index": str(tmp_path / "index")})
+        two_wiki.build(config(TWO_WIKI, top_k=50, **changes))
+        for changes in ({}, {"index": str(tmp_path / "index")})
     )
     questions = searched.questions("test")[:150]
     assert questions == plain.questions("test")[:150]
 
     async def shown(of: two_wiki.TwoWiki) -> list[set[str]]:
         entities = [entity for question in questions for entity in question.candidates]
-        return [{material.text for material in await world_of(of).search("", entity)} for entity in entities]
+        return [
+            {material.text for material in await world_of(of).search("", entity)}
+            for entity in entities
+        ]
 
     here, there = asyncio.run(shown(searched)), asyncio.run(shown(plain))
     assert len(here) > 200 and all(here)

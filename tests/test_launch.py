@@ -1,4 +1,5 @@
-"""The scripts of launch/ against a gcloud that answers as it is told and writes every call down: `launch/gcloud.py`."""
+"""The scripts of launch/ against a gcloud that answers as it is told and writes every call down:
+`launch/gcloud.py`."""
 
 import json
 import os
@@ -12,7 +13,9 @@ from patience import HANG_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = ROOT / "launch"
-SCRIPTS = sorted(path.name for path in LAUNCH.glob("*.sh") if path.name not in ("common.sh", "worker.sh"))
+SCRIPTS = sorted(
+    path.name for path in LAUNCH.glob("*.sh") if path.name not in ("common.sh", "worker.sh")
+)
 STUBS = ROOT / "tests" / "launch" / "bin"
 ENV = {
     "PROJECT": "my-project",
@@ -73,7 +76,9 @@ class Cloud:
 
     def calls(self, *beginning: str) -> list[list[str]]:
         file = self.folder / "calls"
-        lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        lines = (
+            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        )
         return [line for line in lines if line[: len(beginning)] == list(beginning)]
 
     @property
@@ -87,9 +92,16 @@ def cloud(tmp_path) -> Cloud:
 
 
 def test_shellcheck_finds_nothing():
-    scripts = [*map(str, LAUNCH.glob("*.sh")), *map(str, STUBS.iterdir()), str(ROOT / "benchmarks" / "gpu.sh")]
+    scripts = [
+        *map(str, LAUNCH.glob("*.sh")),
+        *map(str, STUBS.iterdir()),
+        str(ROOT / "benchmarks" / "gpu.sh"),
+    ]
     found = subprocess.run(
-        [str(Path(sys.prefix) / "bin/shellcheck"), "-x", *scripts], cwd=LAUNCH, capture_output=True, text=True
+        [str(Path(sys.prefix) / "bin/shellcheck"), "-x", *scripts],
+        cwd=LAUNCH,
+        capture_output=True,
+        text=True,
     )
     assert found.returncode == 0, found.stdout
 
@@ -99,25 +111,52 @@ def test_the_slices_are_asked_for_as_configured_and_waited_for(cloud):
     said = cloud.done("create.sh")
     assert cloud.created == [
         [
-            *("compute tpus queued-resources create mujica --project=my-project --zone=us-central1-a".split()),
-            *("--accelerator-type=v5litepod-4 --runtime-version=v2-alpha-tpuv5-lite --node-id=mujica --spot".split()),
+            *(
+                "compute tpus queued-resources create mujica --project=my-project "
+                "--zone=us-central1-a".split()
+            ),
+            *(
+                "--accelerator-type=v5litepod-4 --runtime-version=v2-alpha-tpuv5-lite "
+                "--node-id=mujica --spot".split()
+            ),
             "--labels=application=mujica",
         ]
     ]
     assert "4 chips, about 2.20 dollars an hour" in said  # 4 x 0.55
     rule = json.loads(said.partition("echo '")[2].partition("'")[0])["rule"][0]
-    assert rule == {"action": {"type": "Delete"}, "condition": {"age": 30, "matchesPrefix": ["runs/first/learning/"]}}
-    assert "WAITING_FOR_RESOURCES" in said and said.count("WAITING") == 1 and said.endswith("mujica: ACTIVE\n")
+    assert rule == {
+        "action": {"type": "Delete"},
+        "condition": {"age": 30, "matchesPrefix": ["runs/first/learning/"]},
+    }
+    assert (
+        "WAITING_FOR_RESOURCES" in said
+        and said.count("WAITING") == 1
+        and said.endswith("mujica: ACTIVE\n")
+    )
     again = cloud.done("create.sh")
     assert "mujica is there already: ACTIVE" in again and len(cloud.created) == 1
 
 
 def test_several_slices_and_the_other_ways_of_provisioning(cloud):
-    cloud.set(SLICES="2", PROVISIONING="reserved", SERVICE_ACCOUNT="me@my-project", NETWORK="net", SUBNETWORK="sub")
+    cloud.set(
+        SLICES="2",
+        PROVISIONING="reserved",
+        SERVICE_ACCOUNT="me@my-project",
+        NETWORK="net",
+        SUBNETWORK="sub",
+    )
     assert "8 chips, about 9.60 dollars" in cloud.done("create.sh", "--no-wait")
     words = cloud.created[0][5:]
-    assert {"--node-count=2", "--node-prefix=mujica", "--reserved", "--network=net", "--subnetwork=sub"} < set(words)
-    assert {"--service-account=me@my-project", "--scopes=cloud-platform"} < set(words) and "--spot" not in words
+    assert {
+        "--node-count=2",
+        "--node-prefix=mujica",
+        "--reserved",
+        "--network=net",
+        "--subnetwork=sub",
+    } < set(words)
+    assert {"--service-account=me@my-project", "--scopes=cloud-platform"} < set(
+        words
+    ) and "--spot" not in words
     cloud.done("setup.sh")
     copied = [words[5] for words in cloud.calls("compute", "tpus", "tpu-vm", "scp")]
     assert sorted(copied) == ["mujica-0:mujica.tar.gz", "mujica-1:mujica.tar.gz"]
@@ -144,7 +183,8 @@ def test_several_slices_and_the_other_ways_of_provisioning(cloud):
         (
             {},
             ("queued-resources create", 1, "", "ERROR: RESOURCE_EXHAUSTED: Quota limit 'TPUV5sPerProject' exceeded"),
-            "project my-project has no quota for 1 x v5litepod-4 (spot) in us-central1-a: ask for it at",
+            "project my-project has no quota for 1 x v5litepod-4 (spot) in us-central1-a: ask for "
+            "it at",
         ),
         (
             {},
@@ -153,7 +193,9 @@ def test_several_slices_and_the_other_ways_of_provisioning(cloud):
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said_in_one_sentence_and_nothing_is_created(cloud, changed, answer, sentence):
+def test_what_cannot_be_is_said_in_one_sentence_and_nothing_is_created(
+    cloud, changed, answer, sentence
+):
     cloud.set(**changed)
     if answer:
         cloud.answers(answer)
@@ -177,13 +219,17 @@ def test_without_gcloud_or_an_environment_file_it_says_what_to_do(cloud, tmp_pat
     for name in ("bash", "env", "dirname", "mktemp", "rm", "sed", "tr"):
         (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
     cloud.environment["PATH"] = str(tmp_path / "bin")
-    assert "gcloud is not installed: https://cloud.google.com/sdk/docs/install" in cloud.refused("create.sh")
+    assert "gcloud is not installed: https://cloud.google.com/sdk/docs/install" in cloud.refused(
+        "create.sh"
+    )
 
 
 def test_a_bucket_elsewhere_is_asked_about_with_its_price(cloud):
     elsewhere = ("buckets describe", 0, "EUROPE-WEST4", "")
     cloud.answers(elsewhere)
-    assert "gcloud storage buckets create gs://NEW --location=us-central1" in cloud.refused("create.sh", answer="n\n")
+    assert "gcloud storage buckets create gs://NEW --location=us-central1" in cloud.refused(
+        "create.sh", answer="n\n"
+    )
     assert not cloud.created
     cloud.answers(elsewhere)
     ended = cloud.run("create.sh", answer="y\n")
@@ -197,11 +243,16 @@ def test_a_bucket_elsewhere_is_asked_about_with_its_price(cloud):
 def test_what_was_preempted_is_made_anew_when_asked(cloud):
     cloud.done("create.sh")
     cloud.states("SUSPENDED")
-    assert "mujica is SUSPENDED: launch/delete.sh deletes it" in cloud.refused("create.sh", answer="n\n")
+    assert "mujica is SUSPENDED: launch/delete.sh deletes it" in cloud.refused(
+        "create.sh", answer="n\n"
+    )
     assert len(cloud.created) == 1
     cloud.states("SUSPENDED")
     cloud.done("create.sh", "--replace")
-    assert len(cloud.created) == 2 and len(cloud.calls("compute", "tpus", "queued-resources", "delete")) == 1
+    assert (
+        len(cloud.created) == 2
+        and len(cloud.calls("compute", "tpus", "queued-resources", "delete")) == 1
+    )
 
 
 def test_preempted_while_it_is_created_it_says_so(cloud):
@@ -211,25 +262,42 @@ def test_preempted_while_it_is_created_it_says_so(cloud):
 
 def test_a_worker_that_cannot_be_reached_is_said(cloud):
     cloud.done("create.sh")
-    no_answer = "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) connect to host 10.0.0.2 port 22: Connection timed out"
+    no_answer = (
+        "ERROR: (gcloud.compute.tpus.tpu-vm.ssh) connect to host 10.0.0.2 port 22: Connection "
+        "timed out"
+    )
     cloud.answers(("tpu-vm scp", 255, "", no_answer))
     said = cloud.refused("setup.sh")
     assert "the checkout could not be copied on mujica" in said and "Connection timed out" in said
 
 
 def test_before_the_slices_are_there_the_other_scripts_name_create(cloud):
-    for words in (["setup.sh"], ["eval.sh"], ["logs.sh"], ["index.sh", "wiki", "--corpus", "data/corpus.jsonl"]):
-        assert "mujica in us-central1-a is ABSENT: launch/create.sh makes it" in cloud.refused(*words)
+    for words in (
+        ["setup.sh"],
+        ["eval.sh"],
+        ["logs.sh"],
+        ["index.sh", "wiki", "--corpus", "data/corpus.jsonl"],
+    ):
+        assert "mujica in us-central1-a is ABSENT: launch/create.sh makes it" in cloud.refused(
+            *words
+        )
     assert "there is no mujica in us-central1-a: nothing is billed" in cloud.done("delete.sh")
 
 
 def test_a_dry_run_prints_the_calls_and_does_nothing(cloud):
     for script in SCRIPTS:
-        words = {"train.sh": ["configs/tiny_world.py"], "index.sh": ["wiki", "--corpus", "a b.jsonl"]}.get(script, [])
+        words = {
+            "train.sh": ["configs/tiny_world.py"],
+            "index.sh": ["wiki", "--corpus", "a b.jsonl"],
+        }.get(script, [])
         said = cloud.done(script, "--dry-run", *words)
         assert re.search(r"^gcloud compute tpus ", said, re.MULTILINE), script
         assert not re.search("is deleted|is set up|first runs on", said), "nothing was done"
-        expected = {"delete.sh": "worker.sh stop", "status.sh": "worker.sh state", "train.sh": "storage cat gs://"}
+        expected = {
+            "delete.sh": "worker.sh stop",
+            "status.sh": "worker.sh state",
+            "train.sh": "storage cat gs://",
+        }
         assert expected.get(script, "") in said
     late = cloud.refused("train.sh", "configs/tiny_world.py", "--seed", "1", "--dry-run")
     assert "--dry-run comes too late: give it before configs/tiny_world.py" in late
@@ -241,7 +309,9 @@ def test_a_dry_run_prints_the_calls_and_does_nothing(cloud):
 def test_the_documented_lines_are_taken(cloud):
     pages = (ROOT / "docs" / "launch").glob("*.md")
     lines = [
-        line for page in pages for line in re.findall(r"^launch/(.*?)(?:  +#.*)?$", page.read_text(), re.MULTILINE)
+        line
+        for page in pages
+        for line in re.findall(r"^launch/(.*?)(?:  +#.*)?$", page.read_text(), re.MULTILINE)
     ]
     assert {line.split()[0] for line in lines} == {"create.sh", "train.sh", "delete.sh"}
     for script, *words in map(str.split, lines):
@@ -271,10 +341,14 @@ def test_a_run_is_started_and_looked_after_until_it_ends(cloud):
     cloud.answers(*CLAIM, RUNNING, RUNNING, ended(0), DONE)
     said = cloud.done("train.sh", "configs/tiny_world.py", "--seed", "1")
     assert "first has ended: launch/eval.sh scores it" in said
-    starts = [words[-1] for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh") if "worker.sh start" in words[-1]]
+    starts = [
+        words[-1]
+        for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh")
+        if "worker.sh start" in words[-1]
+    ]
     assert starts == [
-        "--command=bash ~/mujica/src/launch/worker.sh start 'train-first' '' mujica_jax.train configs/tiny_world.py "
-        "--seed 1 --run 'gs://my-bucket/runs/first'"
+        "--command=bash ~/mujica/src/launch/worker.sh start 'train-first' '' mujica_jax.train "
+        "configs/tiny_world.py --seed 1 --run 'gs://my-bucket/runs/first'"
     ]
     assert len(cloud.created) == 1
 
@@ -290,7 +364,10 @@ def test_a_preempted_slice_is_made_again_and_counted_apart_from_failures(cloud):
     cloud.set(MAX_PREEMPTIONS="0")
     cloud.answers(*CLAIM, RUNNING)
     given_up = cloud.run("train.sh", "configs/tiny_world.py")
-    assert given_up.returncode == 1 and "given up after 0 failures and 1 preemptions" in given_up.stderr
+    assert (
+        given_up.returncode == 1
+        and "given up after 0 failures and 1 preemptions" in given_up.stderr
+    )
 
 
 def test_a_run_that_was_asked_to_end_has_not_ended(cloud):
@@ -298,7 +375,11 @@ def test_a_run_that_was_asked_to_end_has_not_ended(cloud):
     cloud.answers(*CLAIM, ended(0), NOT_DONE, RUNNING, ended(0), DONE)
     said = cloud.done("train.sh", "configs/tiny_world.py")
     assert "first was asked to end and saved where it was: 1 of at most 50 times" in said
-    starts = [words for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh") if "worker.sh start" in words[-1]]
+    starts = [
+        words
+        for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh")
+        if "worker.sh start" in words[-1]
+    ]
     assert len(starts) == 2 and len(cloud.created) == 1
 
 
@@ -315,9 +396,16 @@ def test_a_run_that_fails_is_started_again_a_bounded_number_of_times(cloud):
     cloud.set(MAX_FAILURES="1")
     cloud.answers(*CLAIM, ended(1), ("worker.sh log", 0, "the last line", ""), ended(1))
     given_up = cloud.run("train.sh", "configs/tiny_world.py")
-    assert given_up.returncode == 1 and "given up after 2 failures and 0 preemptions" in given_up.stderr
+    assert (
+        given_up.returncode == 1
+        and "given up after 2 failures and 0 preemptions" in given_up.stderr
+    )
     assert "the last line" in given_up.stderr
-    starts = [words for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh") if "worker.sh start" in words[-1]]
+    starts = [
+        words
+        for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh")
+        if "worker.sh start" in words[-1]
+    ]
     assert len(starts) == 2
 
 
@@ -331,8 +419,13 @@ def test_a_run_that_the_program_refuses_is_not_tried_again(cloud):
 def test_a_name_that_another_command_has_is_refused_before_anything_is_made(cloud):
     cloud.answers(("storage cat", 0, "configs/tiny_world.py --seed 1", ""))
     said = cloud.refused("train.sh", "configs/tiny_world.py", "--seed", "2")
-    assert "run first was begun with `configs/tiny_world.py --seed 1` and this is" in said and not cloud.created
-    assert "--run is given and the run is gs://my-bucket/runs/first" in cloud.refused("train.sh", "c.py", "--run")
+    assert (
+        "run first was begun with `configs/tiny_world.py --seed 1` and this is" in said
+        and not cloud.created
+    )
+    assert "--run is given and the run is gs://my-bucket/runs/first" in cloud.refused(
+        "train.sh", "c.py", "--run"
+    )
     assert "which configuration?" in cloud.refused("train.sh")
 
 
@@ -341,7 +434,10 @@ def test_no_secret_stands_in_a_call(cloud):
     cloud.answers(*CLAIM)
     cloud.done("train.sh", "--detach", "configs/tiny_world.py")
     assert "the secret" not in (cloud.folder / "calls").read_text()
-    assert any("'WANDB_API_KEY=wandb-key'" in words[-1] for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh"))
+    assert any(
+        "'WANDB_API_KEY=wandb-key'" in words[-1]
+        for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh")
+    )
 
 
 def test_status_says_step_speed_checkpoint_and_cost(cloud):
@@ -364,7 +460,33 @@ def test_status_says_step_speed_checkpoint_and_cost(cloud):
 def test_the_example_names_every_variable_and_its_prices_every_type():
     example = (LAUNCH / "env.example").read_text()
     assigned = set(re.findall(r"^([A-Z_]+)=", example, re.MULTILINE))
-    read = set(re.findall(r"\$\{?!?([A-Z][A-Z_]+)", "".join(path.read_text() for path in LAUNCH.glob("*.sh"))))
-    own = {"LAUNCH", "ROOT", "ENV_FILE", "DRY_RUN", "YES", "ERRORS", "REST", "RUN_DIRECTORY", "BASH_SOURCE", "HOME"}
-    own |= {"MUJICA_ENV", "ASSUMED", "ASSUMED_STATE", "WAIT", "REPLACE", "DETACH", "UNIT", "PYTHON", "BASE", "PATH"}
+    read = set(
+        re.findall(
+            r"\$\{?!?([A-Z][A-Z_]+)", "".join(path.read_text() for path in LAUNCH.glob("*.sh"))
+        )
+    )
+    own = {
+        "LAUNCH",
+        "ROOT",
+        "ENV_FILE",
+        "DRY_RUN",
+        "YES",
+        "ERRORS",
+        "REST",
+        "RUN_DIRECTORY",
+        "BASH_SOURCE",
+        "HOME",
+    }
+    own |= {
+        "MUJICA_ENV",
+        "ASSUMED",
+        "ASSUMED_STATE",
+        "WAIT",
+        "REPLACE",
+        "DETACH",
+        "UNIT",
+        "PYTHON",
+        "BASE",
+        "PATH",
+    }
     assert read - own == assigned

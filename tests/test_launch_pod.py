@@ -1,5 +1,6 @@
-"""A configuration for pods, cut small, by the scripts of launch/: the index is built on one slice, the run trains on
-another one, and both are deleted. The machines are folders here, as in test_launch_rehearsal.py."""
+"""A configuration for pods, cut small, by the scripts of launch/: the index is built on one slice,
+the run trains on another one, and both are deleted. The machines are folders here, as in
+test_launch_rehearsal.py."""
 
 import dataclasses
 import json
@@ -29,9 +30,13 @@ WORDS_OF_THE_RUN = """configs/two_wiki_text_v5e.py --init models/nano --task.dat
 
 
 def write_data(folder: Path) -> None:
-    """Write a few questions as the official files have them, and the passages that all of them search."""
+    """Write a few questions as the official files have them, and the passages that all of them
+    search."""
     folder.mkdir()
-    passages = [{"title": f"film {number}", "text": f"A film of {WORDS[number]}."} for number in range(FILMS)]
+    passages = [
+        {"title": f"film {number}", "text": f"A film of {WORDS[number]}."}
+        for number in range(FILMS)
+    ]
     (folder / "corpus.json").write_text(json.dumps(passages))
     records = [
         {
@@ -49,8 +54,11 @@ def write_data(folder: Path) -> None:
 
 
 def write_checkpoint(folder: Path) -> None:
-    """Write a decoder of a few thousand parameters that reads conversations as long as the configuration's."""
-    tokenizer = Tokenizer.train([" ".join(WORDS), "Who directed film 1? <think> <search> <answer>"] * 50, 600)
+    """Write a decoder of a few thousand parameters that reads conversations as long as the
+    configuration's."""
+    tokenizer = Tokenizer.train(
+        [" ".join(WORDS), "Who directed film 1? <think> <search> <answer>"] * 50, 600
+    )
     size = dataclasses.replace(
         MODEL,
         vocab_size=tokenizer.vocab_size,
@@ -83,7 +91,9 @@ def cloud(tmp_path):
 def long(cloud: Cloud, script: str, *words: str) -> str:
     """Run a script that may take minutes on a busy machine. Returns what it printed."""
     command = [str(LAUNCH / script), "--env", str(cloud.folder / "env"), *words]
-    ended = subprocess.run(command, env=cloud.environment, capture_output=True, text=True, timeout=SECONDS)
+    ended = subprocess.run(
+        command, env=cloud.environment, capture_output=True, text=True, timeout=SECONDS
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout + ended.stderr
 
@@ -95,20 +105,36 @@ def test_a_configuration_for_pods_from_create_to_delete(cloud, tmp_path):
     tiny_embedder(tmp_path / "embedder")
     for folder, name in (("data", "data"), ("nano", "models/nano"), ("embedder", "embedder")):
         for file in (path for path in (tmp_path / folder).rglob("*") if path.is_file()):
-            cloud.bucket.put("my-bucket", f"{name}/{file.relative_to(tmp_path / folder)}", file.read_bytes())
+            cloud.bucket.put(
+                "my-bucket", f"{name}/{file.relative_to(tmp_path / folder)}", file.read_bytes()
+            )
     fetched = [f"gs://my-bucket/{name}={name}" for name in ("data", "models/nano", "embedder")]
 
     # A slice of one host builds the index.
-    cloud.set(PLATFORM="cpu", EXTRAS="", POLL_SECONDS="1", TPU_NAME="builder", FETCH=" ".join(fetched))
+    cloud.set(
+        PLATFORM="cpu", EXTRAS="", POLL_SECONDS="1", TPU_NAME="builder", FETCH=" ".join(fetched)
+    )
     (cloud.folder / "workers").write_text("1")
     cloud.done("create.sh")
     long(cloud, "setup.sh")
     said = long(
-        cloud, "index.sh", "two_wiki", "--corpus", "data/corpus.json", "--kind", "scann", "--embedder", "embedder"
+        cloud,
+        "index.sh",
+        "two_wiki",
+        "--corpus",
+        "data/corpus.json",
+        "--kind",
+        "scann",
+        "--embedder",
+        "embedder",
     )
     assert "recall" in said, "ScaNN's recall beside exact search is printed"
     cloud.done("delete.sh", "--yes")
-    manifest = [name for name in cloud.bucket.names("my-bucket", "indexes/two_wiki/") if name.endswith(".json")]
+    manifest = [
+        name
+        for name in cloud.bucket.names("my-bucket", "indexes/two_wiki/")
+        if name.endswith(".json")
+    ]
     assert manifest
 
     # A slice of two hosts trains.

@@ -1,5 +1,5 @@
-"""From nothing to a trained policy and back, by the scripts as a user calls them: the machines are folders here, ssh
-runs a shell, and the slice is lost in the middle."""
+"""From nothing to a trained policy and back, by the scripts as a user calls them: the machines are
+folders here, ssh runs a shell, and the slice is lost in the middle."""
 
 import json
 import subprocess
@@ -12,7 +12,8 @@ from launch.gcloud import end_units
 from test_launch import LAUNCH, Cloud
 from whole_runs import ENVIRONMENT, SECONDS, finished, free_port, summary
 
-# Sums over two devices do not depend on who adds them: a job of two processes has one process's numbers.
+# Sums over two devices do not depend on who adds them: a job of two processes has one process's
+# numbers.
 WORDS = """configs/tiny_world.py --trainer.fsdp 2 --trainer.rows-per-step 8 --task.demonstrations 200
     --task.train-questions 64 --pretraining.steps 10 --pretraining.documents 200 --warmup.steps 120 --method.rounds 1
     --sampling.questions-per-round 8 --sampling.shard-questions 4 --method.max-attempts 1 --method.keep-per-question 1
@@ -54,8 +55,12 @@ def test_a_pod_from_nothing_through_a_preemption_and_back(cloud, tmp_path, monke
             start_new_session=True,
         )
         until = time.monotonic() + SECONDS
-        while not any("learning/warm-up" in name for name in cloud.bucket.names("my-bucket", "runs/first/")):
-            assert train.poll() is None and time.monotonic() < until, (tmp_path / "output").read_text()
+        while not any(
+            "learning/warm-up" in name for name in cloud.bucket.names("my-bucket", "runs/first/")
+        ):
+            assert train.poll() is None and time.monotonic() < until, (
+                tmp_path / "output"
+            ).read_text()
             time.sleep(0.2)
         assert "run         first: 2x running" in cloud.done("status.sh")
         cloud.states("SUSPENDED")

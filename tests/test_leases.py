@@ -20,7 +20,10 @@ PROCESSES = (os.getpid(), os.getppid(), 1)  # that live
 
 def made(tmp_path, count: int) -> tuple[Clock, list[Leases]]:
     clock, directory = Clock(), RunDirectory(tmp_path)
-    return clock, [Leases(directory, seconds=60.0, clock=clock, process=process) for process in PROCESSES[:count]]
+    return clock, [
+        Leases(directory, seconds=60.0, clock=clock, process=process)
+        for process in PROCESSES[:count]
+    ]
 
 
 def test_a_lease_has_one_holder_until_it_is_over(tmp_path):

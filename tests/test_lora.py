@@ -1,4 +1,5 @@
-"""Adapters against the same computation with the products written out, and the merged model against transformers."""
+"""Adapters against the same computation with the products written out, and the merged model against
+transformers."""
 
 import dataclasses
 import functools
@@ -44,7 +45,12 @@ def filled(decoder: Decoder) -> Decoder:
     draw = np.random.default_rng(1)
     other = nnx.clone(decoder)
     adapters = nnx.state(other, nnx.LoRAParam)
-    nnx.update(other, jax.tree.map(lambda leaf: jnp.asarray(draw.normal(0, 0.3, leaf.shape), leaf.dtype), adapters))
+    nnx.update(
+        other,
+        jax.tree.map(
+            lambda leaf: jnp.asarray(draw.normal(0, 0.3, leaf.shape), leaf.dtype), adapters
+        ),
+    )
     return other
 
 
@@ -56,7 +62,9 @@ def logits(decoder: Decoder, **options) -> np.ndarray:
 def _logits(graph, weights, **options) -> jax.Array:
     whole = nnx.merge(graph, weights)
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-    return whole.logits(whole(TOKENS, positions, causal_self_attention(jnp.ones_like(TOKENS)), **options))
+    return whole.logits(
+        whole(TOKENS, positions, causal_self_attention(jnp.ones_like(TOKENS)), **options)
+    )
 
 
 def by_hand(plain: Decoder, trained: Decoder) -> Decoder:
@@ -64,7 +72,10 @@ def by_hand(plain: Decoder, trained: Decoder) -> Decoder:
     other = nnx.clone(plain)
     for name in KERNELS:
         kernel = np.asarray(getattr(plain.layers, name)[...], np.float64)
-        a, b = (np.asarray(getattr(trained.layers, f"{name}_lora_{part}")[...], np.float64) for part in "ab")
+        a, b = (
+            np.asarray(getattr(trained.layers, f"{name}_lora_{part}")[...], np.float64)
+            for part in "ab"
+        )
         changed = [
             kernel[layer] + (ALPHA / RANK * a[layer] @ b[layer]).reshape(kernel.shape[1:])
             for layer in range(MODEL.num_layers)
@@ -74,12 +85,16 @@ def by_hand(plain: Decoder, trained: Decoder) -> Decoder:
 
 
 def test_fresh_adapters_change_nothing(plain, fresh):
-    np.testing.assert_allclose(logits(fresh), logits(plain), atol=3e-6)  # another program rounds in other places
+    np.testing.assert_allclose(
+        logits(fresh), logits(plain), atol=3e-6
+    )  # another program rounds in other places
     unchanged = nnx.state(merged(fresh, rank=RANK, alpha=ALPHA))
     jax.tree.map(np.testing.assert_array_equal, unchanged, nnx.state(plain))
 
 
-@pytest.mark.parametrize("options", [{}, {"scan": False}, {"remat": "full"}, {"remat": "dots"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"scan": False}, {"remat": "full"}, {"remat": "dots"}], ids=str
+)
 def test_adapters_add_their_product_to_every_projection(plain, trained, options):
     expected = logits(by_hand(plain, trained))
     assert np.abs(expected - logits(plain)).max() > 0.5
@@ -123,7 +138,11 @@ def test_base_weights_are_shared(plain, fresh):
 
 
 def test_an_adapted_decoder_computes_in_bfloat16(trained):
-    narrow = filled(adapted(filled_decoder(MODEL, dtype=jnp.bfloat16), rank=RANK, alpha=ALPHA, key=jax.random.key(0)))
+    narrow = filled(
+        adapted(
+            filled_decoder(MODEL, dtype=jnp.bfloat16), rank=RANK, alpha=ALPHA, key=jax.random.key(0)
+        )
+    )
     expected = logits(trained)
     assert 0 < np.abs(logits(narrow) - expected).mean() < 0.05 * np.abs(expected).mean()
 
@@ -133,22 +152,27 @@ def test_transformers_reads_the_merged_export(trained, tmp_path):
     import transformers
 
     save_checkpoint(merged(trained, rank=RANK, alpha=ALPHA), tmp_path / "merged")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "merged", dtype=torch.float32
+    )
     found = theirs(torch.asarray(np.asarray(TOKENS, np.int64))).logits.detach().numpy()
     np.testing.assert_allclose(found, logits(trained), atol=1e-4)
 
 
 def test_a_rank_above_the_smallest_side_is_refused():
     check_rank(MODEL, 16)
-    with pytest.raises(UserError, match=r"lora_rank is 17 and query_kernel .* 16 x 32: use a rank of at most 16"):
+    with pytest.raises(
+        UserError, match=r"lora_rank is 17 and query_kernel .* 16 x 32: use a rank of at most 16"
+    ):
         check_rank(MODEL, 17)
 
 
 @pytest.mark.parametrize(("remat", "products", "mixed"), [("dots", 3, 1), ("full", 5, 2)])
 @pytest.mark.parametrize("kind", [nnx.Param, nnx.LoRAParam])
 def test_what_a_backward_pass_computes_again(plain, trained, kind, remat, products, mixed):
-    """With "dots" no product with a weight, with adapters too, and not the attention of our own kernel: a layer
-    multiplies to the width of its MLP for gate and up, and for the gradient before down."""
+    """With "dots" no product with a weight, with adapters too, and not the attention of our own
+    kernel: a layer multiplies to the width of its MLP for gate and up, and for the gradient before
+    down."""
     graph, chosen, rest = nnx.split(trained if kind is nnx.LoRAParam else plain, kind, ...)
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
 

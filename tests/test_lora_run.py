@@ -1,5 +1,5 @@
-"""The parts of a run with adapters and eight-bit weights: what is learnt from a checkpoint is what is sampled from and
-what is written."""
+"""The parts of a run with adapters and eight-bit weights: what is learnt from a checkpoint is what
+is sampled from and what is written."""
 
 import dataclasses
 import functools
@@ -39,7 +39,10 @@ def config(tmp_path_factory) -> Config:
     directory = tmp_path_factory.mktemp("lora") / "checkpoint"
     tokenizer = Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300)
     model = dataclasses.replace(
-        MODEL, vocab_size=tokenizer.vocab_size, eos_token_ids=tuple(tokenizer.stop_token_ids), num_layers=2
+        MODEL,
+        vocab_size=tokenizer.vocab_size,
+        eos_token_ids=tuple(tokenizer.stop_token_ids),
+        num_layers=2,
     )
     save_checkpoint(filled_decoder(model), directory, tokenizer=tokenizer)
     smoke = load_config(str(SMOKE))
@@ -57,7 +60,9 @@ def config(tmp_path_factory) -> Config:
 def run(config, tmp_path_factory) -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "use_compilation_cache", lambda: None)
-        with start.open_training(config, tmp_path_factory.mktemp("run") / "run", Preemption()) as opened:
+        with start.open_training(
+            config, tmp_path_factory.mktemp("run") / "run", Preemption()
+        ) as opened:
             yield opened
 
 
@@ -68,7 +73,9 @@ def learnt(run):
 
 def learn(run: Run):
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
-    return run.learn("some phase", run.initial_state, lambda: rows, steps=3, peak=0.1, end_value=0.01)
+    return run.learn(
+        "some phase", run.initial_state, lambda: rows, steps=3, peak=0.1, end_value=0.01
+    )
 
 
 def test_the_policy_that_is_written_is_the_merged_one(run, learnt, config, tmp_path):
@@ -81,15 +88,28 @@ def test_the_policy_that_is_written_is_the_merged_one(run, learnt, config, tmp_p
     assert np.abs(written.layers.up_kernel[...] - before.layers.up_kernel[...]).max() > 1e-3
 
 
-def test_the_adapter_that_is_written_gives_the_policy_back_and_brings_its_configuration(run, learnt, config, tmp_path):
+def test_the_adapter_that_is_written_gives_the_policy_back_and_brings_its_configuration(
+    run, learnt, config, tmp_path
+):
     run.commit_policy(learnt, 0)
     adapter = run.store.policy_path(0) / "adapter"
     policy = nnx.state(with_adapter(load_checkpoint(config.init), adapter))
     close = functools.partial(np.testing.assert_allclose, atol=1e-3)  # float16
     jax.tree.map(close, policy, nnx.state(run.trainer.decoder(learnt())))
-    arguments = ["--init", config.init, "--adapter", str(adapter), "--out", str(tmp_path), "--eval.split", "dev"]
+    arguments = [
+        "--init",
+        config.init,
+        "--adapter",
+        str(adapter),
+        "--out",
+        str(tmp_path),
+        "--eval.split",
+        "dev",
+    ]
     given, found = command_line(arguments)
-    assert found.agent == config.agent and found.trainer.lora_rank == 4 and found.eval.split == "dev"
+    assert (
+        found.agent == config.agent and found.trainer.lora_rank == 4 and found.eval.split == "dev"
+    )
     checkpoint = find_checkpoint(given)
     assert checkpoint.about() == {"checkpoint": config.init, "policy": 0, "adapter": str(adapter)}
     opened = checkpoint.open(found)[1]
@@ -107,11 +127,18 @@ def test_another_run_goes_on_from_the_adapter(run, learnt, config, tmp_path, mon
         begun = opened.trainer.decoder(opened.initial_state())
         assert int(opened.initial_state().step) == 0
     expected = nnx.state(with_adapter(load_checkpoint(config.init), Path(adapter)))
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), nnx.state(begun), expected)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, atol=1e-6), nnx.state(begun), expected
+    )
     narrower = dataclasses.replace(config.trainer, lora_rank=2)
     with (
-        pytest.raises(UserError, match=r"has rank 4 and alpha 8, and trainer.lora_rank is 2.*--trainer.lora-rank 4"),
-        start.open_training(dataclasses.replace(going_on, trainer=narrower), tmp_path / "other", Preemption()),
+        pytest.raises(
+            UserError,
+            match=r"has rank 4 and alpha 8, and trainer.lora_rank is 2.*--trainer.lora-rank 4",
+        ),
+        start.open_training(
+            dataclasses.replace(going_on, trainer=narrower), tmp_path / "other", Preemption()
+        ),
     ):
         pass
     assert not (tmp_path / "other").exists()
@@ -125,7 +152,9 @@ def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, 
     given = []
     set_weights = run.generator.set_weights
     monkeypatch.setattr(
-        run.generator, "set_weights", lambda weights, version: given.append(weights) or set_weights(weights, version)
+        run.generator,
+        "set_weights",
+        lambda weights, version: given.append(weights) or set_weights(weights, version),
     )
     run.use_policy(learnt, 3)
     model = run.trainer.decoder(learnt())
@@ -139,6 +168,8 @@ def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, 
     last = planner.turns[-1]
     assert last.role == "model" and last.logprobs is not None
     sampled_by = nnx.merge(nnx.graphdef(model), given[0])
-    scores = nnx.jit(token_log_probs)(sampled_by, pack([planner], row_tokens=1024, seed=0).batch(slice(None)))
+    scores = nnx.jit(token_log_probs)(
+        sampled_by, pack([planner], row_tokens=1024, seed=0).batch(slice(None))
+    )
     end = len(planner.token_ids)
     np.testing.assert_allclose(last.logprobs, scores[0, end - len(last.token_ids) : end], atol=1e-4)

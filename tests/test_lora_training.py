@@ -71,22 +71,32 @@ def test_a_step_is_adamw_on_the_gradient_through_merged_weights(trainer, decoder
         for weight in projections(MODEL):
             a, b = (flat[("layers", f"{weight.name}_lora_{part}")] for part in "ab")
             path = ("layers", weight.name)
-            changed[path] = changed[path] + (2.0 * jnp.einsum("lir,lro->lio", a, b)).reshape(changed[path].shape)
-        return nnx.from_flat_state((path, nnx.Param(value)) for path, value in sorted(changed.items()))
+            changed[path] = changed[path] + (2.0 * jnp.einsum("lir,lro->lio", a, b)).reshape(
+                changed[path].shape
+            )
+        return nnx.from_flat_state(
+            (path, nnx.Param(value)) for path, value in sorted(changed.items())
+        )
 
     @jax.jit
     def gradient_of(adapters):
-        return jax.value_and_grad(lambda adapters: MLE()(nnx.merge(graph, merged(adapters)), batch)[0])(adapters)
+        return jax.value_and_grad(
+            lambda adapters: MLE()(nnx.merge(graph, merged(adapters)), batch)[0]
+        )(adapters)
 
     loss, gradient = gradient_of(adapters)
     zero_rate = schedule(peak=0.0, end_value=0.0, total_steps=1)
     still, metrics = trainer.train_step(jax.tree.map(jnp.copy, state), batch, zero_rate)
     assert float(metrics["loss"]) == pytest.approx(float(loss), abs=1e-6)
-    assert float(metrics["grad_norm"]) == pytest.approx(float(optax.global_norm(gradient)), rel=1e-4)
+    assert float(metrics["grad_norm"]) == pytest.approx(
+        float(optax.global_norm(gradient)), rel=1e-4
+    )
     # The first moment says the gradient itself: m := b1 m + (1 - b1) g min(1, clip / |g|).
     clipped = min(1.0, LORA.clip_norm / float(metrics["grad_norm"]))
     before, after = state.opt_state[1].mu, still.opt_state[1].mu
-    expected = jax.tree.map(lambda m, g: LORA.b1 * m + (1 - LORA.b1) * clipped * g, before, gradient)
+    expected = jax.tree.map(
+        lambda m, g: LORA.b1 * m + (1 - LORA.b1) * clipped * g, before, gradient
+    )
     assert_same(after, expected, 1e-6)
 
 
@@ -94,7 +104,10 @@ def test_training_moves_every_adapter_and_no_weight(trainer, decoder, trained):
     adapters, rest = split(trained)
     jax.tree.map(np.testing.assert_array_equal, rest, nnx.state(decoder))
     fresh, _ = split(trainer.initial_state(decoder))
-    assert all((a != b).all() for a, b in zip(jax.tree.leaves(adapters), jax.tree.leaves(fresh), strict=True))
+    assert all(
+        (a != b).all()
+        for a, b in zip(jax.tree.leaves(adapters), jax.tree.leaves(fresh), strict=True)
+    )
 
 
 def test_the_optimiser_keeps_moments_of_adapters_only(trained):
@@ -107,7 +120,15 @@ def test_training_lowers_the_loss(trainer, decoder):
     losses = []
     chosen = schedule(peak=1e-1, end_value=0.0, total_steps=40)
     state = trainer.initial_state(decoder)
-    fit(trainer, state, ROWS, schedule=chosen, steps=40, seed=0, on_step=lambda metrics: losses.append(metrics.loss))
+    fit(
+        trainer,
+        state,
+        ROWS,
+        schedule=chosen,
+        steps=40,
+        seed=0,
+        on_step=lambda metrics: losses.append(metrics.loss),
+    )
     assert losses[-1] < 0.95 * losses[0], "the frozen model is a random one"
 
 
@@ -131,20 +152,28 @@ def test_the_policy_is_a_plain_decoder_that_scores_as_the_trained_one(trainer, d
 
 
 def test_the_seed_draws_the_adapters(trainer, decoder):
-    first, again, other = (split(trainer.initial_state(decoder, seed=seed))[0] for seed in (0, 0, 1))
+    first, again, other = (
+        split(trainer.initial_state(decoder, seed=seed))[0] for seed in (0, 0, 1)
+    )
     assert_same(first, again)
     name = ("layers", "query_kernel_lora_a")
-    assert (dict(nnx.to_flat_state(first))[name][...] != dict(nnx.to_flat_state(other))[name][...]).all()
+    assert (
+        dict(nnx.to_flat_state(first))[name][...] != dict(nnx.to_flat_state(other))[name][...]
+    ).all()
 
 
 def test_rank_and_alpha_each_change_the_program():
     def program(**changes) -> str:
         return Trainer(MODEL, dataclasses.replace(LORA, **changes)).lower_step().as_text()
 
-    assert len({program(), program(lora_rank=3), program(lora_alpha=8.0), program(lora_rank=0)}) == 4
+    assert (
+        len({program(), program(lora_rank=3), program(lora_alpha=8.0), program(lora_rank=0)}) == 4
+    )
     assert program(lora_rank=0) == program(lora_rank=0, lora_alpha=8.0)
 
 
 def test_a_rank_that_the_model_cannot_have_is_refused():
-    with pytest.raises(UserError, match=r"lora_rank is 17 and .* 16 x 16: use a rank of at most 16"):
+    with pytest.raises(
+        UserError, match=r"lora_rank is 17 and .* 16 x 16: use a rank of at most 16"
+    ):
         Trainer(MODEL, dataclasses.replace(LORA, lora_rank=17))

@@ -1,5 +1,5 @@
-"""The trainer under every loss but maximum likelihood (`test_trainer.py`), on trajectories of the tiny world: its own
-metric moves, parts add up, and a resume is exact."""
+"""The trainer under every loss but maximum likelihood (`test_trainer.py`), on trajectories of the
+tiny world: its own metric moves, parts add up, and a resume is exact."""
 
 import asyncio
 import dataclasses
@@ -35,15 +35,17 @@ LOSSES = {"grpo": GRPO(**CLIP, kl_coefficient=0.01), "dapo": DAPO(**CLIP), "dpo"
 
 @functools.cache
 def played() -> list[tuple[Conversation, float]]:
-    """Planner conversations with their rewards: to each question an episode that is right and one that misses a fact,
-    as the pairs of DPO and the groups of GRPO have them."""
+    """Planner conversations with their rewards: to each question an episode that is right and one
+    that misses a fact, as the pairs of DPO and the groups of GRPO have them."""
     world = small_world(8, GROUPS, 8, facts=4)
     player = agent(max_turn_tokens=600, max_trajectory_tokens=4000, max_observation_tokens=3000)
     found = []
     for question, environment in world.demonstrations():
         for miss_rate in (0.0, 0.99):
             policy = ScriptedPolicy(tokenizer(), miss_rate=miss_rate)
-            trajectory = rewarded(asyncio.run(player.run(attempt(question), environment, policy)), question)
+            trajectory = rewarded(
+                asyncio.run(player.run(attempt(question), environment, policy)), question
+            )
             found.append((trajectory.conversations[0], trajectory.reward))
     assert [reward for _, reward in found] == [1.0, 0.0] * GROUPS
     return found
@@ -65,10 +67,16 @@ def decoder():
 
 @pytest.fixture(scope="module")
 def rows(decoder) -> PackedRows:
-    """With the columns of all losses; what the policy was before training comes from `Trainer.score`, as users get
-    it."""
+    """With the columns of all losses; what the policy was before training comes from
+    `Trainer.score`, as users get it."""
     advantages = group_advantages(REWARDS).ravel()
-    packed = pack(CONVERSATIONS, row_tokens=TRAINER.row_tokens, seed=0, columns={"advantages": advantages}, pairs=True)
+    packed = pack(
+        CONVERSATIONS,
+        row_tokens=TRAINER.row_tokens,
+        seed=0,
+        columns={"advantages": advantages},
+        pairs=True,
+    )
     trainer = Trainer(MODEL, TRAINER)
     before = trainer.score(trainer.initial_state(decoder), packed)
     return packed.with_columns(sampled_log_probs=before, reference_log_probs=before)
@@ -78,7 +86,16 @@ def train(
     trainer: Trainer, state: TrainState, rows: PackedRows, steps: int, place: dict | None = None
 ) -> tuple[TrainState, list[StepMetrics], dict]:
     seen: list[StepMetrics] = []
-    result = fit(trainer, state, rows, schedule=SCHEDULE, steps=steps, seed=3, input_state=place, on_step=seen.append)
+    result = fit(
+        trainer,
+        state,
+        rows,
+        schedule=SCHEDULE,
+        steps=steps,
+        seed=3,
+        input_state=place,
+        on_step=seen.append,
+    )
     return result.state, seen, result.input_state
 
 
@@ -93,7 +110,10 @@ def test_a_loss_moves_its_own_metric_and_resumes_exactly(name, decoder, rows, tm
         assert seen[0].loss == pytest.approx(np.log(2), abs=1e-4)
     else:
         assert first["mean_ratio"] == pytest.approx(1.0, abs=1e-4) and first["clipped_share"] == 0.0
-        assert first["advantage_log_ratio"] == pytest.approx(0.0, abs=1e-4) and last["advantage_log_ratio"] > 0.05
+        assert (
+            first["advantage_log_ratio"] == pytest.approx(0.0, abs=1e-4)
+            and last["advantage_log_ratio"] > 0.05
+        )
         assert last["clipped_share"] > 0.0
     if name == "grpo":
         assert first["reference_kl"] == pytest.approx(0.0, abs=1e-9) and last["reference_kl"] > 0.0
@@ -112,15 +132,21 @@ def test_a_loss_moves_its_own_metric_and_resumes_exactly(name, decoder, rows, tm
 
 @pytest.mark.parametrize("name", ["grpo", "dpo"])
 def test_parts_of_a_batch_add_up_to_the_whole(name, decoder, rows):
-    """Conversations, pairs and trained tokens of the parts differ: a mean over parts would weigh them alike. In the
-    second step, for before it the margins are rounding; Adam makes much of the rounding of gradients near zero."""
+    """Conversations, pairs and trained tokens of the parts differ: a mean over parts would weigh
+    them alike. In the second step, for before it the margins are rounding; Adam makes much of the
+    rounding of gradients near zero."""
     whole, in_parts = (
         train(trainer, trainer.initial_state(decoder), rows, 2)
         for trainer in (
-            Trainer(MODEL, dataclasses.replace(TRAINER, accumulation_steps=parts), LOSSES[name]) for parts in (1, 4)
+            Trainer(MODEL, dataclasses.replace(TRAINER, accumulation_steps=parts), LOSSES[name])
+            for parts in (1, 4)
         )
     )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), in_parts[0].params, whole[0].params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
+        in_parts[0].params,
+        whole[0].params,
+    )
     for metric, value in whole[1][1].values().items():
         assert in_parts[1][1].values()[metric] == pytest.approx(value, abs=1e-5), metric
 
@@ -128,7 +154,9 @@ def test_parts_of_a_batch_add_up_to_the_whole(name, decoder, rows):
 def test_rows_without_a_column_that_the_loss_needs_are_refused(decoder):
     trainer = Trainer(MODEL, TRAINER, LOSSES["dapo"])
     without = pack(CONVERSATIONS, row_tokens=TRAINER.row_tokens, seed=0)
-    with pytest.raises(AssertionError, match=r"needs the columns \['advantages', 'sampled_log_probs'\]"):
+    with pytest.raises(
+        AssertionError, match=r"needs the columns \['advantages', 'sampled_log_probs'\]"
+    ):
         train(trainer, trainer.initial_state(decoder), without, 1)
 
 

@@ -10,7 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
-@pytest.mark.parametrize(("target", "developer"), [("train", False), ("test", True), ("lint", True)])
+@pytest.mark.parametrize(
+    ("target", "developer"), [("train", False), ("test", True), ("lint", True)]
+)
 def test_training_installs_no_test_tools(target, developer, tmp_path):
     command = ["make", "--dry-run", target, f"VENV={tmp_path}"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -12,15 +12,24 @@ from mujica_jax.methods import memory
 from mujica_jax.methods.memory import PhaseMemory, check_memory, phases
 from mujica_jax.runtime.chips import CHIPS
 
-# The embedding, four projections of the attention, three of the perceptron, norms of a layer and its heads, the last.
+# The embedding, four projections of the attention, three of the perceptron, norms of a layer and
+# its heads, the last.
 NUMBERS = 48 * 16 + 4 * 16 * 16 + 3 * 16 * 24 + (2 * 16 + 2 * 8) + 16
-PAGE = 2 * 32 * 2 * 128 * 2  # keys and values of 32 tokens: two heads, filled up to a tile, of two bytes a number
+PAGE = (
+    2 * 32 * 2 * 128 * 2
+)  # keys and values of 32 tokens: two heads, filled up to a tile, of two bytes a number
 V5E = next(chip for chip in CHIPS if chip.name == "v5e")
 
 
 def configured(**engine):
     config = load_config(CONFIG_FOLDER / "two_wiki_text_v5e.py")
-    engine = {"slots": 4, "page_tokens": 32, "tensor": 1, "cache_gigabytes": 1.0, "cache_dtype": "compute"} | engine
+    engine = {
+        "slots": 4,
+        "page_tokens": 32,
+        "tensor": 1,
+        "cache_gigabytes": 1.0,
+        "cache_dtype": "compute",
+    } | engine
     return dataclasses.replace(
         config,
         trainer=dataclasses.replace(TRAINER, dtype="bfloat16"),
@@ -31,13 +40,18 @@ def configured(**engine):
 
 def planned(**engine) -> dict[str, PhaseMemory]:
     config = configured(**engine)
-    found = phases(config, MODEL, Trainer(MODEL, config.trainer), step=1000, calls=200, retrieval=30)
+    found = phases(
+        config, MODEL, Trainer(MODEL, config.trainer), step=1000, calls=200, retrieval=30
+    )
     return {phase.name: phase for phase in found}
 
 
 def test_each_phase_holds_what_it_says():
     found = planned()
-    state = {memory.PARAMETERS: 4 * NUMBERS, memory.MOMENTS: found["learning"].parts[memory.MOMENTS]}
+    state = {
+        memory.PARAMETERS: 4 * NUMBERS,
+        memory.MOMENTS: found["learning"].parts[memory.MOMENTS],
+    }
     assert 0 <= state[memory.MOMENTS] - 2 * 4 * NUMBERS < 64, "two moments in float32, and counters"
     state |= {memory.CACHE: 4 * 2 * PAGE, memory.RETRIEVAL: 30}
     engine = {memory.ENGINE: 2 * NUMBERS}
@@ -57,7 +71,8 @@ def test_keys_and_values_are_no_more_than_was_allowed_and_none_where_nothing_was
 
 
 @pytest.mark.parametrize(
-    ("part", "change"), [(memory.STEP, "raise trainer.accumulation_steps"), (memory.MOMENTS, "raise trainer.fsdp")]
+    ("part", "change"),
+    [(memory.STEP, "raise trainer.accumulation_steps"), (memory.MOMENTS, "raise trainer.fsdp")],
 )
 def test_what_does_not_fit_is_told_with_its_sum_its_largest_part_and_what_to_change(part, change):
     found = [

@@ -10,9 +10,9 @@ from mujica_jax import metrics
 from mujica_jax.metrics import bootstrap_interval, score
 
 RULES = ("hotpot", "two_wiki", "musique", "triviaqa", "cover_em")
-WORDS = st.lists(st.sampled_from(["yes", "no", "the", "Paris", "a", "1,234", "film", "U.S.", "‘x’"]), max_size=5).map(
-    " ".join
-)
+WORDS = st.lists(
+    st.sampled_from(["yes", "no", "the", "Paris", "a", "1,234", "film", "U.S.", "‘x’"]), max_size=5
+).map(" ".join)
 
 
 @needs_data
@@ -26,21 +26,28 @@ def test_scores_are_those_of_the_official_script(rule):
                 continue
             expected = {"em": expected} if rule == "cover_em" else expected
             found = score(row["prediction"], row["golds"], rule)
-            assert {name: getattr(found, name) for name in expected} == expected, (row["prediction"], row["golds"])
+            assert {name: getattr(found, name) for name in expected} == expected, (
+                row["prediction"],
+                row["golds"],
+            )
             compared += 1
     assert compared == (1222 if rule == "hotpot" else 1638)
 
 
 def test_precision_and_recall_are_best_over_golds_each_by_itself():
     found = score(
-        "Anna Maria Mozart", ["Constanze Mozart", "Maria Constanze Caecilia Josepha Johanna Aloisia Mozart"], "two_wiki"
+        "Anna Maria Mozart",
+        ["Constanze Mozart", "Maria Constanze Caecilia Josepha Johanna Aloisia Mozart"],
+        "two_wiki",
     )
     assert (found.precision, found.recall, found.f1) == (2 / 3, 1 / 2, pytest.approx(0.4))
 
 
 def test_hotpot_over_several_golds_is_the_best_of_each():
     several = score("Robert II Isumbert", ["Robert II of France", "Robert II"], "hotpot")
-    assert several.f1 == score("Robert II Isumbert", ["Robert II"], "hotpot").f1 == pytest.approx(0.8)
+    assert (
+        several.f1 == score("Robert II Isumbert", ["Robert II"], "hotpot").f1 == pytest.approx(0.8)
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,17 +148,28 @@ def test_the_f1_of_a_set_of_answers(prediction, expected):
 
 
 def test_supporting_passages():
-    assert metrics.supporting({"a", "b"}, {"a", "b"}) == metrics.Score(em=1.0, f1=1.0, precision=1.0, recall=1.0)
+    assert metrics.supporting({"a", "b"}, {"a", "b"}) == metrics.Score(
+        em=1.0, f1=1.0, precision=1.0, recall=1.0
+    )
     some = metrics.supporting({"a", "c", "d"}, {"a", "b"})
-    assert (some.em, some.precision, some.recall) == (0.0, 1 / 3, 1 / 2) and some.f1 == pytest.approx(0.4)
+    assert (some.em, some.precision, some.recall) == (
+        0.0,
+        1 / 3,
+        1 / 2,
+    ) and some.f1 == pytest.approx(0.4)
     assert metrics.supporting((), {"a"}) == metrics.Score(em=0.0, f1=0.0, precision=0.0, recall=0.0)
 
 
 def test_the_macro_f1_of_gerbil_and_the_plain_one():
     """Three questions: right; one of two answers and one that is wrong; no answer."""
     asked = [((("ant",),),), ((("bee",), ("cow",)),), ((("dog",),),)]
-    scores = [metrics.score_set(said, sets) for said, sets in zip(["ant", "bee; fox", None], asked, strict=True)]
+    scores = [
+        metrics.score_set(said, sets)
+        for said, sets in zip(["ant", "bee; fox", None], asked, strict=True)
+    ]
     assert [score.f1 for score in scores] == [1.0, 0.5, 0.0]
     # precision (1 + 1/2 + 1) / 3 = 5/6, recall (1 + 1/2 + 0) / 3 = 1/2
-    assert metrics.gerbil_macro_f1(scores, [True, True, False]) == pytest.approx(2 * (5 / 6) * 0.5 / (5 / 6 + 0.5))
+    assert metrics.gerbil_macro_f1(scores, [True, True, False]) == pytest.approx(
+        2 * (5 / 6) * 0.5 / (5 / 6 + 0.5)
+    )
     assert metrics.gerbil_macro_f1([scores[2]], [True]) == 0.0

@@ -1,5 +1,5 @@
-"""Engine and trainer are compared token by token: against hand numbers, and with numbers that are right or wrong on
-purpose."""
+"""Engine and trainer are compared token by token: against hand numbers, and with numbers that are
+right or wrong on purpose."""
 
 import dataclasses
 import math
@@ -21,7 +21,9 @@ def sampled(one: Conversation, logprobs: list[float]) -> Conversation:
     """With these as the engine's numbers of the model's tokens, turn after turn."""
     left = iter(logprobs)
     turns = [
-        dataclasses.replace(turn, logprobs=tuple(next(left) for _ in turn.token_ids)) if turn.role == "model" else turn
+        dataclasses.replace(turn, logprobs=tuple(next(left) for _ in turn.token_ids))
+        if turn.role == "model"
+        else turn
         for turn in one.turns
     ]
     return dataclasses.replace(one, turns=tuple(turns))
@@ -31,7 +33,9 @@ def test_differences_are_those_of_the_sampled_tokens():
     first = sampled(conversation((1, 2), (3, 4), (5,), (6,)), [-1.0, -2.0, -0.5])
     second = sampled(conversation((7, 8), (9,)), [-3.0])
     rows = pack([first, second], row_tokens=16, seed=0)
-    scores = np.full(rows.tokens.shape, 99.0, np.float32)  # whoever reads a token that was not sampled sees this
+    scores = np.full(
+        rows.tokens.shape, 99.0, np.float32
+    )  # whoever reads a token that was not sampled sees this
     for one, numbers in ((0, {2: -1.0, 3: -2.5, 5: -0.25}), (1, {2: -3.0})):
         row, start = rows.placements[one]
         for offset, number in numbers.items():
@@ -67,7 +71,9 @@ def right() -> list[Conversation]:
 
 def test_the_same_policy_agrees(trained, right):
     found = compared(*trained, [episode(*right[:5]), episode(*right[5:])], conversations=64, seed=3)
-    assert found["compared_tokens"] == sum(len(t.token_ids) for one in right for t in one.turns if t.logprobs)
+    assert found["compared_tokens"] == sum(
+        len(t.token_ids) for one in right for t in one.turns if t.logprobs
+    )
     assert found["logprob_difference_max_absolute"] < 1e-5
     assert abs(found["logprob_kl"]) < 1e-6
 
@@ -96,4 +102,6 @@ def test_what_has_no_numbers_or_fits_no_row_is_left_out(trained, right):
     long = sampled(conversation((1,), tuple(range(40))), [-1.0] * 40)
     assert compared(*trained, [episode(bare, long)], conversations=8, seed=0) == {}
     found = compared(*trained, [episode(bare, long, right[0])], conversations=8, seed=0)
-    assert found["compared_tokens"] == sum(len(turn.token_ids) for turn in right[0].turns if turn.logprobs)
+    assert found["compared_tokens"] == sum(
+        len(turn.token_ids) for turn in right[0].turns if turn.logprobs
+    )

@@ -43,16 +43,24 @@ ROW_TOKENS = 32
 
 @pytest.fixture(scope="module")
 def bigram_model() -> Decoder:
-    """A decoder whose layers add nothing, so that logits depend on the current token alone, up to a constant of 3."""
+    """A decoder whose layers add nothing, so that logits depend on the current token alone, up to a
+    constant of 3."""
     size = len(BIGRAMS)
     config = dataclasses.replace(
-        MODEL, vocab_size=size, hidden_size=size, num_layers=1, rms_norm_eps=1e-30, tie_word_embeddings=False
+        MODEL,
+        vocab_size=size,
+        hidden_size=size,
+        num_layers=1,
+        rms_norm_eps=1e-30,
+        tie_word_embeddings=False,
     )
     decoder = tiny_decoder(config)
     decoder.layers.output_kernel[...] = jnp.zeros_like(decoder.layers.output_kernel[...])
     decoder.layers.down_kernel[...] = jnp.zeros_like(decoder.layers.down_kernel[...])
     decoder.embedding[...] = jnp.eye(size)
-    decoder.final_norm[...] = jnp.full((size,), 1 / math.sqrt(size))  # the norm of a unit vector has length sqrt(size)
+    decoder.final_norm[...] = jnp.full(
+        (size,), 1 / math.sqrt(size)
+    )  # the norm of a unit vector has length sqrt(size)
     decoder.head[...] = jnp.asarray(np.log(BIGRAMS.T) + 3.0, jnp.float32)
     return decoder
 
@@ -71,7 +79,9 @@ class Numbers(NamedTuple):
 
 def compute(graph: nnx.GraphDef, params: nnx.State, batch: Batch) -> Numbers:
     loss, gradient = jax.value_and_grad(lambda p: MLE()(nnx.merge(graph, p), batch)[0])(params)
-    return Numbers(token_log_probs(nnx.merge(graph, params), batch), loss, MLE().counts(batch), gradient)
+    return Numbers(
+        token_log_probs(nnx.merge(graph, params), batch), loss, MLE().counts(batch), gradient
+    )
 
 
 # Compiling takes nearly all of this file's time: half of it without the backend's optimisations.
@@ -99,30 +109,35 @@ def test_log_probabilities_of_the_batch_worked_by_hand(bigram_model):
 
 def test_the_loss_of_the_batch_worked_by_hand(bigram_model):
     _, loss, counts, _ = numbers(bigram_model, BY_HAND)
-    # p(2 | 1) = 1/4 in the first row; p(1 | 3) = 1/2 and p(1 | 0) = 1/4 in the second: 2 + 1 + 2 bits over 3 tokens
+    # p(2 | 1) = 1/4 in the first row; p(1 | 3) = 1/2 and p(1 | 0) = 1/4 in the second: 2 + 1 + 2
+    # bits over 3 tokens
     assert float(loss) == pytest.approx(5 / 3 * math.log(2), abs=1e-6)
     assert int(counts["trained_tokens"]) == 3
 
 
 def test_the_z_loss_of_the_batch_worked_by_hand(bigram_model):
-    # The head's rows are log p + 3, so that every logit vector has the log-normaliser 3: 9 z_loss more, over any number
-    # of tokens.
+    # The head's rows are log p + 3, so that every logit vector has the log-normaliser 3: 9 z_loss
+    # more, over any number of tokens.
     graph, params = nnx.split(bigram_model)
     loss, _ = jax.jit(lambda params: MLE(z_loss=0.1)(nnx.merge(graph, params), BY_HAND))(params)
     assert float(loss) == pytest.approx(5 / 3 * math.log(2) + 0.1 * 9, abs=1e-5)
 
 
 def test_the_gradient_of_the_z_loss_is_that_of_its_formula(decoder, batch, monkeypatch):
-    """By automatic differentiation of the whole logits; chunks of two positions a row, so that some hold trained tokens
-    and some none."""
+    """By automatic differentiation of the whole logits; chunks of two positions a row, so that some
+    hold trained tokens and some none."""
     monkeypatch.setattr(log_probs, "CPU_CHUNK_POSITIONS", 2 * len(batch.tokens))
     graph, params = nnx.split(decoder)
 
     def plain(params: nnx.State, batch: Batch) -> Array:
         model = nnx.merge(graph, params)
-        logits = model.logits(model(batch.tokens, batch.positions, causal_self_attention(batch.segment_ids)))[:, :-1]
+        logits = model.logits(
+            model(batch.tokens, batch.positions, causal_self_attention(batch.segment_ids))
+        )[:, :-1]
         normalizers = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))
-        log_probs = jnp.take_along_axis(logits, batch.tokens[:, 1:, None], axis=-1)[..., 0] - normalizers
+        log_probs = (
+            jnp.take_along_axis(logits, batch.tokens[:, 1:, None], axis=-1)[..., 0] - normalizers
+        )
         each = -log_probs + 0.3 * normalizers**2
         return jnp.sum(each * batch.loss_mask[:, 1:]) / jnp.sum(batch.loss_mask)
 
@@ -131,7 +146,8 @@ def test_the_gradient_of_the_z_loss_is_that_of_its_formula(decoder, batch, monke
 
     options = QUICKLY["compiler_options"]
     expected, found = (
-        jax.jit(jax.value_and_grad(one), compiler_options=options)(params, batch) for one in (plain, ours)
+        jax.jit(jax.value_and_grad(one), compiler_options=options)(params, batch)
+        for one in (plain, ours)
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
 
@@ -139,7 +155,9 @@ def test_the_gradient_of_the_z_loss_is_that_of_its_formula(decoder, batch, monke
 def test_log_probabilities_are_those_of_the_whole_logits(decoder, batch):
     @jax.jit
     def whole_logits(batch: Batch) -> Array:
-        return decoder.logits(decoder(batch.tokens, batch.positions, causal_self_attention(batch.segment_ids)))
+        return decoder.logits(
+            decoder(batch.tokens, batch.positions, causal_self_attention(batch.segment_ids))
+        )
 
     logits = np.asarray(whole_logits(batch), np.float64)
     log_probs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
@@ -175,7 +193,9 @@ def test_the_gradient_is_that_of_the_whole_logits(decoder, batch, monkeypatch):
 
     def whole(params: nnx.State, batch: Batch) -> Array:
         model = nnx.merge(graph, params)
-        logits = model.logits(model(batch.tokens, batch.positions, causal_self_attention(batch.segment_ids)))
+        logits = model.logits(
+            model(batch.tokens, batch.positions, causal_self_attention(batch.segment_ids))
+        )
         log_probs = jax.nn.log_softmax(logits[:, :-1])
         chosen = jnp.take_along_axis(log_probs, batch.tokens[:, 1:, None], axis=-1)[..., 0]
         return -jnp.sum(chosen * batch.loss_mask[:, 1:]) / jnp.sum(batch.loss_mask)
@@ -185,8 +205,9 @@ def test_the_gradient_is_that_of_the_whole_logits(decoder, batch, monkeypatch):
 
 
 def test_a_frozen_head_has_its_logits_once_and_gives_the_same_gradient(decoder, batch):
-    """As with adapters, where only weights in the layers are trained. A trained head has one product more, that of its
-    gradient, where all positions weigh the same, and its logits again where they may not."""
+    """As with adapters, where only weights in the layers are trained. A trained head has one
+    product more, that of its gradient, where all positions weigh the same, and its logits again
+    where they may not."""
     graph, head, others = nnx.split(decoder, nnx.PathContains("embedding"), ...)
     vocabulary = rf"\b{decoder.config.vocab_size}\b.*= dot_general"
 
@@ -203,7 +224,8 @@ def test_a_frozen_head_has_its_logits_once_and_gives_the_same_gradient(decoder, 
 
 
 def test_devices_without_a_trained_token_have_their_part_of_the_gradient():
-    """Of a head that is split over them: the number that all positions weigh is that of another device."""
+    """Of a head that is split over them: the number that all positions weigh is that of another
+    device."""
     program = """
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_num_cpu_devices", 4)
@@ -225,13 +247,20 @@ for data, fsdp in ((1, 4), (2, 2), (4, 1)):
     assert ended.returncode == 0, ended.stderr
 
 
-@pytest.mark.parametrize(("platform", "collective"), [("cpu", "all_reduce"), ("cuda", "reduce_scatter")])
+@pytest.mark.parametrize(
+    ("platform", "collective"), [("cpu", "all_reduce"), ("cuda", "reduce_scatter")]
+)
 def test_gloo_scatters_no_sum_of_the_heads_gradient(platform, collective):
-    """What it gives the first process is now and then wrong; on accelerators the sum that moves half as much stays."""
+    """What it gives the first process is now and then wrong; on accelerators the sum that moves
+    half as much stays."""
     kept, cut = PartitionSpec(), PartitionSpec(None, "fsdp")
     summed = functools.partial(log_probs._summed, parts=("fsdp",))
-    summed = jax.shard_map(summed, mesh=AbstractMesh((2,), ("fsdp",)), in_specs=kept, out_specs=cut, check_vma=False)
-    lowered = jax.jit(summed).trace(jnp.zeros((3, 8))).lower(lowering_platforms=(platform,)).as_text()
+    summed = jax.shard_map(
+        summed, mesh=AbstractMesh((2,), ("fsdp",)), in_specs=kept, out_specs=cut, check_vma=False
+    )
+    lowered = (
+        jax.jit(summed).trace(jnp.zeros((3, 8))).lower(lowering_platforms=(platform,)).as_text()
+    )
     assert re.findall("all_reduce|reduce_scatter", lowered) == [collective]
 
 
@@ -260,10 +289,12 @@ def test_only_wanted_tokens_are_scored(decoder, batch):
 
 
 def test_logits_before_untrained_targets_get_no_gradient(bigram_model):
-    # Token 2 stands only before padding, token 0 before an untrained 1 (first row) and a trained 1 (second row).
+    # Token 2 stands only before padding, token 0 before an untrained 1 (first row) and a trained 1
+    # (second row).
     by_logit = np.asarray(numbers(bigram_model, BY_HAND).gradient["head"][...]).T  # current, next
     assert np.all(by_logit[2] == 0.0)
-    # of -log p(1 | 0) / 3 by the logits after 0: (p - one-hot) / 3, once, though the pair stands there twice
+    # of -log p(1 | 0) / 3 by the logits after 0: (p - one-hot) / 3, once, though the pair stands
+    # there twice
     np.testing.assert_allclose(by_logit[0], (BIGRAMS[0] - np.eye(4)[1]) / 3, atol=1e-6)
 
 
@@ -280,7 +311,9 @@ def test_a_target_that_is_not_trained_changes_nothing(decoder, batch):
 
 
 def test_a_batch_without_trained_tokens_has_loss_and_gradient_zero(decoder, batch):
-    _, loss, counts, gradient = numbers(decoder, batch._replace(loss_mask=np.zeros_like(batch.loss_mask)))
+    _, loss, counts, gradient = numbers(
+        decoder, batch._replace(loss_mask=np.zeros_like(batch.loss_mask))
+    )
     assert float(loss) == 0.0
     assert int(counts["trained_tokens"]) == 0
     assert all(np.all(np.asarray(leaf) == 0.0) for leaf in jax.tree.leaves(gradient))
@@ -297,8 +330,13 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time(batch):
         return MLE()(nnx.merge(graph, params), batch)[0]
 
     program = str(jax.make_jaxpr(jax.grad(loss_of))(params, whole))
-    with_vocab = [math.prod(map(int, dims.split(","))) for dims in re.findall(r"f32\[((?:\d+,)*9973)\]", program)]
+    with_vocab = [
+        math.prod(map(int, dims.split(",")))
+        for dims in re.findall(r"f32\[((?:\d+,)*9973)\]", program)
+    ]
     assert with_vocab, "the program holds logits under the name this test looks for"
     assert max(with_vocab) == log_probs.CPU_CHUNK_POSITIONS * 9973
     heads = re.findall(rf"\[((?:\d+,)*9973,{MODEL.hidden_size})\]", program)
-    assert set(heads) == {f"9973,{MODEL.hidden_size}"}, "a head for every chunk would fill the memory"
+    assert set(heads) == {f"9973,{MODEL.hidden_size}"}, (
+        "a head for every chunk would fill the memory"
+    )

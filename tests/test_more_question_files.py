@@ -1,4 +1,5 @@
-"""Question files that look right and are not: aliases that are no list, stray quotation marks, QALD's ids."""
+"""Question files that look right and are not: aliases that are no list, stray quotation marks,
+QALD's ids."""
 
 import json
 from pathlib import Path
@@ -10,11 +11,21 @@ from mujica_jax.errors import UserError
 from mujica_jax.tasks.open_domain.qald import read_qald
 from mujica_jax.tasks.open_domain.records import read_open_records
 
-PARAGRAPH = {"idx": 0, "title": "Lisma", "paragraph_text": "The mill is old.", "is_supporting": True}
+PARAGRAPH = {
+    "idx": 0,
+    "title": "Lisma",
+    "paragraph_text": "The mill is old.",
+    "is_supporting": True,
+}
 
 
 def musique(**changes: Any) -> str:
-    record = {"id": "2hop__1_2", "question": "Who built it?", "answer": "Ann Ode", "paragraphs": [PARAGRAPH]}
+    record = {
+        "id": "2hop__1_2",
+        "question": "Who built it?",
+        "answer": "Ann Ode",
+        "paragraphs": [PARAGRAPH],
+    }
     return json.dumps(record | changes) + "\n"
 
 
@@ -29,20 +40,31 @@ def read(tmp_path: Path, kind: str, name: str, text: str) -> list[tuple[str, tup
 
 
 def test_a_text_in_the_place_of_a_list_of_aliases_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"dev.jsonl, line 1: .*the aliases are a text and must be a list"):
+    with pytest.raises(
+        UserError, match=r"dev.jsonl, line 1: .*the aliases are a text and must be a list"
+    ):
         read(tmp_path, "musique", "dev.jsonl", musique(answer_aliases="A. Ode"))
-    with pytest.raises(UserError, match=r"dev.json, record 0: .*the aliases are a text and must be a list"):
+    with pytest.raises(
+        UserError, match=r"dev.json, record 0: .*the aliases are a text and must be a list"
+    ):
         read(tmp_path, "triviaqa", "dev.json", trivia({"Value": "Ann Ode", "Aliases": "A. Ode"}))
 
 
 def test_missing_aliases_are_none(tmp_path):
     expected = [("Who?", ("Ann Ode",))]
-    assert read(tmp_path, "triviaqa", "dev.json", trivia({"Value": "Ann Ode", "Aliases": None})) == expected
-    assert read(tmp_path, "musique", "dev.jsonl", musique(answer_aliases=None)) == [("Who built it?", ("Ann Ode",))]
+    assert (
+        read(tmp_path, "triviaqa", "dev.json", trivia({"Value": "Ann Ode", "Aliases": None}))
+        == expected
+    )
+    assert read(tmp_path, "musique", "dev.jsonl", musique(answer_aliases=None)) == [
+        ("Who built it?", ("Ann Ode",))
+    ]
 
 
 def test_answerable_as_a_text_is_refused_because_false_would_count_as_true(tmp_path):
-    with pytest.raises(UserError, match=r"line 1: .*answerable is 'false' and must be true or false"):
+    with pytest.raises(
+        UserError, match=r"line 1: .*answerable is 'false' and must be true or false"
+    ):
         read(tmp_path, "musique", "dev.jsonl", musique(answerable="false"))
 
 
@@ -58,11 +80,15 @@ def test_quoted_cells_are_read(tmp_path):
 
 
 def test_empty_rows_and_cells_of_a_spreadsheet_are_left_out(tmp_path):
-    assert read(tmp_path, "bamboogle", "q.csv", "Question,Answer\nWho?,Ann,,\n,\n,,,\n") == [("Who?", ("Ann",))]
+    assert read(tmp_path, "bamboogle", "q.csv", "Question,Answer\nWho?,Ann,,\n,\n,,,\n") == [
+        ("Who?", ("Ann",))
+    ]
 
 
 def test_a_column_that_is_named_twice_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"q.csv, line 1: a column is named twice \(Question, Question, Answer\)"):
+    with pytest.raises(
+        UserError, match=r"q.csv, line 1: a column is named twice \(Question, Question, Answer\)"
+    ):
         read(tmp_path, "bamboogle", "q.csv", "Question,Question,Answer\nWho?,What?,Ann\n")
 
 
@@ -70,7 +96,12 @@ def qald(**changes: Any) -> dict[str, Any]:
     row = {"x": {"type": "uri", "value": "http://www.wikidata.org/entity/Q2"}}
     answers = [{"head": {"vars": ["x"]}, "results": {"bindings": [row]}}]
     question = [{"language": "en", "string": "Who?"}]
-    return {"id": "1", "question": question, "query": {"sparql": "wd:Q1"}, "answers": answers} | changes
+    return {
+        "id": "1",
+        "question": question,
+        "query": {"sparql": "wd:Q1"},
+        "answers": answers,
+    } | changes
 
 
 def said(text: object) -> list[dict[str, object]]:
@@ -109,5 +140,7 @@ def test_a_field_of_qald_that_cannot_be_read_is_refused_with_its_place(tmp_path,
 
 def test_a_blank_literal_of_qald_is_no_answer(tmp_path):
     row = {"x": {"type": "literal", "value": " "}}
-    (record,) = read_qald_file(tmp_path, qald(answers=[{"head": {"vars": ["x"]}, "results": {"bindings": [row]}}]))
+    (record,) = read_qald_file(
+        tmp_path, qald(answers=[{"head": {"vars": ["x"]}, "results": {"bindings": [row]}}])
+    )
     assert record["answers"] == (("unknown", ""),)

@@ -71,17 +71,31 @@ def test_an_answered_episode_is_recorded_whole():
     trajectory = play(policy, world)
     assert (trajectory.question_id, trajectory.attempt, trajectory.seed) == (QUESTION.id, 0, 0)
     assert trajectory.policy_version == 3
-    assert (trajectory.stop_reason, trajectory.answer, trajectory.reward) == (StopReason.ANSWERED, "Ghent", 1.0)
+    assert (trajectory.stop_reason, trajectory.answer, trajectory.reward) == (
+        StopReason.ANSWERED,
+        "Ghent",
+        1.0,
+    )
     assert (trajectory.rewards_by_part, trajectory.counts) == (
         {"f1": 1.0},
         {"malformed_workers": 0.0, "malformed_searches": 0.0},
     )
     assert world.searched == [(WHO, FILM), (BORN, DIRECTOR)]
     first, second = trajectory.searches
-    assert (first.iteration, first.query, first.entity, first.selected, first.found) == (0, WHO, FILM.label, (1,), True)
+    assert (first.iteration, first.query, first.entity, first.selected, first.found) == (
+        0,
+        WHO,
+        FILM.label,
+        (1,),
+        True,
+    )
     assert first.materials == tuple(material.text for material in GRAPH[FILM.id])
     assert (second.iteration, second.sentence) == (1, "Ilse Vand was born in Ghent.")
-    assert [conversation.role for conversation in trajectory.conversations] == ["planner", "worker", "worker"]
+    assert [conversation.role for conversation in trajectory.conversations] == [
+        "planner",
+        "worker",
+        "worker",
+    ]
     assert trajectory.seconds > 0
 
 
@@ -90,7 +104,11 @@ def test_conversations_hold_what_the_policy_read_and_wrote():
     trajectory = play(policy)
     planner, workers = planner_requests(policy), worker_requests(policy)
     for place, request in enumerate(planner):
-        before = [id for turn in trajectory.conversations[0].turns[: 2 * place + 1] for id in turn.token_ids]
+        before = [
+            id
+            for turn in trajectory.conversations[0].turns[: 2 * place + 1]
+            for id in turn.token_ids
+        ]
         assert list(request.prompt) == before
     for request, conversation in zip(workers, trajectory.conversations[1:], strict=True):
         context, model = conversation.turns
@@ -98,8 +116,14 @@ def test_conversations_hold_what_the_policy_read_and_wrote():
         assert model.text == READS[request.state.query]
         assert model.token_ids == completion(model.text).token_ids
         assert model.logprobs == completion(model.text).logprobs
-    assert planner_texts(trajectory, "model") == [search((0, WHO)), search((2, BORN)), answer("Ghent")]
-    assert [request.continues for request in planner] == [True] * 3, "a planner comes back with its prompt as beginning"
+    assert planner_texts(trajectory, "model") == [
+        search((0, WHO)),
+        search((2, BORN)),
+        answer("Ghent"),
+    ]
+    assert [request.continues for request in planner] == [True] * 3, (
+        "a planner comes back with its prompt as beginning"
+    )
     assert [request.continues for request in workers] == [False] * 2
 
 
@@ -107,41 +131,56 @@ def test_planner_and_worker_are_told_apart_by_their_system_prompts():
     policy = right_answers()
     play(policy)
     openings = {
-        type(request.state): tokenizer().decode(request.prompt).split("<|im_end|>")[0] for request in policy.requests
+        type(request.state): tokenizer().decode(request.prompt).split("<|im_end|>")[0]
+        for request in policy.requests
     }
     assert openings[PlannerState] != openings[WorkerState]
 
 
 def test_what_is_found_becomes_searchable_under_the_next_numbers():
-    """Both searches of the first turn find the director: the first one numbers her, the second one changes nothing."""
+    """Both searches of the first turn find the director: the first one numbers her, the second one
+    changes nothing."""
     who_else = "Who is the director of Tin Orchard?"
     reads = READS | {who_else: read("[0]", "The director of Tin Orchard is Ilse Vand.")}
-    policy = ToldPolicy([search((1, who_else), (0, WHO)), search((2, BORN)), answer("Ghent")], reads)
+    policy = ToldPolicy(
+        [search((1, who_else), (0, WHO)), search((2, BORN)), answer("Ghent")], reads
+    )
     world = LittleWorld()
     trajectory = play(policy, world)
     assert world.searched[-1] == (BORN, DIRECTOR)
     states = [request.state.candidates for request in planner_requests(policy)]
-    assert states == [(FILM, OTHER_FILM), (FILM, OTHER_FILM, DIRECTOR), (FILM, OTHER_FILM, DIRECTOR, CITY)]
+    assert states == [
+        (FILM, OTHER_FILM),
+        (FILM, OTHER_FILM, DIRECTOR),
+        (FILM, OTHER_FILM, DIRECTOR, CITY),
+    ]
     opening, first, second = planner_texts(trajectory)
     assert "[0] Amber Tide [1] Tin Orchard" in opening
     assert first == (
-        "Obs: The director of Tin Orchard is Ilse Vand. The director of Amber Tide is Ilse Vand.\nCandidate: [2] Ilse "
-        "Vand"
+        "Obs: The director of Tin Orchard is Ilse Vand. The director of Amber Tide is Ilse Vand.\n"
+        "Candidate: [2] Ilse Vand"
     )
     assert second == "Obs: Ilse Vand was born in Ghent.\nCandidate: [3] Ghent"
 
 
 def test_only_selected_materials_make_entities_searchable():
-    policy = ToldPolicy([search((0, WHO)), answer("Ghent")], {WHO: read("[0]", "Amber Tide came out in 1961.")})
+    policy = ToldPolicy(
+        [search((0, WHO)), answer("Ghent")], {WHO: read("[0]", "Amber Tide came out in 1961.")}
+    )
     trajectory = play(policy)
     assert planner_texts(trajectory)[-1] == "Obs: Amber Tide came out in 1961."
 
 
 def test_a_worker_that_breaks_the_format_reports_that_nothing_was_found_and_is_counted():
-    policy = ToldPolicy([search((0, WHO), (1, BORN)), answer("Ghent")], {WHO: "Ilse Vand!", BORN: READS[BORN]})
+    policy = ToldPolicy(
+        [search((0, WHO), (1, BORN)), answer("Ghent")], {WHO: "Ilse Vand!", BORN: READS[BORN]}
+    )
     trajectory = play(policy)
     assert trajectory.counts["malformed_workers"] == 1.0
-    assert [search.sentence for search in trajectory.searches] == [NOTHING_FOUND, "Ilse Vand was born in Ghent."]
+    assert [search.sentence for search in trajectory.searches] == [
+        NOTHING_FOUND,
+        "Ilse Vand was born in Ghent.",
+    ]
     assert not trajectory.searches[0].found
     assert len(trajectory.conversations[1:]) == 2, "a failed conversation is a record too"
 
@@ -160,7 +199,10 @@ def test_turns_end_where_their_tags_close_and_where_an_observation_begins():
     policy = right_answers()
     play(policy)
     ends = {type(request.state): request.params.stop_strings for request in policy.requests}
-    assert ends == {PlannerState: ("</action>", "</answer>", "Obs:"), WorkerState: ("</sentence>", "Obs:")}
+    assert ends == {
+        PlannerState: ("</action>", "</answer>", "Obs:"),
+        WorkerState: ("</sentence>", "Obs:"),
+    }
 
     class TellsItself(ToldPolicy):
         async def generate(self, prompt, params, *, state, continues):
@@ -169,13 +211,21 @@ def test_turns_end_where_their_tags_close_and_where_an_observation_begins():
             if isinstance(state, WorkerState) or state.searches:
                 return written
             return dataclasses.replace(
-                completion("x", 0), token_ids=tuple(ids), logprobs=None, finish_reason="stop_string", stop_string="Obs:"
+                completion("x", 0),
+                token_ids=tuple(ids),
+                logprobs=None,
+                finish_reason="stop_string",
+                stop_string="Obs:",
             )
 
     policy = TellsItself(["", answer("Ilse Vand")], {WHO: read("[0]", "It is Ilse Vand.")})
     trajectory = play(policy, LittleWorld(PASSAGES, kind="text"))
-    assert policy.requests[0].params.stop_strings == ("</answer>", "Obs:"), "one turn may hold several searches"
-    assert trajectory.stop_reason is StopReason.ANSWERED and [search.query for search in trajectory.searches] == [WHO]
+    assert policy.requests[0].params.stop_strings == ("</answer>", "Obs:"), (
+        "one turn may hold several searches"
+    )
+    assert trajectory.stop_reason is StopReason.ANSWERED and [
+        search.query for search in trajectory.searches
+    ] == [WHO]
     assert planner_texts(trajectory, "model")[0] == f"<search> {WHO} </search>\n"
 
 
@@ -214,7 +264,9 @@ def test_observations_stand_in_the_order_of_the_searches_whichever_ends_first():
     trajectory = play(policy)
     assert [request.state.query for request in worker_requests(policy)] == QUERIES[::-1]
     assert planner_texts(trajectory)[1] == "Obs: Who? That. When? That. Where? That."
-    assert [conversation.turns[1].text for conversation in trajectory.conversations[1:]] == list(THREE[1].values())
+    assert [conversation.turns[1].text for conversation in trajectory.conversations[1:]] == list(
+        THREE[1].values()
+    )
 
 
 # --- every end of an episode ---
@@ -231,9 +283,14 @@ ENDINGS = {
 }
 
 
-# A teacher ends with the first one, records of earlier versions with the second one, and endpoints with the others
-# (test_eval_replies.py).
-ELSEWHERE = {StopReason.SYNTHESIS_FAILED, StopReason.UNKNOWN_CANDIDATE, StopReason.FILTERED, StopReason.BAD_REPLY}
+# A teacher ends with the first one, records of earlier versions with the second one, and endpoints
+# with the others (test_eval_replies.py).
+ELSEWHERE = {
+    StopReason.SYNTHESIS_FAILED,
+    StopReason.UNKNOWN_CANDIDATE,
+    StopReason.FILTERED,
+    StopReason.BAD_REPLY,
+}
 
 
 @pytest.mark.parametrize("reason", sorted(set(StopReason) - ELSEWHERE))
@@ -255,16 +312,24 @@ def test_an_unknown_candidate_refuses_its_search_and_no_other():
     assert (trajectory.stop_reason, trajectory.answer) == (StopReason.ANSWERED, "Ghent")
     assert trajectory.counts["malformed_searches"] == 2.0
     assert [request.state.query for request in worker_requests(policy)] == [WHO]
-    assert [search.query for search in trajectory.searches] == [WHO], "what was refused was not searched"
+    assert [search.query for search in trajectory.searches] == [WHO], (
+        "what was refused was not searched"
+    )
     first, second = planner_texts(trajectory)[1:]
-    refused = 'Obs: "Where was he born?" was not searched: candidate number 7 is unknown. The director of '
+    refused = (
+        'Obs: "Where was he born?" was not searched: candidate number 7 is unknown. The director '
+        "of "
+    )
     assert first.startswith(refused)
     assert second == 'Obs: "Where?" was not searched: candidate number 8 is unknown.'
     assert not is_well_formed(trajectory), "the reward for the format is lost"
 
 
 def test_a_search_that_cannot_be_read_is_counted_and_the_planner_is_told():
-    plans = [search((0, WHO)).replace("\n</action>", '\nSearch([0, 1], "When?")\n</action>'), answer("Ghent")]
+    plans = [
+        search((0, WHO)).replace("\n</action>", '\nSearch([0, 1], "When?")\n</action>'),
+        answer("Ghent"),
+    ]
     trajectory = play(ToldPolicy(plans, READS))
     assert (trajectory.answer, trajectory.counts["malformed_searches"]) == ("Ghent", 1.0)
     assert "A search of this turn could not be read." in planner_texts(trajectory)[1]
@@ -348,7 +413,9 @@ def test_no_conversation_says_a_token_beyond_its_limit(limit, searches):
         assert 1 <= request.params.max_new_tokens <= limit - len(request.prompt)
         assert request.params.max_new_tokens <= CONFIG.max_turn_tokens
     for conversation in trajectory.conversations:
-        said = list(itertools.dropwhile(lambda turn: turn.role == "context", reversed(conversation.turns)))
+        said = list(
+            itertools.dropwhile(lambda turn: turn.role == "context", reversed(conversation.turns))
+        )
         assert sum(len(turn.token_ids) for turn in said) <= limit
     if trajectory.stop_reason is not StopReason.ANSWERED:
         assert trajectory.stop_reason is StopReason.TRAJECTORY_LENGTH
@@ -378,7 +445,9 @@ def tokens_of(texts) -> int:
 
 lines = st.text(st.sampled_from("ab ,é<>/🎬"), min_size=1, max_size=12)
 words = st.sampled_from(["Material", " is the", "1961", "<answer>", "</think>", "東京", "."])
-material_texts = (lines | st.lists(words, min_size=1, max_size=6).map("".join)).map(str.strip).filter(bool)
+material_texts = (
+    (lines | st.lists(words, min_size=1, max_size=6).map("".join)).map(str.strip).filter(bool)
+)
 
 
 @given(texts=st.lists(material_texts, max_size=6), limit=st.integers(1, 60))
@@ -454,7 +523,9 @@ def test_episodes_come_back_in_the_order_of_their_attempts_and_no_more_than_allo
         worlds.append(question.id)
         return LittleWorld()
 
-    attempts = [attempt(dataclasses.replace(QUESTION, id=str(number)), number=number) for number in range(6)]
+    attempts = [
+        attempt(dataclasses.replace(QUESTION, id=str(number)), number=number) for number in range(6)
+    ]
     trajectories = asyncio.run(
         run_episodes(
             agent(),
@@ -467,7 +538,9 @@ def test_episodes_come_back_in_the_order_of_their_attempts_and_no_more_than_allo
         )
     )
     assert [trajectory.question_id for trajectory in trajectories] == list("012345")
-    assert [trajectory.answer for trajectory in trajectories] == [f"Ghent {number}" for number in range(6)]
+    assert [trajectory.answer for trajectory in trajectories] == [
+        f"Ghent {number}" for number in range(6)
+    ]
     assert {trajectory.policy_version for trajectory in trajectories} == {5}
     assert sorted(played) == list("012345") and played != list("012345")
     assert sorted(worlds) == list("012345"), "each in the environment of its question"
@@ -497,7 +570,15 @@ def test_what_a_poll_raises_ends_all_episodes(monkeypatch):
     attempts = [attempt(number=number) for number in range(4)]
     with pytest.raises(Preempted):
         asyncio.run(
-            run_episodes(agent(), attempts, everywhere(LittleWorld()), Silent(), reward=F1, concurrency=4, poll=poll)
+            run_episodes(
+                agent(),
+                attempts,
+                everywhere(LittleWorld()),
+                Silent(),
+                reward=F1,
+                concurrency=4,
+                poll=poll,
+            )
         )
     assert (polled, ended) == (3, 4)
 
@@ -530,12 +611,19 @@ def test_candidates_of_a_question_are_not_shown_where_texts_are_searched():
 
 
 def test_without_split_the_planner_reads_what_was_found():
-    policy = ToldPolicy([search((0, "Who made it?")), search((1, "a"), (2, "Where was she born?")), answer("Ghent")])
+    policy = ToldPolicy(
+        [search((0, "Who made it?")), search((1, "a"), (2, "Where was she born?")), answer("Ghent")]
+    )
     found = play(policy, split=False, prompt="zero_shot", max_trajectory_tokens=2000)
-    assert (found.answer, len(found.conversations), found.counts["malformed_workers"]) == ("Ghent", 1, 0)
+    assert (found.answer, len(found.conversations), found.counts["malformed_workers"]) == (
+        "Ghent",
+        1,
+        0,
+    )
     shown = [turn.text for turn in found.conversations[0].turns if turn.role == "context"]
     assert shown[1] == (
-        "Obs: [0] Amber Tide, publication date, 1961 [1] Amber Tide, director, Ilse Vand\nCandidate: [2] Ilse Vand"
+        "Obs: [0] Amber Tide, publication date, 1961 [1] Amber Tide, director, Ilse Vand\n"
+        "Candidate: [2] Ilse Vand"
     ), "all entities that were found can be searched"
     assert "[0] Tin Orchard, director, Ilse Vand [0] Ilse Vand, place of birth, Ghent" in shown[2]
     assert all(of.selected == () and of.found for of in found.searches)
@@ -544,7 +632,11 @@ def test_without_split_the_planner_reads_what_was_found():
 @pytest.mark.parametrize(
     ("kind", "sentence", "found"),
     [
-        ("text", "Ilse Vand was born in Ghent.", True),  # from its own knowledge, as its prompt asks
+        (
+            "text",
+            "Ilse Vand was born in Ghent.",
+            True,
+        ),  # from its own knowledge, as its prompt asks
         ("text", NOTHING_FOUND, False),
         ("graph", "Ilse Vand was born in Ghent.", False),  # its prompt asks for materials alone
     ],
@@ -567,16 +659,23 @@ def test_without_parallel_one_search_a_turn_is_answered():
     assert [of.query for of in found.searches] == ["Who?"] and found.answer == "Ghent"
     for kind in ("graph", "text"):
         together, alone = (
-            agent(prompt="few_shot", parallel=parallel).opening("planner", kind) for parallel in (True, False)
+            agent(prompt="few_shot", parallel=parallel).opening("planner", kind)
+            for parallel in (True, False)
         )
         assert "one search a turn" not in together.system and "one search a turn" in alone.system
-        assert alone.examples == together.examples[2:], "without the example that searches twice in a turn"
+        assert alone.examples == together.examples[2:], (
+            "without the example that searches twice in a turn"
+        )
         assert "Which film came out first" in together.examples[0][0]
 
 
 def test_two_models_write_as_planner_and_worker():
     planner = ToldPolicy([search((0, "Who?")), answer("Ghent")])
     worker = ToldPolicy([], {"Who?": read("[1]", "Ilse Vand made it.")})
-    found = asyncio.run(agent().run(attempt(QUESTION), LittleWorld(), agents.TwoPolicies(planner, worker)))
-    assert found.answer == "Ghent" and [of.sentence for of in found.searches] == ["Ilse Vand made it."]
+    found = asyncio.run(
+        agent().run(attempt(QUESTION), LittleWorld(), agents.TwoPolicies(planner, worker))
+    )
+    assert found.answer == "Ghent" and [of.sentence for of in found.searches] == [
+        "Ilse Vand made it."
+    ]
     assert (len(planner.requests), len(worker.requests)) == (2, 1)

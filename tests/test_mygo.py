@@ -19,7 +19,13 @@ from mujica_jax.records import Conversation, Question, StopReason, Trajectory, T
 from mujica_jax.trajectories.select import select
 
 METHOD = MygoConfig(
-    rounds=3, max_attempts=6, keep_per_question=2, learning_rate=1.0, end_learning_rate=0.0, epochs=1, replay=0.0
+    rounds=3,
+    max_attempts=6,
+    keep_per_question=2,
+    learning_rate=1.0,
+    end_learning_rate=0.0,
+    epochs=1,
+    replay=0.0,
 )
 QUESTIONS = [Question(id=name, text=name, answers=(name,)) for name in ("easy", "hard")]
 
@@ -31,20 +37,26 @@ def trajectory(attempt: Attempt, reward: float, said: int) -> Trajectory:
 
 
 class Played:
-    """In the place of a `Run`: episodes come from `rewards[question][attempt]`, where None is an attempt whose search
-    failed; what was asked is kept."""
+    """In the place of a `Run`: episodes come from `rewards[question][attempt]`, where None is an
+    attempt whose search failed; what was asked is kept."""
 
-    def __init__(self, rewards: Mapping[str, Sequence[float | None]], said: Callable[[Attempt], int]) -> None:
+    def __init__(
+        self, rewards: Mapping[str, Sequence[float | None]], said: Callable[[Attempt], int]
+    ) -> None:
         self.rewards, self.said = rewards, said
         self.asked: list[tuple[str, int]] = []
         self.done: dict[int, Any] = {}
         self.config = types.SimpleNamespace(
-            method=METHOD, sampling=SamplingConfig(questions_per_round=2, shard_questions=2, temperature=1.0), seed=0
+            method=METHOD,
+            sampling=SamplingConfig(questions_per_round=2, shard_questions=2, temperature=1.0),
+            seed=0,
         )
         self.task = types.SimpleNamespace(questions=lambda split: QUESTIONS)
         self.reward = types.SimpleNamespace(best=1.0)
         self.store = types.SimpleNamespace(
-            read_done=lambda number: None, write_plan=lambda number, plan: None, write_done=self._write_done
+            read_done=lambda number: None,
+            write_plan=lambda number, plan: None,
+            write_done=self._write_done,
         )
         stage = types.SimpleNamespace(update=lambda *values, **figures: None)
         self.progress = types.SimpleNamespace(
@@ -59,19 +71,31 @@ class Played:
     def counted(self, kind: str, step: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def _write_done(self, number: int, entries: object, *, mean_reward: float, threshold: float) -> None:
+    def _write_done(
+        self, number: int, entries: object, *, mean_reward: float, threshold: float
+    ) -> None:
         self.done[number] = (mean_reward, threshold)
 
     def _play(self, attempt: Attempt) -> Trajectory:
         self.asked.append((attempt.question.id, attempt.number))
         reward = self.rewards[attempt.question.id][attempt.number]
         played = trajectory(attempt, reward or 0.0, self.said(attempt))
-        return dataclasses.replace(played, stop_reason=StopReason.RETRIEVER_FAILED) if reward is None else played
+        return (
+            dataclasses.replace(played, stop_reason=StopReason.RETRIEVER_FAILED)
+            if reward is None
+            else played
+        )
 
     def sample(self, number: int, shard: int, attempts: Sequence[Attempt], heard: object) -> Any:
         return None, [self._play(attempt) for attempt in attempts]
 
-    def sample_waves(self, number: int, shard: int, wave: Callable[[list[Trajectory]], list[Attempt]], heard: object):
+    def sample_waves(
+        self,
+        number: int,
+        shard: int,
+        wave: Callable[[list[Trajectory]], list[Attempt]],
+        heard: object,
+    ):
         played: list[Trajectory] = []
         while attempts := wave(played):
             played += [self._play(attempt) for attempt in attempts]
@@ -79,7 +103,11 @@ class Played:
 
 
 def sampled(
-    rewards: Mapping[str, Sequence[float | None]], *, k: float = 0.0, said=lambda attempt: attempt.number, method=METHOD
+    rewards: Mapping[str, Sequence[float | None]],
+    *,
+    k: float = 0.0,
+    said=lambda attempt: attempt.number,
+    method=METHOD,
 ):
     run: Any = Played(rewards, said)
     run.config.method = method
@@ -104,7 +132,8 @@ def test_the_threshold_never_falls():
 
 
 def test_a_question_stops_at_m_kept_trajectories_and_at_the_configured_attempts():
-    # easy: attempts 0 and 1 pass K = 0.5 + 0.9/4 = 0.725; hard never does. Waves are 1, 2, then what is left: 6 in all.
+    # easy: attempts 0 and 1 pass K = 0.5 + 0.9/4 = 0.725; hard never does. Waves are 1, 2, then
+    # what is left: 6 in all.
     run, trajectories, k = sampled({"easy": [0.9] * 6, "hard": [0.0] * 6})
     assert k == pytest.approx(0.725)
     assert attempts_of(run, "easy") == [0, 1]
@@ -122,38 +151,67 @@ def test_a_reward_at_the_threshold_is_not_kept_unless_it_is_the_best():
 
 
 def test_a_repetition_does_not_count_towards_m():
-    """The easy question says the same thing in attempts 0, 1 and 2: it is tried until a second text is kept."""
+    """The easy question says the same thing in attempts 0, 1 and 2: it is tried until a second text
+    is kept."""
     run, trajectories, k = sampled(
         {"easy": [1.0] * 6, "hard": [1.0] * 6},
         said=lambda attempt: max(2, attempt.number) + 10 * len(attempt.question.id),
     )
     assert attempts_of(run, "easy") == attempts_of(run, "hard") == [0, 1, 2, 3]
     kept = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
-    assert [(t.question_id, t.attempt) for t in kept] == [("easy", 0), ("easy", 3), ("hard", 0), ("hard", 3)]
+    assert [(t.question_id, t.attempt) for t in kept] == [
+        ("easy", 0),
+        ("easy", 3),
+        ("hard", 0),
+        ("hard", 3),
+    ]
 
 
 def test_an_attempt_whose_search_failed_moves_no_threshold_and_costs_an_attempt():
-    """The first attempt at the hard question fails: the mean is the easy one's alone. Both are tried until two are
-    kept; of the hard one attempts 1 and 2 are."""
-    run, trajectories, k = sampled({"easy": [0.5, 1.0, 1.0, 1.0, 1.0, 1.0], "hard": [None, 1.0, 1.0, 1.0, 1.0, 1.0]})
-    assert k == 0.75 and run.done[1] == (0.5, 0.75)  # (0.5 + 1) / 2; with a reward of 0 it would be 0.625
+    """The first attempt at the hard question fails: the mean is the easy one's alone. Both are
+    tried until two are kept; of the hard one attempts 1 and 2 are."""
+    run, trajectories, k = sampled(
+        {"easy": [0.5, 1.0, 1.0, 1.0, 1.0, 1.0], "hard": [None, 1.0, 1.0, 1.0, 1.0, 1.0]}
+    )
+    assert k == 0.75 and run.done[1] == (
+        0.5,
+        0.75,
+    )  # (0.5 + 1) / 2; with a reward of 0 it would be 0.625
     kept = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
-    assert [(t.question_id, t.attempt) for t in kept] == [("easy", 1), ("easy", 2), ("hard", 1), ("hard", 2)]
+    assert [(t.question_id, t.attempt) for t in kept] == [
+        ("easy", 1),
+        ("easy", 2),
+        ("hard", 1),
+        ("hard", 2),
+    ]
     assert len(trajectories) == len(run.asked), "it stays in the records"
 
 
 def test_a_fixed_threshold_does_not_follow_the_policy():
     fixed = dataclasses.replace(METHOD, threshold="fixed", initial_threshold=0.25)
     run, _, k = sampled({"easy": [0.3] * 6, "hard": [0.25] * 6}, k=0.0, method=fixed)
-    assert k == 0.25 and attempts_of(run, "easy") == [0, 1] and attempts_of(run, "hard") == [0, 1, 2, 3, 4, 5]
+    assert (
+        k == 0.25
+        and attempts_of(run, "easy") == [0, 1]
+        and attempts_of(run, "hard") == [0, 1, 2, 3, 4, 5]
+    )
 
 
 @pytest.mark.parametrize(
     ("schedule", "order"),
     [
-        ("online", ["sample 1 by 0", "learn 1", "sample 2 by 1", "learn 2", "sample 3 by 2", "learn 3"]),
-        ("asynchronous", ["sample 1 by 0", "sample 2 by 0", "learn 1", "sample 3 by 1", "learn 2", "learn 3"]),
-        ("offline", ["sample 1 by 0", "sample 2 by 0", "sample 3 by 0", "learn 1", "learn 2", "learn 3"]),
+        (
+            "online",
+            ["sample 1 by 0", "learn 1", "sample 2 by 1", "learn 2", "sample 3 by 2", "learn 3"],
+        ),
+        (
+            "asynchronous",
+            ["sample 1 by 0", "sample 2 by 0", "learn 1", "sample 3 by 1", "learn 2", "learn 3"],
+        ),
+        (
+            "offline",
+            ["sample 1 by 0", "sample 2 by 0", "sample 3 by 0", "learn 1", "learn 2", "learn 3"],
+        ),
     ],
 )
 def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, schedule, order):
@@ -162,7 +220,9 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
 
     def sample(run, state, number, *, version, previous_k):
         happened.append(f"sample {number} by {version}")
-        assert state == version and previous_k == pytest.approx((number - 1) / 10), "K goes from round to round"
+        assert state == version and previous_k == pytest.approx((number - 1) / 10), (
+            "K goes from round to round"
+        )
         attempt = Attempt(question=QUESTIONS[0], number=0, seed=0, temperature=1.0)
         return [trajectory(attempt, 1.0, number)], number / 10
 
@@ -223,7 +283,10 @@ HALF_RIGHT = {"easy": [0.75] * 6, "hard": [0.25] * 6}  # r_mean 0.5: the midpoin
         ({"schedule": "offline"}, [0.0, 0.0, 0.0]),
         ({"schedule": "offline", "initial_threshold": 0.5}, [0.5, 0.5, 0.5]),
         ({"schedule": "offline", "threshold": "rising"}, [0.75, 0.75, 0.75]),
-        ({"schedule": "offline", "threshold": "rising", "initial_threshold": 0.875}, [0.875, 0.875, 0.875]),
+        (
+            {"schedule": "offline", "threshold": "rising", "initial_threshold": 0.875},
+            [0.875, 0.875, 0.875],
+        ),
         ({"schedule": "asynchronous"}, [0.75, 0.75, 0.75]),
     ],
 )
@@ -239,25 +302,44 @@ def test_a_first_k_of_the_best_reward_keeps_what_reaches_it(monkeypatch):
 
 def test_a_round_says_whether_nothing_beat_k_or_what_was_kept_is_too_long(monkeypatch):
     lines = play_rounds(monkeypatch, {"easy": [0.0] * 6, "hard": [0.0] * 6}, rounds=1)[1]
-    assert lines[1].startswith("round 1: no trajectory of 12 beat K = 0.500; the policy stays as it is. ")
-    lines = play_rounds(monkeypatch, {"easy": [1.0] * 6, "hard": [0.0] * 6}, rounds=1, row_tokens=0)[1]
+    assert lines[1].startswith(
+        "round 1: no trajectory of 12 beat K = 0.500; the policy stays as it is. "
+    )
+    lines = play_rounds(
+        monkeypatch, {"easy": [1.0] * 6, "hard": [0.0] * 6}, rounds=1, row_tokens=0
+    )[1]
     assert lines[1] == (
-        "round 1: 2 of 8 trajectories beat K = 0.750, and none of their 2 conversations fits trainer.row_tokens 0, the "
-        "shortest has 1 tokens; the policy stays as it is. Raise trainer.row_tokens, or lower "
-        "agent.max_trajectory_tokens"
+        "round 1: 2 of 8 trajectories beat K = 0.750, and none of their 2 conversations fits "
+        "trainer.row_tokens 0, the shortest has 1 tokens; the policy stays as it is. Raise "
+        "trainer.row_tokens, or lower agent.max_trajectory_tokens"
     )
 
 
 def test_the_warnings_of_a_round_are_counted():
-    """Two attempts at one question, the same words twice, and a third one at another that ended badly."""
-    attempts = [Attempt(question=QUESTIONS[n // 2], number=n % 2, seed=0, temperature=1.0) for n in range(3)]
-    first, again, bad = (trajectory(one, reward, 7) for one, reward in zip(attempts, (1.0, 0.5, 0.0), strict=True))
+    """Two attempts at one question, the same words twice, and a third one at another that ended
+    badly."""
+    attempts = [
+        Attempt(question=QUESTIONS[n // 2], number=n % 2, seed=0, temperature=1.0) for n in range(3)
+    ]
+    first, again, bad = (
+        trajectory(one, reward, 7) for one, reward in zip(attempts, (1.0, 0.5, 0.0), strict=True)
+    )
     bad = dataclasses.replace(bad, stop_reason=StopReason.NO_ACTION)
     found = round_statistics([first, again, bad], [first], best_reward=1.0)
-    assert [found[name] for name in ("acceptance", "format_failures", "duplicates")] == pytest.approx([1 / 3, 1 / 3, 0])
-    assert round_statistics([first, again, bad], [first, again], best_reward=1.0)["duplicates"] == 0.5
-    assert in_words(found).startswith("1 of 3 kept, 3.0 attempts for each; mean reward 0.50 (0.00, 0.50, 1.00), 50%")
-    assert (found["unsolved_questions"], found["attempts_a_kept"], found["mean_reward"]) == (0.5, 3.0, 0.5)
+    assert [
+        found[name] for name in ("acceptance", "format_failures", "duplicates")
+    ] == pytest.approx([1 / 3, 1 / 3, 0])
+    assert (
+        round_statistics([first, again, bad], [first, again], best_reward=1.0)["duplicates"] == 0.5
+    )
+    assert in_words(found).startswith(
+        "1 of 3 kept, 3.0 attempts for each; mean reward 0.50 (0.00, 0.50, 1.00), 50%"
+    )
+    assert (found["unsolved_questions"], found["attempts_a_kept"], found["mean_reward"]) == (
+        0.5,
+        3.0,
+        0.5,
+    )
     assert (found["reward_p10"], found["reward_p50"], found["reward_p90"]) == (0.0, 0.5, 1.0)
     assert "raise warmup.steps" in advice([bad]) and "max_attempts" in advice([again])
     endless = dataclasses.replace(bad, stop_reason=StopReason.TURN_LENGTH)
@@ -267,8 +349,12 @@ def test_the_warnings_of_a_round_are_counted():
 def test_rounds_go_down_one_cosine():
     """Steps of three rounds, of 4, 2 and 6 updates, against half a cosine over the rounds."""
     for number, steps in enumerate((4, 2, 6)):
-        rates = schedule(peak=1.0, end_value=0.0, total_steps=steps, stretch=(number / 3, (number + 1) / 3))
+        rates = schedule(
+            peak=1.0, end_value=0.0, total_steps=steps, stretch=(number / 3, (number + 1) / 3)
+        )
         found = [float(learning_rate(rates, step)) for step in range(steps + 1)]
 
-        expected = [0.5 * (1 + math.cos(math.pi * (number + step / steps) / 3)) for step in range(steps + 1)]
+        expected = [
+            0.5 * (1 + math.cos(math.pi * (number + step / steps) / 3)) for step in range(steps + 1)
+        ]
         assert found == pytest.approx(expected, abs=1e-6)

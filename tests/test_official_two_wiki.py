@@ -1,4 +1,5 @@
-"""2WikiMultihopQA as its authors released it: official splits, and the aliases that the official script v1.1 counts."""
+"""2WikiMultihopQA as its authors released it: official splits, and the aliases that the official
+script v1.1 counts."""
 
 import dataclasses
 import gzip
@@ -27,9 +28,15 @@ ALIASES = [
     {"Q_id": "Q5", "aliases": [], "demonyms": []},
     {"Q_id": "Q12439000", "aliases": ["Nowhere"], "demonyms": []},
 ]
-# Gold answer, its id, a prediction, and what 2wikimultihop_evaluate_v1.1.py gives for it with the aliases above.
+# Gold answer, its id, a prediction, and what 2wikimultihop_evaluate_v1.1.py gives for it with the
+# aliases above.
 SCORED = [
-    ("Detroit", "Q12439", "the Motor City", {"em": 1.0, "f1": 1.0, "precision": 1.0, "recall": 1.0}),
+    (
+        "Detroit",
+        "Q12439",
+        "the Motor City",
+        {"em": 1.0, "f1": 1.0, "precision": 1.0, "recall": 1.0},
+    ),
     (
         "United States of America",
         "Q30",
@@ -38,7 +45,12 @@ SCORED = [
     ),
     ("14 May 1931", None, "May 14, 1931", {"em": 0.0, "f1": 1.0, "precision": 1.0, "recall": 1.0}),
     ("no", "Q99", "no", {"em": 1.0, "f1": 1.0, "precision": 1.0, "recall": 1.0}),
-    ("Arthur Percy", "Q5", "Percy, Earl Arthur", {"em": 0.0, "f1": 0.8, "precision": 2 / 3, "recall": 1.0}),
+    (
+        "Arthur Percy",
+        "Q5",
+        "Percy, Earl Arthur",
+        {"em": 0.0, "f1": 0.8, "precision": 2 / 3, "recall": 1.0},
+    ),
 ]
 
 
@@ -61,7 +73,12 @@ def write(folder: Path, name: str, records: list[dict[str, Any]], *, lines: bool
 
 
 def config(folder: Path, **changes: Any) -> TwoWikiConfig:
-    fields = {"environment": "text", "data_dir": str(folder), "hold_out_percent": 50, "top_k": 2} | changes
+    fields = {
+        "environment": "text",
+        "data_dir": str(folder),
+        "hold_out_percent": 50,
+        "top_k": 2,
+    } | changes
     return TwoWikiConfig(**fields)
 
 
@@ -85,7 +102,11 @@ def test_train_is_trained_on_and_dev_is_held_out_whatever_the_share(official, ho
     task = two_wiki.build(config(official, hold_out_percent=hold_out_percent))
     assert ids(task, "train") == {f"t{n}" for n in range(30)}
     assert ids(task, "dev", "test") == {f"d{n}" for n in range(40)}
-    assert len(ids(task, "dev")) > 5 and len(ids(task, "test")) > 5 and not ids(task, "dev") & ids(task, "test")
+    assert (
+        len(ids(task, "dev")) > 5
+        and len(ids(task, "test")) > 5
+        and not ids(task, "dev") & ids(task, "test")
+    )
 
 
 def test_all_of_the_dev_file_can_be_the_test(official):
@@ -100,10 +121,13 @@ def test_dev_files_alone_train_nothing_unless_a_sample_is_to_be_split(official):
     sample = two_wiki.build(config(official, split_dev_files=True))
     split = {id: two_wiki.split_of(id, 50) for id in (f"d{n}" for n in range(40))}
     assert ids(sample, "train") == {id for id, of in split.items() if of == "train"} != set()
-    assert any("not those of the official dev set" in sentence for sentence in about_questions(sample))
+    assert any(
+        "not those of the official dev set" in sentence for sentence in about_questions(sample)
+    )
     whole = dataclasses.replace(load_config("two_wiki_text_v5e"), task=config(official))
     with pytest.raises(
-        UserError, match=r"0 training and \d+ dev questions .* Questions of files dev\* are never trained"
+        UserError,
+        match=r"0 training and \d+ dev questions .* Questions of files dev\* are never trained",
     ):
         build_task(whole)
 
@@ -117,14 +141,25 @@ def test_a_split_of_the_record_wins_and_a_question_of_both_files_is_of_dev(offic
     write(official, "train.json", [record("t1", split="test"), record("d1"), record("t2")])
     write(official, "dev.json", [record("d1"), record("d2", split="train")])
     task = two_wiki.build(config(official))
-    assert ids(task, "train") == {"t2", "d2"} and "t1" in ids(task, "test") and "d1" in ids(task, "dev", "test")
+    assert (
+        ids(task, "train") == {"t2", "d2"}
+        and "t1" in ids(task, "test")
+        and "d1" in ids(task, "dev", "test")
+    )
 
 
 def test_a_hash_decides_about_questions_of_no_official_file(official):
-    write(official, "questions.jsonl", [record(f"q{n}") for n in range(20)] + [record("d3"), record("t3")], lines=True)
+    write(
+        official,
+        "questions.jsonl",
+        [record(f"q{n}") for n in range(20)] + [record("d3"), record("t3")],
+        lines=True,
+    )
     task = two_wiki.build(config(official))
     own = {f"q{n}": two_wiki.split_of(f"q{n}", 50) for n in range(20)}
-    assert {id for id in ids(task, "train") if id in own} == {id for id, split in own.items() if split == "train"}
+    assert {id for id in ids(task, "train") if id in own} == {
+        id for id, split in own.items() if split == "train"
+    }
     assert "t3" in ids(task, "train") and "d3" in ids(task, "dev", "test")
 
 
@@ -140,17 +175,28 @@ def test_several_files_of_one_split_packed_or_not(tmp_path):
 
 
 def test_scores_with_aliases_are_those_of_the_official_script(tmp_path):
-    records = [record(f"q{n}", answer=gold, answer_id=of) for n, (gold, of, _, _) in enumerate(SCORED)]
+    records = [
+        record(f"q{n}", answer=gold, answer_id=of) for n, (gold, of, _, _) in enumerate(SCORED)
+    ]
     write(tmp_path, "dev.json", records)
     write(tmp_path, "id_aliases.json", ALIASES, lines=True)
     task = two_wiki.build(config(tmp_path))
-    asked = {question.id: question for split in ("dev", "test") for question in task.questions(split)}
+    asked = {
+        question.id: question for split in ("dev", "test") for question in task.questions(split)
+    }
     for number, (gold, _, prediction, expected) in enumerate(SCORED):
         question = asked[f"q{number}"]
         assert question.answers[0] == gold
         found = score(prediction, question.answers, task.rule)
         assert dataclasses.asdict(found) == pytest.approx(expected), prediction
-    assert asked["q1"].answers == ("United States of America", "USA", "U.S.", "the States", "American", "Yank")
+    assert asked["q1"].answers == (
+        "United States of America",
+        "USA",
+        "U.S.",
+        "the States",
+        "American",
+        "Yank",
+    )
 
 
 def test_the_reward_counts_aliases_too(official):
@@ -172,7 +218,8 @@ def test_the_reward_counts_aliases_too(official):
 def test_aliases_of_the_record_and_of_the_release_are_both_counted(tmp_path):
     write(tmp_path, "dev.json", [record("a"), record("b")])
     own = {
-        name: record("a", answer_aliases=["D-Town"])[name] for name in ("_id", "question", "answer", "answer_aliases")
+        name: record("a", answer_aliases=["D-Town"])[name]
+        for name in ("_id", "question", "answer", "answer_aliases")
     }
     write(tmp_path, "questions.jsonl", [own], lines=True)
     write(tmp_path, "id_aliases.json", ALIASES, lines=True)
@@ -206,10 +253,15 @@ def test_an_alias_file_of_another_release_is_refused(official, lines, said):
 
 
 def test_aliases_beside_questions_of_the_first_release_are_refused(tmp_path):
-    write(tmp_path, "dev.json", [{name: of for name, of in record("a").items() if name != "answer_id"}])
+    write(
+        tmp_path,
+        "dev.json",
+        [{name: of for name, of in record("a").items() if name != "answer_id"}],
+    )
     write(tmp_path, "id_aliases.json", ALIASES, lines=True)
     with pytest.raises(
-        UserError, match="belongs to another release than the questions beside it: they have no answer_id"
+        UserError,
+        match="belongs to another release than the questions beside it: they have no answer_id",
     ):
         two_wiki.build(config(tmp_path))
 
@@ -220,19 +272,25 @@ def test_what_counts_as_gold_is_said(official):
     )
     (official / "id_aliases.json").unlink()
     (said,) = about_questions(two_wiki.build(config(official)))
-    assert said.startswith("70 answers have an id and ") and "the official script counts aliases too" in said
+    assert (
+        said.startswith("70 answers have an id and ")
+        and "the official script counts aliases too" in said
+    )
 
 
 @pytest.mark.parametrize("flags", [[], ["--eval.split", "test"]])
 def test_eval_scores_as_many_questions_as_it_is_asked_for(official, flags):
-    """Sizes of the configuration's splits are for training; of an evaluation eval.questions says how many."""
+    """Sizes of the configuration's splits are for training; of an evaluation eval.questions says
+    how many."""
     words = ["two_wiki_text_smollm2", "--init", "smollm2", "--task.data-dir", str(official), *flags]
     for questions, expected in ((10_000, 40), (3, 3)):
         counts = []
         for test_percent in (100, 0):
             further = ["--eval.questions", str(questions), "--task.test-percent", str(test_percent)]
             _, chosen = evaluation.command_line([*words, *further])
-            small = dataclasses.replace(chosen, task=dataclasses.replace(chosen.task, triple_demonstrations=0))
+            small = dataclasses.replace(
+                chosen, task=dataclasses.replace(chosen.task, triple_demonstrations=0)
+            )
             counts.append(len(held_out_questions(two_wiki.build(small.task), small)))
         assert sorted(counts) == [0, expected]
 
@@ -247,7 +305,9 @@ def test_a_flag_still_caps_what_eval_scores_and_other_tasks_are_not_capped_eithe
         "--eval.questions",
         "10000",
     ]
-    given, chosen = evaluation.command_line([*words, "--task.test-questions", "4", "--tasks", "two_wiki_kg_v5e"])
+    given, chosen = evaluation.command_line(
+        [*words, "--task.test-questions", "4", "--tasks", "two_wiki_kg_v5e"]
+    )
     assert (chosen.task.dev_questions, chosen.task.test_questions) == (None, 4)
     _, other = evaluation.all_configs(given, chosen)
     assert (other.task.dev_questions, other.task.test_questions) == (None, None)
@@ -262,7 +322,9 @@ def test_sizes_of_splits_are_at_least_one(field):
 
 
 def test_a_configuration_that_was_stored_before_official_splits_means_what_it_meant():
-    stored = json.loads((ROOT / "adapters" / "two_wiki_text_smollm2" / "config.json").read_text())["config"]
+    stored = json.loads((ROOT / "adapters" / "two_wiki_text_smollm2" / "config.json").read_text())[
+        "config"
+    ]
     assert "split_dev_files" not in stored["task"]
     assert from_dict(Config, stored).task.split_dev_files  # pyright: ignore[reportAttributeAccessIssue]
     assert not load_config("two_wiki_text_v5e").task.split_dev_files

@@ -19,7 +19,9 @@ GOLD = GoldPassage(title="Amber Tide", text="A film by Ilse Vand.")
 TWIN = GoldPassage(title="Amber Tide", text="A song of 1990.")  # a distractor of the same title
 BIRTH = GoldPassage(title="Ilse Vand", text="Born in Ghent.")
 NOISE = GoldPassage(title="Tin Orchard", text="Another film.")
-QUESTION = Question(id="q", text="Where was the director born?", answers=("Ghent",), gold_passages=(GOLD, BIRTH))
+QUESTION = Question(
+    id="q", text="Where was the director born?", answers=("Ghent",), gold_passages=(GOLD, BIRTH)
+)
 
 
 def all_fit(materials: Sequence[Material]) -> Sequence[Material]:
@@ -45,9 +47,14 @@ def test_every_search_shows_all_paragraphs_of_the_question_in_an_order_of_its_ow
 
 def test_where_room_is_short_gold_paragraphs_come_first_by_title_and_text():
     pool = OwnParagraphs(QUESTION, [NOISE, TWIN, GOLD, BIRTH], lambda materials: materials[:2])
-    assert set(shown(pool, "Who?")) == {"Amber Tide: A film by Ilse Vand.", "Ilse Vand: Born in Ghent."}
+    assert set(shown(pool, "Who?")) == {
+        "Amber Tide: A film by Ilse Vand.",
+        "Ilse Vand: Born in Ghent.",
+    }
     alone = OwnParagraphs(QUESTION, [NOISE, TWIN, GOLD, BIRTH], lambda materials: materials[:1])
-    assert shown(alone, "Where was Ilse Vand born?") == ["Ilse Vand: Born in Ghent."], "what the query names"
+    assert shown(alone, "Where was Ilse Vand born?") == ["Ilse Vand: Born in Ghent."], (
+        "what the query names"
+    )
 
 
 def test_a_gold_passage_that_the_paragraphs_lack_is_added_where_its_text_is_known():
@@ -97,7 +104,9 @@ def test_hotpotqa_gives_ten_paragraphs_and_their_question_brings_them_from_the_f
     (question,) = task.questions("train")
     assert isinstance(task, ParagraphTask)
     paragraphs = task.own_paragraphs(question)
-    assert len(paragraphs) == 10 and paragraphs[3] == GoldPassage(title="Title 3", text="Sentence 3. Another.")
+    assert len(paragraphs) == 10 and paragraphs[3] == GoldPassage(
+        title="Title 3", text="Sentence 3. Another."
+    )
     pool = OwnParagraphs(question, paragraphs, lambda materials: materials[:2])
     assert sorted(text[:7] for text in shown(pool, "Who?")) == ["Title 3", "Title 7"]
 
@@ -112,14 +121,26 @@ def test_musique_gives_twenty_and_sets_without_paragraphs_none(tmp_path: Path):
         }
         for number in range(20)
     ]
-    record = {"id": "2hop__1", "question": "Who?", "answer": "x", "answer_aliases": [], "answerable": True}
-    (tmp_path / "musique_ans_v1.0_train.jsonl").write_text(json.dumps(record | {"paragraphs": paragraphs}))
+    record = {
+        "id": "2hop__1",
+        "question": "Who?",
+        "answer": "x",
+        "answer_aliases": [],
+        "answerable": True,
+    }
+    (tmp_path / "musique_ans_v1.0_train.jsonl").write_text(
+        json.dumps(record | {"paragraphs": paragraphs})
+    )
     task = build(MusiqueConfig(data_dir=str(tmp_path), top_k=3))
     (question,) = task.questions("train")
-    assert [passage.text for passage in task.own_paragraphs(question)] == [f"Text {number}." for number in range(20)]
+    assert [passage.text for passage in task.own_paragraphs(question)] == [
+        f"Text {number}." for number in range(20)
+    ]
     other = tmp_path / "popqa"
     other.mkdir()
-    (other / "popQA.tsv").write_text('id\tquestion\tpossible_answers\tprop\n1\tWho?\t["x"]\tauthor\n')
+    (other / "popQA.tsv").write_text(
+        'id\tquestion\tpossible_answers\tprop\n1\tWho?\t["x"]\tauthor\n'
+    )
     corpus = build_index(tmp_path)
     lone = build(PopQaConfig(data_dir=str(other), top_k=1, index=corpus, dev_percent=0))
     assert lone.own_paragraphs(lone.questions("test")[0]) == ()
@@ -128,9 +149,14 @@ def test_musique_gives_twenty_and_sets_without_paragraphs_none(tmp_path: Path):
 def build_index(folder: Path) -> str:
     from mujica_jax.index import main
 
-    (folder / "corpus.jsonl").write_text(json.dumps({"id": "1", "title": "T", "text": "Some words."}) + "\n")
+    (folder / "corpus.jsonl").write_text(
+        json.dumps({"id": "1", "title": "T", "text": "Some words."}) + "\n"
+    )
     out = str(folder / "index")
-    assert main(["build", "--corpus", str(folder / "corpus.jsonl"), "--kind", "bm25", "--out", out]) == 0
+    assert (
+        main(["build", "--corpus", str(folder / "corpus.jsonl"), "--kind", "bm25", "--out", out])
+        == 0
+    )
     return out
 
 
@@ -146,7 +172,12 @@ def test_two_wiki_brings_the_contexts_of_its_records(tmp_path: Path):
     }
     (tmp_path / "train.json").write_text(json.dumps([record]))
     config = TwoWikiConfig(
-        environment="text", data_dir=str(tmp_path), hold_out_percent=1, dev_questions=1, test_questions=1, top_k=2
+        environment="text",
+        data_dir=str(tmp_path),
+        hold_out_percent=1,
+        dev_questions=1,
+        test_questions=1,
+        top_k=2,
     )
     task = build_two_wiki(config)
     (question,) = [of for split in ("train", "dev", "test") for of in task.questions(split)]

@@ -49,7 +49,8 @@ def installed_with(requirements: list[str]) -> set[str]:
         wanted = waiting.pop()
         name = re.sub(r"[-_.]+", "-", wanted.name).lower()
         if name in found or (
-            wanted.marker and not any(wanted.marker.evaluate({"extra": e}) for e in ("", *wanted.extras))
+            wanted.marker
+            and not any(wanted.marker.evaluate({"extra": e}) for e in ("", *wanted.extras))
         ):
             continue
         found.add(name)
@@ -61,31 +62,55 @@ def installed_with(requirements: list[str]) -> set[str]:
 
 
 def test_a_run_imports_nothing_that_only_developers_install():
-    """Extras are imported by name at run time (`qwix`, `wandb`, `tpu`), everything else comes with requirements.txt."""
-    lines = [line.partition("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    """Extras are imported by name at run time (`qwix`, `wandb`, `tpu`), everything else comes with
+    requirements.txt."""
+    lines = [
+        line.partition("#")[0].strip()
+        for line in (ROOT / "requirements.txt").read_text().splitlines()
+    ]
     brought = installed_with([line for line in lines if line])
     distributions = importlib.metadata.packages_distributions()
     missing = {}
     for path in (ROOT / "mujica_jax").rglob("*.py"):
         nodes = list(ast.walk(ast.parse(path.read_text())))
-        names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-        names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
-        for name in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"mujica_jax"}:
-            if not {re.sub(r"[-_.]+", "-", one).lower() for one in distributions.get(name, ())} & brought:
+        names = [
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        ]
+        names += [
+            node.module
+            for node in nodes
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        ]
+        for name in (
+            {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"mujica_jax"}
+        ):
+            if (
+                not {re.sub(r"[-_.]+", "-", one).lower() for one in distributions.get(name, ())}
+                & brought
+            ):
                 missing[name] = str(path.relative_to(ROOT))
     assert not missing
 
 
 @pytest.mark.slow
 def test_a_wheel_in_an_empty_folder_trains_and_evaluates(tmp_path):
-    checkout, environment, folder = (tmp_path / name for name in ("checkout", "environment", "empty"))
+    checkout, environment, folder = (
+        tmp_path / name for name in ("checkout", "environment", "empty")
+    )
     folder.mkdir()
     checkout.mkdir()
     for name in BUILT_FROM:
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, checkout / name)
     pip = [sys.executable, "-m", "pip", "--quiet"]
-    built = ["wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(tmp_path), str(checkout)]
+    built = [
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        str(tmp_path),
+        str(checkout),
+    ]
     subprocess.run([*pip, *built], check=True)
     shutil.rmtree(checkout)
     venv.create(environment, with_pip=False)
@@ -95,19 +120,30 @@ def test_a_wheel_in_an_empty_folder_trains_and_evaluates(tmp_path):
     # The packages of this environment, without its .pth files: one of those leads to the checkout.
     (site,) = environment.glob("lib/python3*/site-packages")
     (site / "packages.pth").write_text(sysconfig.get_paths()["purelib"])
-    inherited = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")}
+    inherited = {
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")
+    }
 
     def run(*words: str) -> str:
         ended = subprocess.run(
-            [python, *words], cwd=folder, env=inherited | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+            [python, *words],
+            cwd=folder,
+            env=inherited | {"JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
         )
         assert ended.returncode == 0, ended.stderr
         return ended.stdout
 
-    assert Path(run("-c", "import mujica_jax; print(mujica_jax.__file__)").strip()).is_relative_to(site)
+    assert Path(run("-c", "import mujica_jax; print(mujica_jax.__file__)").strip()).is_relative_to(
+        site
+    )
     flags = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     run("-m", "mujica_jax.train", "--run", "run", *flags)
-    phases = [phase["name"] for phase in json.loads((folder / "run" / "summary.json").read_text())["phases"]]
+    phases = [
+        phase["name"]
+        for phase in json.loads((folder / "run" / "summary.json").read_text())["phases"]
+    ]
     assert phases == ["warm-up", "round 1"]
     run("-m", "mujica_jax.eval", "--checkpoint", "run")
     assert (folder / "run" / "eval" / "tiny_world-graph-test.json").exists()

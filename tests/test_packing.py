@@ -13,7 +13,9 @@ from mujica_jax.trajectories.packing import PackedRows, pack, sampled_log_probs,
 ROW_TOKENS = 16
 turns = st.lists(st.tuples(st.integers(1, 99), st.booleans()), min_size=1, max_size=ROW_TOKENS)
 conversations = turns.map(
-    lambda tokens: conversation(*[(token,) for token, _ in tokens], trained=tuple(trained for _, trained in tokens))
+    lambda tokens: conversation(
+        *[(token,) for token, _ in tokens], trained=tuple(trained for _, trained in tokens)
+    )
 )
 batches_of_conversations = st.lists(conversations, max_size=12)
 
@@ -75,23 +77,38 @@ def test_rows_of_mixed_lengths_are_nearly_full():
 
 
 def test_rows_are_95_percent_full_at_realistic_lengths():
-    """Lognormal of median 350, at most 2,048 tokens, into rows of 2,048: as `benchmarks/train_tokens.py` has them."""
+    """Lognormal of median 350, at most 2,048 tokens, into rows of 2,048: as
+    `benchmarks/train_tokens.py` has them."""
     lengths = np.random.default_rng(0).lognormal(np.log(350), 0.7, 2000)
     lengths = lengths[(lengths >= 1) & (lengths <= 2048)].astype(int)
     assert 300 < np.median(lengths) < 400 and lengths.max() > 1500
-    rows = pack([conversation((1,), (2,) * (length - 1)) for length in lengths if length > 1], row_tokens=2048, seed=0)
+    rows = pack(
+        [conversation((1,), (2,) * (length - 1)) for length in lengths if length > 1],
+        row_tokens=2048,
+        seed=0,
+    )
     assert rows.efficiency >= 0.95
 
 
 def test_columns_stand_at_the_tokens_they_belong_to():
     given = random_conversations(12)
     of_conversation = np.arange(1.0, 13.0)
-    of_token = [[number + place / 100 for place in range(len(one.token_ids))] for number, one in enumerate(given)]
-    rows = pack(given, row_tokens=64, seed=0, columns={"of_conversation": of_conversation, "of_token": of_token})
+    of_token = [
+        [number + place / 100 for place in range(len(one.token_ids))]
+        for number, one in enumerate(given)
+    ]
+    rows = pack(
+        given,
+        row_tokens=64,
+        seed=0,
+        columns={"of_conversation": of_conversation, "of_token": of_token},
+    )
     for index, one in enumerate(given):
         row, place = slots(rows, index, one)
         assert set(rows.columns["of_conversation"][row, place].tolist()) == {of_conversation[index]}
-        np.testing.assert_array_equal(rows.columns["of_token"][row, place], np.asarray(of_token[index], np.float32))
+        np.testing.assert_array_equal(
+            rows.columns["of_token"][row, place], np.asarray(of_token[index], np.float32)
+        )
     assert all(np.all(column[rows.segment_ids == 0] == 0.0) for column in rows.columns.values())
     np.testing.assert_array_equal(rows.tokens, pack(given, row_tokens=64, seed=0).tokens)
 
@@ -99,7 +116,9 @@ def test_columns_stand_at_the_tokens_they_belong_to():
 def test_the_sampled_log_probabilities_are_those_of_the_turns():
     context, sampled = conversation((1, 2), (3,)).turns
     of_engine = dataclasses.replace(sampled, logprobs=(-0.5,))
-    assert sampled_log_probs([Conversation(role="worker", turns=(context, of_engine))]) == [[0.0, 0.0, -0.5]]
+    assert sampled_log_probs([Conversation(role="worker", turns=(context, of_engine))]) == [
+        [0.0, 0.0, -0.5]
+    ]
     with pytest.raises(UserError, match="a trained turn of 1 tokens carries no log-probabilities"):
         sampled_log_probs([Conversation(role="worker", turns=(context, sampled))])
 
@@ -109,7 +128,9 @@ def test_a_pair_stands_in_one_row_side_by_side():
     rows = pack(given, row_tokens=96, seed=0, columns={"number": np.arange(40)}, pairs=True)
     numbers = []
     for pair in range(20):
-        (row, chosen), (other_row, rejected) = (slots(rows, index, given[index]) for index in (2 * pair, 2 * pair + 1))
+        (row, chosen), (other_row, rejected) = (
+            slots(rows, index, given[index]) for index in (2 * pair, 2 * pair + 1)
+        )
         assert row == other_row and chosen.stop == rejected.start
         (number,) = set(rows.columns["pairs"][row, chosen].tolist())
         assert set(rows.columns["pairs"][row, rejected].tolist()) == {-number}
@@ -119,16 +140,24 @@ def test_a_pair_stands_in_one_row_side_by_side():
 
 
 def test_a_pair_longer_than_a_row_is_refused_though_each_of_it_fits():
-    given = [conversation((1,) * 9, (2,)), conversation((1,) * 5, (2,) * 2), *[conversation((1,), (2,))] * 2]
+    given = [
+        conversation((1,) * 9, (2,)),
+        conversation((1,) * 5, (2,) * 2),
+        *[conversation((1,), (2,))] * 2,
+    ]
     assert (too_long(given, ROW_TOKENS), too_long(given, ROW_TOKENS, pairs=True)) == (0, 1)
-    with pytest.raises(UserError, match=r"a pair of 17 tokens does not fit into a row of 16 tokens"):
+    with pytest.raises(
+        UserError, match=r"a pair of 17 tokens does not fit into a row of 16 tokens"
+    ):
         pack(given, row_tokens=ROW_TOKENS, seed=0, pairs=True)
 
 
 def test_more_conversations_than_one_window_lose_nothing():
     given = random_conversations(1500, longest=8)
     rows = pack(given, row_tokens=64, seed=0)
-    assert sorted(rows.tokens[rows.segment_ids > 0].tolist()) == sorted(t for one in given for t in one.token_ids)
+    assert sorted(rows.tokens[rows.segment_ids > 0].tolist()) == sorted(
+        t for one in given for t in one.token_ids
+    )
 
 
 def test_a_conversation_longer_than_a_row_is_refused_with_both_lengths():
@@ -140,7 +169,12 @@ def test_a_conversation_longer_than_a_row_is_refused_with_both_lengths():
 
 def test_no_conversations_make_no_rows():
     rows = pack([], row_tokens=ROW_TOKENS, seed=0)
-    assert (rows.num_rows, rows.row_tokens, rows.efficiency, rows.trained_tokens) == (0, ROW_TOKENS, 1.0, 0)
+    assert (rows.num_rows, rows.row_tokens, rows.efficiency, rows.trained_tokens) == (
+        0,
+        ROW_TOKENS,
+        1.0,
+        0,
+    )
 
 
 def test_a_batch_is_the_chosen_rows():

@@ -1,4 +1,5 @@
-"""Pages against a memory that remembers what was written where, and against a search by hand through all of it."""
+"""Pages against a memory that remembers what was written where, and against a search by hand
+through all of it."""
 
 import collections
 import dataclasses
@@ -20,7 +21,10 @@ def tokens_of(*ids: int) -> np.ndarray:
 
 
 def alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    return next(
+        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+        min(len(one), len(other)),
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -35,7 +39,8 @@ class Running:
 
 
 class PagesMachine(RuleBasedStateMachine):
-    """A place in memory holds the whole sequence up to its token, as keys and values stand for all that came before."""
+    """A place in memory holds the whole sequence up to its token, as keys and values stand for all
+    that came before."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +51,9 @@ class PagesMachine(RuleBasedStateMachine):
         self.size = size
         self.pages = BlockAllocator(count, size)
         self.memory = [[UNKNOWN] * size for _ in range(count)]
-        self.known: dict[int, tuple[int, ...]] = {}  # of each page in the tree: the sequence up to its last token
+        self.known: dict[
+            int, tuple[int, ...]
+        ] = {}  # of each page in the tree: the sequence up to its last token
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple),
@@ -56,11 +63,18 @@ class PagesMachine(RuleBasedStateMachine):
     def allocate(self, prompt, more, reuse):
         needed = -(-(len(prompt) + more) // self.size)
         known = self.known_of_tree()
-        longest = max((alike(known[page], prompt[:-1]) for page in known), default=0) if reuse else 0
+        longest = (
+            max((alike(known[page], prompt[:-1]) for page in known), default=0) if reuse else 0
+        )
         before = self.snapshot()
         in_use = {node.page for one in self.running for node in one.block_table.shared}
-        # Pages that nobody reads can be had; those the prompt begins with are kept and count towards what it needs.
-        begins = [page for page, held in known.items() if len(held) <= longest and held == prompt[: len(held)]]
+        # Pages that nobody reads can be had; those the prompt begins with are kept and count
+        # towards what it needs.
+        begins = [
+            page
+            for page, held in known.items()
+            if len(held) <= longest and held == prompt[: len(held)]
+        ]
         full = [page for page in begins if len(known[page]) % self.size == 0]
         room = self.pages.free + len(set(known) - in_use - set(full))
         block_table = self.pages.allocate(tokens_of(*prompt), len(prompt) + more, reuse=reuse)
@@ -71,7 +85,9 @@ class PagesMachine(RuleBasedStateMachine):
         assert block_table is not None, "there are pages enough"
         assert len(block_table.pages) == needed == len(set(block_table.pages))
         short = needed - len(full) == room  # then there may be no page for a copy
-        assert block_table.cached_tokens == longest or (short and block_table.cached_tokens == len(full) * self.size)
+        assert block_table.cached_tokens == longest or (
+            short and block_table.cached_tokens == len(full) * self.size
+        )
         if block_table.copied is not None:
             source, target = block_table.copied
             assert target in block_table.pages[len(block_table.shared) :]
@@ -80,7 +96,11 @@ class PagesMachine(RuleBasedStateMachine):
             assert self.memory[block_table.pages[n // self.size]][n % self.size] == prompt[: n + 1]
         self.running.append(
             Running(
-                block_table, list(block_table.pages), prompt, len(prompt) + more, prompt[: block_table.cached_tokens]
+                block_table,
+                list(block_table.pages),
+                prompt,
+                len(prompt) + more,
+                prompt[: block_table.cached_tokens],
             )
         )
 
@@ -97,9 +117,13 @@ class PagesMachine(RuleBasedStateMachine):
     @rule(of=st.integers(0, 99), completion=st.lists(st.integers(0, 1), max_size=8).map(tuple))
     def release(self, of, completion):
         one = self.running.pop(of % len(self.running))
-        self.write(one, max(one.written, (one.prompt + completion)[: one.capacity_tokens - 1], key=len))
+        self.write(
+            one, max(one.written, (one.prompt + completion)[: one.capacity_tokens - 1], key=len)
+        )
         for n in range(len(one.written)):
-            assert self.memory[one.table[n // self.size]][n % self.size] == one.written[: n + 1], "overwritten"
+            assert self.memory[one.table[n // self.size]][n % self.size] == one.written[: n + 1], (
+                "overwritten"
+            )
         self.pages.release(one.block_table, tokens_of(*one.written))
         self.learn(one)
         known = self.known_of_tree()
@@ -118,7 +142,9 @@ class PagesMachine(RuleBasedStateMachine):
         one = self.running.pop(of % len(self.running))
         private = self.pages.evict(one.block_table)
         assert not set(private) & {*cached(self.pages), *self.pages._free}
-        assert not any(set(private) & {*other.table, *other.block_table.pages} for other in self.running)
+        assert not any(
+            set(private) & {*other.table, *other.block_table.pages} for other in self.running
+        )
         self.pages.release(one.block_table, tokens_of())
 
     @invariant()
@@ -128,14 +154,18 @@ class PagesMachine(RuleBasedStateMachine):
         self.unlearn()
         places = collections.Counter([*self.pages._free, *cached(self.pages)])
         for one in self.running:
-            places.update([*one.block_table.pages[len(one.block_table.shared) :], *one.block_table.duplicates])
+            places.update(
+                [*one.block_table.pages[len(one.block_table.shared) :], *one.block_table.duplicates]
+            )
         assert places == collections.Counter(range(self.pages.count))
 
     @invariant()
     def users_are_those_who_run(self):
         if not hasattr(self, "pages"):
             return
-        readers = collections.Counter(id(node) for one in self.running for node in one.block_table.shared)
+        readers = collections.Counter(
+            id(node) for one in self.running for node in one.block_table.shared
+        )
         for node in nodes_of(self.pages):
             assert node.users == readers[id(node)]
             assert node.order == sorted(node.children)
@@ -151,7 +181,9 @@ class PagesMachine(RuleBasedStateMachine):
 
     def write(self, one: Running, tokens: tuple[int, ...]) -> None:
         """Through the table that the request was started with; only where nobody else reads."""
-        shared = set(cached(self.pages)) | {page for other in self.running if other is not one for page in other.table}
+        shared = set(cached(self.pages)) | {
+            page for other in self.running if other is not one for page in other.table
+        }
         for n in range(len(one.written), len(tokens)):
             page = one.table[n // self.size]
             assert page not in shared, "a page is written that others read"
@@ -164,8 +196,8 @@ class PagesMachine(RuleBasedStateMachine):
         self.known = {page: held for page, held in self.known.items() if page in held_pages}
 
     def learn(self, one: Running) -> None:
-        """What a page in the tree holds does not change: a sequence that ends in the middle of one says nothing new of
-        it."""
+        """What a page in the tree holds does not change: a sequence that ends in the middle of one
+        says nothing new of it."""
         self.unlearn()
         new = set(cached(self.pages)) - set(self.known)
         for index in range(-(-len(one.written) // self.size)):
@@ -175,11 +207,15 @@ class PagesMachine(RuleBasedStateMachine):
                     self.known[page] = one.written[:until]
 
     def known_of_tree(self) -> dict[int, tuple[int, ...]]:
-        assert set(self.known) == set(cached(self.pages)), "the tree holds what was computed and nothing else"
+        assert set(self.known) == set(cached(self.pages)), (
+            "the tree holds what was computed and nothing else"
+        )
         return self.known
 
     def snapshot(self) -> tuple:
-        nodes = sorted((node.page, node.tokens.tobytes(), node.users) for node in nodes_of(self.pages))
+        nodes = sorted(
+            (node.page, node.tokens.tobytes(), node.users) for node in nodes_of(self.pages)
+        )
         return sorted(self.pages._free), nodes, self.pages.evicted
 
 

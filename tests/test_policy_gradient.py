@@ -1,4 +1,5 @@
-"""Rounds of GRPO and DAPO, played by hand: questions whose rewards stand in a table, and what is learnt of them."""
+"""Rounds of GRPO and DAPO, played by hand: questions whose rewards stand in a table, and what is
+learnt of them."""
 
 import contextlib
 import dataclasses
@@ -62,12 +63,14 @@ def conversation(attempt: Attempt, role: str) -> Conversation:
 
 def with_last_turn_cut(one: Conversation) -> Conversation:
     *turns, last = one.turns
-    return dataclasses.replace(one, turns=(*turns, dataclasses.replace(last, trained=False, cut=True)))
+    return dataclasses.replace(
+        one, turns=(*turns, dataclasses.replace(last, trained=False, cut=True))
+    )
 
 
 class Played:
-    """In the place of a `Run`: rewards come from `rewards[question][attempt]`; what was asked and learnt is kept.
-    `cut`: a length limit cut the last turn of every attempt that earned nothing."""
+    """In the place of a `Run`: rewards come from `rewards[question][attempt]`; what was asked and
+    learnt is kept. `cut`: a length limit cut the last turn of every attempt that earned nothing."""
 
     def __init__(
         self,
@@ -107,7 +110,8 @@ class Played:
         self.figures[step] = values
 
     def _score(self, state: Any, rows: PackedRows) -> np.ndarray:
-        """A policy that is as likely again to say what the engine's said, and a reference that says all surely."""
+        """A policy that is as likely again to say what the engine's said, and a reference that says
+        all surely."""
         self.scorings += 1
         ours = rows.columns["sampled_log_probs"] + np.float32(np.log(2.0))
         return np.zeros_like(ours) if state == "reference" else ours
@@ -129,7 +133,13 @@ class Played:
     def read_shards(self, entries: Any) -> list[Trajectory]:
         return [trajectory for entry in entries for trajectory in self.store.read_shard(entry)]
 
-    def sample(self, number: int, shard: int, attempts: Sequence[Attempt], heard: Callable[[Trajectory], None]) -> Any:
+    def sample(
+        self,
+        number: int,
+        shard: int,
+        attempts: Sequence[Attempt],
+        heard: Callable[[Trajectory], None],
+    ) -> Any:
         self.asked += [attempt.question.id for attempt in attempts if attempt.number == 0]
         found = [self._play(attempt, number) for attempt in attempts]
         for trajectory in found:
@@ -163,7 +173,9 @@ class Played:
         return phase
 
 
-def play(root: Path, rewards: Mapping[str, Sequence[float | None]], method: Any = DAPO_METHOD, **options) -> Any:
+def play(
+    root: Path, rewards: Mapping[str, Sequence[float | None]], method: Any = DAPO_METHOD, **options
+) -> Any:
     run: Any = Played(root, rewards, method, **options)
     run.results = policy_gradient._run_rounds(run, cast(Any, start))
     return run
@@ -174,7 +186,16 @@ def questions_in(rows: PackedRows) -> set[str]:
 
 
 RIGHT, WRONG, MIXED = (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)
-TABLE = {"q0": RIGHT, "q1": MIXED, "q2": WRONG, "q3": (0.0, 1.0), "q4": MIXED, "q5": MIXED, "q6": WRONG, "q7": WRONG}
+TABLE = {
+    "q0": RIGHT,
+    "q1": MIXED,
+    "q2": WRONG,
+    "q3": (0.0, 1.0),
+    "q4": MIXED,
+    "q5": MIXED,
+    "q6": WRONG,
+    "q7": WRONG,
+}
 
 
 def test_groups_that_teach_nothing_are_dropped_and_others_sampled_until_the_batch_is_full(tmp_path):
@@ -190,8 +211,16 @@ def test_groups_that_teach_nothing_are_dropped_and_others_sampled_until_the_batc
     (_, first, _), (_, second, _) = run.learnt
     assert (questions_in(first), questions_in(second)) == ({"q1", "q3"}, {"q4", "q5"})
     figures = run.figures[1]
-    assert (figures["sampled_groups"], figures["learnt_groups"], figures["dropped_groups"]) == (4, 2, 2)
-    assert (figures["all_right_share"], figures["all_wrong_share"], figures["mean_reward"]) == (0.25, 0.25, 0.5)
+    assert (figures["sampled_groups"], figures["learnt_groups"], figures["dropped_groups"]) == (
+        4,
+        2,
+        2,
+    )
+    assert (figures["all_right_share"], figures["all_wrong_share"], figures["mean_reward"]) == (
+        0.25,
+        0.25,
+        0.5,
+    )
     assert figures["entropy_estimate"] == pytest.approx((0.5 + 1.5 + 1.0 + 1.0) / 4)
     assert figures["reward_f1"] == 0.5
     ((phase, state, counts),) = run.phases
@@ -201,26 +230,41 @@ def test_groups_that_teach_nothing_are_dropped_and_others_sampled_until_the_batc
         "trajectories": 12,
         "accepted": 8,
         "forward_tokens": 12 * tokens,
-        "trained_slots": 2 * 1 * 2 * 24,  # rounds, updates, rows, slots: four conversations of 11 tokens in two rows
+        "trained_slots": 2
+        * 1
+        * 2
+        * 24,  # rounds, updates, rows, slots: four conversations of 11 tokens in two rows
     }
 
 
 def test_with_equal_rewards_alone_sampling_stops_at_its_bound_and_nothing_is_learnt(tmp_path):
     method = dataclasses.replace(DAPO_METHOD, max_sampled_batches=2)
     run = play(tmp_path, dict.fromkeys(TABLE, WRONG), method)
-    assert run.asked == [f"q{number}" for number in range(8)], "two batches of two questions a round, and no more"
+    assert run.asked == [f"q{number}" for number in range(8)], (
+        "two batches of two questions a round, and no more"
+    )
     assert run.learnt == []
     assert run.phases[0][1] is start, "the very state that it began with"
-    assert [f"round {n}: no update, for at each of 4 questions all attempts" in run.said[n - 1] for n in (1, 2)] == [
+    assert [
+        f"round {n}: no update, for at each of 4 questions all attempts" in run.said[n - 1]
+        for n in (1, 2)
+    ] == [
         True,
         True,
     ]
-    assert "(on average 0.000): raise method.group_attempts 2 or sampling.temperature 1.0" in run.said[0]
+    assert (
+        "(on average 0.000): raise method.group_attempts 2 or sampling.temperature 1.0"
+        in run.said[0]
+    )
     assert run.figures[2]["steps"] == 0 and run.figures[2]["learnt_groups"] == 0
 
 
 def test_a_batch_that_stays_short_is_learnt_and_said(tmp_path):
-    run = play(tmp_path, dict.fromkeys(TABLE, RIGHT) | {"q0": MIXED}, dataclasses.replace(DAPO_METHOD, rounds=1))
+    run = play(
+        tmp_path,
+        dict.fromkeys(TABLE, RIGHT) | {"q0": MIXED},
+        dataclasses.replace(DAPO_METHOD, rounds=1),
+    )
     assert len(run.asked) == 6 and questions_in(run.learnt[0][1]) == {"q0"}
     assert "1 groups of 2 wanted teach anything after 6 questions" in run.said[0]
 
@@ -270,8 +314,14 @@ def advantages(rows: PackedRows, question: str) -> list[float]:
 
 @pytest.mark.parametrize("kind", [GRPO_METHOD, DAPO_METHOD])
 def test_attempts_whose_search_failed_are_no_members_of_their_group(tmp_path, kind):
-    """q0: 1, 0 and a failure are compared as 1 and 0. q1: one attempt is left, and the group is dropped."""
-    table = {"q0": (1.0, FAILED, 0.0), "q1": (1.0, FAILED, FAILED), "q2": (1.0, 1.0, 0.0), "q3": (0.0, 0.0, 0.0)}
+    """q0: 1, 0 and a failure are compared as 1 and 0. q1: one attempt is left, and the group is
+    dropped."""
+    table = {
+        "q0": (1.0, FAILED, 0.0),
+        "q1": (1.0, FAILED, FAILED),
+        "q2": (1.0, 1.0, 0.0),
+        "q3": (0.0, 0.0, 0.0),
+    }
     method = dataclasses.replace(kind, rounds=1, rounds_per_phase=1, group_attempts=3)
     run = play(tmp_path, {**dict.fromkeys(TABLE, (0.0,) * 3), **table}, method)
     rows, figures = run.learnt[0][1], run.figures[1]
@@ -280,17 +330,29 @@ def test_attempts_whose_search_failed_are_no_members_of_their_group(tmp_path, ki
     assert run.asked == (["q0", "q1", "q2"] if refilled else ["q0", "q1"])
     if refilled:  # mean 2/3, deviation 2**0.5 / 3
         assert advantages(rows, "q2") == pytest.approx([-(2**0.5), 0.5**0.5, 0.5**0.5])
-    assert (figures["left_out"], figures["degenerate_groups"], figures["dropped_groups"]) == (3, 1, 1)
+    assert (figures["left_out"], figures["degenerate_groups"], figures["dropped_groups"]) == (
+        3,
+        1,
+        1,
+    )
     assert figures["mean_reward"] == pytest.approx(4 / 6 if refilled else 2 / 3)
     assert figures["trajectories"] == (9 if refilled else 6)
-    assert f"round 1: 3 of {figures['trajectories']} attempts are left out because a search" in run.said[0]
-    assert "1 of" in run.said[0] and "groups have fewer than two attempts left and are dropped" in run.said[0]
+    assert (
+        f"round 1: 3 of {figures['trajectories']} attempts are left out because a search"
+        in run.said[0]
+    )
+    assert (
+        "1 of" in run.said[0]
+        and "groups have fewer than two attempts left and are dropped" in run.said[0]
+    )
     again = play(tmp_path, table, method)
     assert (again.asked, again.phases) == ([], run.phases)
 
 
 def test_a_round_of_failures_alone_learns_nothing(tmp_path):
-    run = play(tmp_path, dict.fromkeys(TABLE, (FAILED, FAILED)), dataclasses.replace(GRPO_METHOD, rounds=1))
+    run = play(
+        tmp_path, dict.fromkeys(TABLE, (FAILED, FAILED)), dataclasses.replace(GRPO_METHOD, rounds=1)
+    )
     assert run.learnt == [] and run.figures[1]["steps"] == 0
     assert run.figures[1]["mean_reward"] == 0.0 and run.figures[1]["degenerate_groups"] == 2
 
@@ -316,11 +378,14 @@ def test_the_options_of_learning(tmp_path):
     assert (first["stretch"], second["stretch"]) == ((0.0, 0.5), (0.5, 1.0))
     assert first["loss"] == DAPO(clip_low=0.2, clip_high=0.28)
     grpo = dataclasses.replace(GRPO_METHOD, importance_cap=2.0, kl_coefficient=0.1)
-    assert rollouts.loss_of(grpo) == GRPO(clip_low=0.2, clip_high=0.2, importance_weighted=True, kl_coefficient=0.1)
+    assert rollouts.loss_of(grpo) == GRPO(
+        clip_low=0.2, clip_high=0.2, importance_weighted=True, kl_coefficient=0.1
+    )
 
 
 def test_the_trainers_scores_are_kept_for_a_restart(tmp_path):
-    """The engine says half as much as the trainer: the weight is 2, of which 1.5 is left; ratios are to the trainer."""
+    """The engine says half as much as the trainer: the weight is 2, of which 1.5 is left; ratios
+    are to the trainer."""
     method = dataclasses.replace(GRPO_METHOD, importance_cap=1.5, kl_coefficient=0.1, rounds=1)
     run = play(tmp_path, TABLE, method)
     assert run.scorings == 2
@@ -331,10 +396,14 @@ def test_the_trainers_scores_are_kept_for_a_restart(tmp_path):
         trained = rows.loss_mask
         np.testing.assert_array_equal(rows.columns["importance_weights"][trained], np.float32(1.5))
         np.testing.assert_array_equal(rows.columns["reference_log_probs"], 0.0)
-        ours = sorted(set(np.round(rows.columns["sampled_log_probs"][trained] - np.log(2.0), 6).tolist()))
+        ours = sorted(
+            set(np.round(rows.columns["sampled_log_probs"][trained] - np.log(2.0), 6).tolist())
+        )
         assert ours == pytest.approx([-1.5, -1.0, -0.5])
     assert again.figures[1] == run.figures[1]
-    assert run.figures[1]["truncated_share"] == 1.0 and run.figures[1]["mean_importance_weight"] == 1.5
+    assert (
+        run.figures[1]["truncated_share"] == 1.0 and run.figures[1]["mean_importance_weight"] == 1.5
+    )
 
 
 def test_a_round_that_is_over_is_not_played_again(tmp_path):
@@ -347,14 +416,19 @@ def test_a_round_that_is_over_is_not_played_again(tmp_path):
 
 def test_importance_weights_worked_by_hand():
     trainer, engine = np.log([[0.5, 0.2, 0.9]]), np.log([[0.4, 0.4, 0.1]])
-    np.testing.assert_allclose(importance_weights(trainer, engine, cap=2.0), [[1.25, 0.5, 2.0]], rtol=1e-6)
+    np.testing.assert_allclose(
+        importance_weights(trainer, engine, cap=2.0), [[1.25, 0.5, 2.0]], rtol=1e-6
+    )
     assert importance_weights(np.zeros((1, 1)), np.full((1, 1), -1e6), cap=2.0) == 2.0
 
 
 def test_the_punishment_of_long_trajectories_worked_by_hand(tmp_path):
-    found = [overlong_punishment(tokens, limit_tokens=10, cache_tokens=4) for tokens in (3, 6, 8, 10, 50)]
+    found = [
+        overlong_punishment(tokens, limit_tokens=10, cache_tokens=4) for tokens in (3, 6, 8, 10, 50)
+    ]
     assert found == [0.0, 0.0, -0.5, -1.0, -1.0]
-    # Every trajectory here has 4 generated tokens: 1/2 is taken from each, and no group teaches more for it.
+    # Every trajectory here has 4 generated tokens: 1/2 is taken from each, and no group teaches
+    # more for it.
     method = dataclasses.replace(DAPO_METHOD, overlong_tokens=5, overlong_cache_tokens=2, rounds=1)
     run = play(tmp_path, TABLE, method)
     assert run.figures[1]["mean_compared_reward"] == run.figures[1]["mean_reward"] - 0.5
@@ -369,30 +443,47 @@ def test_the_punishment_of_long_trajectories_worked_by_hand(tmp_path):
         ({"max_sampled_batches": 0}, "method.max_sampled_batches is 0 and must be at least 1"),
         ({"clip_low": 1.0}, "method.clip_low is 1.0 and must be at least 0 and below 1"),
         ({"importance_cap": -1.0}, "method.importance_cap is -1.0"),
-        ({"overlong_tokens": 8}, "method.overlong_cache_tokens is 0 and method.overlong_tokens 8: give from 1"),
-        ({"rows_per_update": 3}, "method.rows_per_update 3 cannot be split over data x fsdp x accumulation_steps = 2"),
+        (
+            {"overlong_tokens": 8},
+            "method.overlong_cache_tokens is 0 and method.overlong_tokens 8: give from 1",
+        ),
+        (
+            {"rows_per_update": 3},
+            "method.rows_per_update 3 cannot be split over data x fsdp x accumulation_steps = 2",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes, sentence):
     config = load_config(SMOKE)
     trainer = dataclasses.replace(config.trainer, accumulation_steps=2)
     with pytest.raises(UserError) as refused:
-        check(dataclasses.replace(config, trainer=trainer, method=dataclasses.replace(DAPO_METHOD, **changes)))
+        check(
+            dataclasses.replace(
+                config, trainer=trainer, method=dataclasses.replace(DAPO_METHOD, **changes)
+            )
+        )
     assert sentence in str(refused.value)
 
 
 def test_a_reference_that_would_be_removed_is_refused():
     config = dataclasses.replace(
-        load_config(SMOKE), keep_policies=1, method=dataclasses.replace(GRPO_METHOD, kl_coefficient=0.1)
+        load_config(SMOKE),
+        keep_policies=1,
+        method=dataclasses.replace(GRPO_METHOD, kl_coefficient=0.1),
     )
-    with pytest.raises(UserError, match=r"method.kl_coefficient is 0.1, .* keep_policies 1 removes it"):
+    with pytest.raises(
+        UserError, match=r"method.kl_coefficient is 0.1, .* keep_policies 1 removes it"
+    ):
         check(config)
 
 
 def test_workers_elsewhere_are_refused():
     config = load_config(SMOKE)
     sampling = dataclasses.replace(config.sampling, workers="external")
-    with pytest.raises(UserError, match=r"sampling.workers is external and method.kind dapo: workers sample for mygo"):
+    with pytest.raises(
+        UserError,
+        match=r"sampling.workers is external and method.kind dapo: workers sample for mygo",
+    ):
         check(dataclasses.replace(config, sampling=sampling, method=DAPO_METHOD))
 
 
@@ -408,11 +499,14 @@ def test_a_control_without_demonstrations_is_refused():
 def test_a_group_of_one_is_one_sentence_and_status_2(capsys):
     flags = "--method.kind dapo --method.rounds-per-phase 1 --method.group-attempts 1".split()
     assert train.main([SMOKE, *flags]) == 2
-    assert capsys.readouterr().err.startswith("error: method.group_attempts is 1 and must be at least 2")
+    assert capsys.readouterr().err.startswith(
+        "error: method.group_attempts is 1 and must be at least 2"
+    )
 
 
 def test_a_round_of_fewer_rows_than_an_update_learns_each_of_them_once(tmp_path):
-    """Two rows and eight in an update: six are padding, and every epoch is one update of the whole batch."""
+    """Two rows and eight in an update: six are padding, and every epoch is one update of the whole
+    batch."""
     method = dataclasses.replace(GRPO_METHOD, rounds=1, rows_per_update=8, epochs=2)
     run = play(tmp_path, TABLE, method)
     few = play(tmp_path / "few", TABLE, dataclasses.replace(method, rows_per_update=2))
@@ -420,7 +514,10 @@ def test_a_round_of_fewer_rows_than_an_update_learns_each_of_them_once(tmp_path)
     assert (rows.num_rows, options["steps"], run.figures[1]["steps"]) == (8, 2, 2)
     assert (few.learnt[0][1].num_rows, few.learnt[0][2]["steps"]) == (2, 2)
     assert not rows.loss_mask[2:].any() and not rows.segment_ids[2:].any()
-    whole, part = rows.batch(slice(None), ("advantages",)), few.learnt[0][1].batch(slice(None), ("advantages",))
+    whole, part = (
+        rows.batch(slice(None), ("advantages",)),
+        few.learnt[0][1].batch(slice(None), ("advantages",)),
+    )
     for name in ("tokens", "loss_mask"):
         np.testing.assert_array_equal(getattr(whole, name)[:2], getattr(part, name))
     np.testing.assert_array_equal(whole.columns["advantages"][:2], part.columns["advantages"])

@@ -21,18 +21,28 @@ def log_probs(ratios: np.ndarray = RATIOS) -> jax.Array:
     return jnp.asarray(SAMPLED + np.log(ratios), jnp.float32)
 
 
-def value_of(loss: Loss, now: jax.Array, advantages: np.ndarray = ADVANTAGES, trained: np.ndarray = TRAINED, **columns):
+def value_of(
+    loss: Loss,
+    now: jax.Array,
+    advantages: np.ndarray = ADVANTAGES,
+    trained: np.ndarray = TRAINED,
+    **columns,
+):
     columns |= {"sampled_log_probs": SAMPLED, "advantages": advantages}
     batch = Batch(np.zeros_like(SEGMENTS), SEGMENTS, np.zeros_like(SEGMENTS), trained, columns)
     value, metrics = loss.of(now, batch, loss.counts(batch))
     return value, metrics | loss.counts(batch)
 
 
-def grpo(now: jax.Array, advantages: np.ndarray = ADVANTAGES, clip: dict[str, float] = CLIP, **given):
+def grpo(
+    now: jax.Array, advantages: np.ndarray = ADVANTAGES, clip: dict[str, float] = CLIP, **given
+):
     return value_of(GRPO(**clip), now, advantages, **given)
 
 
-def dapo(now: jax.Array, advantages: np.ndarray = ADVANTAGES, clip: dict[str, float] = CLIP, **given):
+def dapo(
+    now: jax.Array, advantages: np.ndarray = ADVANTAGES, clip: dict[str, float] = CLIP, **given
+):
     return value_of(DAPO(**clip), now, advantages, **given)
 
 
@@ -57,10 +67,14 @@ def test_grpo_of_the_batch_worked_by_hand():
 
 
 def test_the_kl_term_worked_by_hand():
-    # r = p_reference / p is 2 at the first row's last token and 1 elsewhere: KL = 2 - log 2 - 1 there, a third of the
-    # mean of its conversation.
-    reference = np.asarray(log_probs()) + np.log([[1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]]).astype(np.float32)
-    loss, metrics = value_of(GRPO(**CLIP, kl_coefficient=0.5), log_probs(), reference_log_probs=reference)
+    # r = p_reference / p is 2 at the first row's last token and 1 elsewhere: KL = 2 - log 2 - 1
+    # there, a third of the mean of its conversation.
+    reference = np.asarray(log_probs()) + np.log(
+        [[1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]]
+    ).astype(np.float32)
+    loss, metrics = value_of(
+        GRPO(**CLIP, kl_coefficient=0.5), log_probs(), reference_log_probs=reference
+    )
     divergence = 1 - np.log(2)
     assert float(loss) == pytest.approx(float(grpo(log_probs())[0]) + 0.5 * divergence / 3 / 3)
     assert float(metrics["reference_kl"]) == pytest.approx(divergence / 5)
@@ -75,7 +89,9 @@ def test_importance_weights_weigh_the_objective_and_not_the_kl_term():
     by_token = [2 * 1, 1.3, 0.5 * 0.5, -2, 0.0]
     loss, _ = value_of(DAPO(**CLIP, importance_weighted=True), log_probs(), **weighed)
     assert float(loss) == pytest.approx(-sum(by_token) / 5)
-    reference = np.asarray(log_probs()) + np.log([[1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]]).astype(np.float32)
+    reference = np.asarray(log_probs()) + np.log(
+        [[1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]]
+    ).astype(np.float32)
     loss, _ = value_of(
         GRPO(**CLIP, importance_weighted=True, kl_coefficient=0.5),
         log_probs(),
@@ -89,9 +105,13 @@ def test_importance_weights_weigh_the_objective_and_not_the_kl_term():
 def test_gradients_worked_by_hand():
     """d objective / d log p is ratio x A where nothing is clipped."""
     per_token = np.array([[0, 1.0, 0, 0.5], [0, -2.0, 0, 1.0]])
-    np.testing.assert_allclose(jax.grad(lambda now: dapo(now)[0])(log_probs()), -per_token / 5, rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(lambda now: dapo(now)[0])(log_probs()), -per_token / 5, rtol=1e-6
+    )
     weights = np.array([[0, 1 / 9, 1 / 9, 1 / 9], [0, 1 / 3, 0, 1 / 3]])
-    np.testing.assert_allclose(jax.grad(lambda now: grpo(now)[0])(log_probs()), -per_token * weights, rtol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(lambda now: grpo(now)[0])(log_probs()), -per_token * weights, rtol=1e-6
+    )
 
 
 @pytest.mark.parametrize("loss_of", [grpo, dapo])
@@ -127,7 +147,9 @@ def test_at_the_edges_of_the_clip(advantage, ratio, moves):
 
 def test_a_ratio_on_the_bound_is_not_clipped():
     at_bound = log_probs(np.full_like(RATIOS, 1.0))
-    gradient = jax.grad(lambda now: dapo(now, clip={"clip_low": 0.0, "clip_high": 0.0})[0])(at_bound)
+    gradient = jax.grad(lambda now: dapo(now, clip={"clip_low": 0.0, "clip_high": 0.0})[0])(
+        at_bound
+    )
     np.testing.assert_allclose(gradient, np.where(TRAINED, -ADVANTAGES / 5, 0.0), rtol=1e-6)
 
 
@@ -138,7 +160,9 @@ def test_both_bounds_are_used():
     assert float(dapo(log_probs(), negative)[0]) != float(
         dapo(log_probs(), negative, {"clip_low": 0.4, "clip_high": 0.3})[0]
     )
-    assert float(dapo(log_probs())[0]) != float(dapo(log_probs(), clip={"clip_low": 0.2, "clip_high": 0.4})[0])
+    assert float(dapo(log_probs())[0]) != float(
+        dapo(log_probs(), clip={"clip_low": 0.2, "clip_high": 0.4})[0]
+    )
 
 
 @pytest.mark.parametrize("loss_of", [grpo, dapo])
@@ -154,7 +178,10 @@ def test_untrained_tokens_change_nothing_whatever_they_hold(loss_of, junk):
 
 def test_nothing_trained_is_loss_and_gradient_zero():
     nothing = np.zeros_like(TRAINED)
-    for loss_of in (lambda now: grpo(now, trained=nothing)[0], lambda now: dapo(now, trained=nothing)[0]):
+    for loss_of in (
+        lambda now: grpo(now, trained=nothing)[0],
+        lambda now: dapo(now, trained=nothing)[0],
+    ):
         value, gradient = jax.value_and_grad(loss_of)(log_probs())
         assert float(value) == 0.0 and np.all(np.asarray(gradient) == 0.0)
 
@@ -174,7 +201,9 @@ def test_packed_equals_separate():
         ]
 
     columns = {"sampled_log_probs": then, "advantages": values, "now": now}
-    packed, alone = (pack(conversations, row_tokens=tokens, seed=1, columns=columns) for tokens in (96, 31))
+    packed, alone = (
+        pack(conversations, row_tokens=tokens, seed=1, columns=columns) for tokens in (96, 31)
+    )
     assert packed.num_rows < alone.num_rows
     assert losses(packed) == pytest.approx(losses(alone), abs=1e-6)
 

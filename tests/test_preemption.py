@@ -1,4 +1,5 @@
-"""Asked to end: heard from anywhere, told to whoever polls, and carried out by force where nobody does."""
+"""Asked to end: heard from anywhere, told to whoever polls, and carried out by force where nobody
+does."""
 
 import os
 import select
@@ -122,9 +123,13 @@ def test_sigterm_is_told_to_whoever_polls(preemption, ends):
     preemption.enter("warm-up: learning")
     signal.raise_signal(signal.SIGTERM)
     assert until(lambda: preemption.requested) and preemption.at_step()
-    with pytest.raises(Preempted, match=r"^preempted in warm-up: learning; all is kept; go on with: it$"):
+    with pytest.raises(
+        Preempted, match=r"^preempted in warm-up: learning; all is kept; go on with: it$"
+    ):
         preemption.check()
-    assert str(preemption.ended("step 3 is saved")).startswith("preempted in warm-up: learning; step 3 is saved;")
+    assert str(preemption.ended("step 3 is saved")).startswith(
+        "preempted in warm-up: learning; step 3 is saved;"
+    )
     assert (preemption.status, ends) == (0, [])
 
 
@@ -144,7 +149,10 @@ def test_ctrl_c_ends_with_130_and_a_second_one_at_once(preemption, ends, capsys)
     signal.raise_signal(signal.SIGINT)
     assert until(lambda: bool(ends)) and ends == [130]
     said = capsys.readouterr().err
-    assert "Ctrl-C again ends at once" in said and "interrupted in warm-up: learning; all is kept; go on" in said
+    assert (
+        "Ctrl-C again ends at once" in said
+        and "interrupted in warm-up: learning; all is kept; go on" in said
+    )
 
 
 def test_many_sigterms_are_one(preemption, ends):
@@ -174,7 +182,8 @@ def test_whoever_was_told_is_not_ended_in_the_middle(ends, monkeypatch):
     polled, grace_is_over, wait_for_bytes = threading.Event(), threading.Event(), select.select
 
     def wait_until_polled(reading, writing, errors, seconds):
-        """The listener waits for the end of the grace time when the main thread has polled, and then without one."""
+        """The listener waits for the end of the grace time when the main thread has polled, and
+        then without one."""
         if seconds is not None:
             assert polled.wait(HANG_SECONDS)
         elif polled.is_set():
@@ -217,7 +226,9 @@ def test_in_another_thread_it_hears_nothing_and_does_no_harm():
 def program(source: str, *words: str) -> subprocess.Popen[str]:
     own = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "false"}
     streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([sys.executable, "-c", source, *words], cwd=ROOT, env=os.environ | own, **streams)
+    return subprocess.Popen(
+        [sys.executable, "-c", source, *words], cwd=ROOT, env=os.environ | own, **streams
+    )
 
 
 def test_a_compilation_cannot_be_interrupted_and_is_ended():
@@ -227,7 +238,9 @@ def test_a_compilation_cannot_be_interrupted_and_is_ended():
     finally:
         compiling.kill()
     assert (compiling.returncode, said) == (0, ""), "it ended before the program was compiled"
-    assert messages.strip().endswith("preempted in warm-up: learning; what was finished is kept; go on")
+    assert messages.strip().endswith(
+        "preempted in warm-up: learning; what was finished is kept; go on"
+    )
 
 
 class Others:
@@ -238,7 +251,9 @@ class Others:
         self.left: list[tuple[str, int]] = []
         self.answer: list[object] | None = None  # None: this is process 0
         monkeypatch.setattr(distributed, "announce_preemption", self.announced.append)
-        monkeypatch.setattr(distributed, "abort", lambda sentence, status: self.left.append((sentence, status)))
+        monkeypatch.setattr(
+            distributed, "abort", lambda sentence, status: self.left.append((sentence, status))
+        )
         monkeypatch.setattr(distributed, "broadcast", lambda name, decide: self.answer or decide())
 
 
@@ -253,18 +268,27 @@ def test_the_others_are_told_of_a_signal(preemption, others):
     assert until(lambda: preemption.requested) and others.announced == [signal.SIGTERM]
 
 
-def test_a_notice_of_another_process_is_heard_as_a_signal_and_not_told_again(preemption, ends, others):
+def test_a_notice_of_another_process_is_heard_as_a_signal_and_not_told_again(
+    preemption, ends, others
+):
     preemption.enter("warm-up: learning")
     preemption.on_notice(signal.SIGTERM)
     assert until(lambda: preemption.requested)
-    assert preemption.at_step() and (preemption.status, ends, others.left, others.announced) == (0, [], [], [])
+    assert preemption.at_step() and (preemption.status, ends, others.left, others.announced) == (
+        0,
+        [],
+        [],
+        [],
+    )
 
 
 def test_process_0_decides_before_which_step_all_stop(preemption, others):
     preemption.enter("warm-up: learning")
     others.answer = [False, 0]
     signal.raise_signal(signal.SIGTERM)
-    assert until(lambda: preemption._asked) and not preemption.at_step(), "the others do not stop here"
+    assert until(lambda: preemption._asked) and not preemption.at_step(), (
+        "the others do not stop here"
+    )
     others.answer = [True, 130]
     assert preemption.at_step() and preemption.status == 130
 
@@ -320,4 +344,6 @@ def test_all_read_of_an_end_before_the_process_that_holds_the_store_is_gone(leav
     """Also one that reads it seconds later: a machine may be that busy."""
     said = said_by_processes(3, THREE_PROCESSES, str(leaver))
     for process, (_, messages) in enumerate(said):
-        assert (f"process {leaver} on" in messages and "ended: preempted" in messages) == (process != leaver), said
+        assert (f"process {leaver} on" in messages and "ended: preempted" in messages) == (
+            process != leaver
+        ), said

@@ -15,18 +15,24 @@ TRAINED = np.array([[False, True, True, False, True], [False, True, False, True,
 PAIRS = np.array([[1, 1, 1, -1, -1], [1, 1, -1, -1, 0]], np.float32)
 REFERENCE = np.log([[1.0, 0.5, 0.5, 1.0, 0.25], [1.0, 0.5, 1.0, 0.5, 1.0]]).astype(np.float32)
 # Gains in bits: 1 + 1 = 2 and -1 for the first pair, -1 and 3 for the second.
-LOG_PROBS = jnp.asarray(REFERENCE + math.log(2) * np.array([[0, 1, 1, 0, -1], [0, -1, 0, 3, 0]]), jnp.float32)
+LOG_PROBS = jnp.asarray(
+    REFERENCE + math.log(2) * np.array([[0, 1, 1, 0, -1], [0, -1, 0, 3, 0]]), jnp.float32
+)
 
 
 def loss(log_probs: jax.Array = LOG_PROBS, pairs: np.ndarray = PAIRS, beta: float = 0.5):
     columns = {"pairs": pairs, "reference_log_probs": REFERENCE}
-    batch, dpo = Batch(np.zeros_like(SEGMENTS), SEGMENTS, np.zeros_like(SEGMENTS), TRAINED, columns), DPO(beta=beta)
+    batch, dpo = (
+        Batch(np.zeros_like(SEGMENTS), SEGMENTS, np.zeros_like(SEGMENTS), TRAINED, columns),
+        DPO(beta=beta),
+    )
     value, metrics = dpo.of(log_probs, batch, dpo.counts(batch))
     return value, metrics | dpo.counts(batch)
 
 
 def test_the_loss_of_the_batch_worked_by_hand():
-    # Margins 0.5 (2 - (-1)) = 1.5 bits and 0.5 (-1 - 3) = -2 bits: -log sigmoid is log(1 + 2^-1.5) and log(1 + 2^2).
+    # Margins 0.5 (2 - (-1)) = 1.5 bits and 0.5 (-1 - 3) = -2 bits: -log sigmoid is log(1 + 2^-1.5)
+    # and log(1 + 2^2).
     value, metrics = loss()
     assert float(value) == pytest.approx((math.log(1 + 2**-1.5) + math.log(5)) / 2)
     assert float(metrics["margin"]) == pytest.approx(math.log(2) * (1.5 - 2) / 2)
@@ -34,7 +40,8 @@ def test_the_loss_of_the_batch_worked_by_hand():
 
 
 def test_the_gradient_worked_by_hand():
-    # d loss / d gain: -beta sigmoid(-margin) / pairs for the chosen one, and its opposite for the rejected one.
+    # d loss / d gain: -beta sigmoid(-margin) / pairs for the chosen one, and its opposite for the
+    # rejected one.
     first, second = (0.5 / 2 * 2**-margin / (1 + 2**-margin) for margin in (1.5, -2.0))
     expected = np.array([[0, -first, -first, 0, first], [0, -second, 0, second, 0]])
     np.testing.assert_allclose(jax.grad(lambda now: loss(now)[0])(LOG_PROBS), expected, rtol=1e-5)
@@ -54,7 +61,9 @@ def test_where_nothing_was_learnt_the_loss_is_that_of_a_coin():
 
 
 def test_beta_scales_the_margin():
-    assert float(loss(beta=1.0)[1]["margin"]) == pytest.approx(2 * float(loss(beta=0.5)[1]["margin"]))
+    assert float(loss(beta=1.0)[1]["margin"]) == pytest.approx(
+        2 * float(loss(beta=0.5)[1]["margin"])
+    )
 
 
 def test_a_margin_far_off_is_finite():
@@ -65,7 +74,9 @@ def test_a_margin_far_off_is_finite():
 @pytest.mark.parametrize("junk", [jnp.nan, jnp.inf, 1e30])
 def test_untrained_tokens_change_nothing_whatever_they_hold(junk):
     value, gradient = jax.value_and_grad(lambda now: loss(now)[0])(LOG_PROBS)
-    same, gradient_of_full = jax.value_and_grad(lambda now: loss(now)[0])(jnp.where(TRAINED, LOG_PROBS, junk))
+    same, gradient_of_full = jax.value_and_grad(lambda now: loss(now)[0])(
+        jnp.where(TRAINED, LOG_PROBS, junk)
+    )
     assert float(same) == float(value)
     np.testing.assert_array_equal(gradient_of_full, gradient)
     assert np.all(np.asarray(gradient)[~TRAINED] == 0.0)
@@ -80,12 +91,17 @@ def test_packed_equals_separate():
     conversations = random_conversations(16, longest=16)
     draw, dpo = np.random.default_rng(0), DPO(beta=0.1)
     lengths = [len(one.token_ids) for one in conversations]
-    columns = {name: [draw.normal(size=length) for length in lengths] for name in ("now", "reference_log_probs")}
+    columns = {
+        name: [draw.normal(size=length) for length in lengths]
+        for name in ("now", "reference_log_probs")
+    }
 
     def value(rows: PackedRows) -> float:
         batch = rows.batch(slice(None), dpo.columns)
         return float(dpo.of(jnp.asarray(rows.columns["now"]), batch, dpo.counts(batch))[0])
 
-    packed, alone = (pack(conversations, row_tokens=n, seed=1, columns=columns, pairs=True) for n in (96, 32))
+    packed, alone = (
+        pack(conversations, row_tokens=n, seed=1, columns=columns, pairs=True) for n in (96, 32)
+    )
     assert packed.num_rows < alone.num_rows
     assert value(packed) == pytest.approx(value(alone), abs=1e-6)

@@ -11,7 +11,11 @@ VOCABULARY = Vocabulary(
     labels={"film": ["Amber Tide", "Tin Orchard"], "person": ["Ilse Marten", "Otto Brand"]},
     values={
         "film": {"director": ["Ilse Marten", "Otto Brand"], "genre": ["drama", "war"]},
-        "person": {"mother": ["Ada Marten"], "father": ["Karl Brand"], "place of birth": ["Ghent", "Lille"]},
+        "person": {
+            "mother": ["Ada Marten"],
+            "father": ["Karl Brand"],
+            "place of birth": ["Ghent", "Lille"],
+        },
     },
     years=(1900, 1990),
     max_facts=3,
@@ -37,8 +41,12 @@ def test_a_fact_is_read_with_the_number_of_its_own_line(document):
     *listed, read_off = rest
     lines = dict(re.fullmatch(r"\[(\d+)\] (.*) \[\1\] .*", line).group(1, 0) for line in listed)
     assert list(lines) == [str(number) for number in range(len(listed))]
-    for fact in filter(None, read_off.removeprefix("Read: ").split("; ")):  # none where it is the object in every line
-        relation, number, value, again = re.fullmatch(r"(.+?) \[(-?\d+)\] (.+?)( The .*)?", fact).groups()
+    for fact in filter(
+        None, read_off.removeprefix("Read: ").split("; ")
+    ):  # none where it is the object in every line
+        relation, number, value, again = re.fullmatch(
+            r"(.+?) \[(-?\d+)\] (.+?)( The .*)?", fact
+        ).groups()
         if again:
             assert re.fullmatch(rf" The {relation} of [A-Z].* is {value}\.", again)
         if number == "-1":

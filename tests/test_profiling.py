@@ -1,4 +1,5 @@
-"""A window of steps is traced once, from before its first step to after its last, or it is said why not."""
+"""A window of steps is traced once, from before its first step to after its last, or it is said why
+not."""
 
 import types
 from collections.abc import Iterator
@@ -16,8 +17,8 @@ from mujica_jax.learning.profiling import ProfileWindow
 
 
 class Told:
-    """A window whose profiler only says when it began and ended, and a loop that trains through it in stretches of
-    25."""
+    """A window whose profiler only says when it began and ended, and a loop that trains through it
+    in stretches of 25."""
 
     def __init__(self, config: ProfileConfig, directory: Path) -> None:
         self.said: list[str] = []
@@ -31,7 +32,9 @@ class Told:
     def stop_trace(self) -> None:
         self.events.append("stop")
 
-    def train(self, name: str, steps: int, *, done: int = 0, fails_at: int | None = None) -> list[str]:
+    def train(
+        self, name: str, steps: int, *, done: int = 0, fails_at: int | None = None
+    ) -> list[str]:
         """What happened, in order, with the steps of every stretch."""
         self.events = []
         with self.window.of_phase(name, done=done, steps=steps):
@@ -51,7 +54,9 @@ def told(tmp_path, monkeypatch) -> Iterator:
     def made(steps: tuple[int, int] | None, phase: str | None = None) -> Told:
         made = Told(ProfileConfig(steps=steps, phase=phase), tmp_path)
         profiler = types.SimpleNamespace(start_trace=made.start_trace, stop_trace=made.stop_trace)
-        jax_like = types.SimpleNamespace(profiler=profiler, block_until_ready=lambda state: made.events.append("wait"))
+        jax_like = types.SimpleNamespace(
+            profiler=profiler, block_until_ready=lambda state: made.events.append("wait")
+        )
         monkeypatch.setattr(profiling, "jax", jax_like)
         return made
 
@@ -79,7 +84,9 @@ def test_nothing_is_traced_unless_it_is_asked_for(told):
 def test_the_first_phase_that_has_the_steps_is_traced_and_no_other(told):
     one = told((20, 25))
     assert one.train("pretraining", 22) == ["1-22"]
-    assert one.said == ["pretraining has 22 steps and profile.steps is 20 25: this phase is not traced"]
+    assert one.said == [
+        "pretraining has 22 steps and profile.steps is 20 25: this phase is not traced"
+    ]
     assert "start warm-up" in one.train("warm-up", 30)
     assert one.train("round 1", 30) == ["1-25", "26-30"]
     one.window.close()
@@ -95,7 +102,9 @@ def test_a_phase_may_be_named(told):
 def test_a_phase_that_goes_on_beyond_the_beginning_of_the_window_is_not_traced(told):
     one = told((20, 25))
     assert one.train("warm-up", 30, done=20) == ["21-30"]
-    assert one.said == ["warm-up goes on after step 20 and profile.steps is 20 25: this phase is not traced"]
+    assert one.said == [
+        "warm-up goes on after step 20 and profile.steps is 20 25: this phase is not traced"
+    ]
     assert "start control" in one.train("control", 30, done=19)
 
 
@@ -104,8 +113,8 @@ def test_a_window_that_never_came_is_told_of_at_the_end(told):
     one.train("warm-up", 30)
     one.window.close()
     assert one.said == [
-        "profile.steps 20 25: no phase round 9 of this run trained these steps from their beginning, and nothing was "
-        "traced"
+        "profile.steps 20 25: no phase round 9 of this run trained these steps from their "
+        "beginning, and nothing was traced"
     ]
 
 
@@ -123,7 +132,9 @@ def test_jax_writes_a_trace_that_its_viewers_open(tmp_path):
         window.before(0)
         window.after(1, jnp.ones(3) + 1)
     written = {
-        path.name.partition(".")[2] for path in (tmp_path / "profile" / "round-1").rglob("*.*") if path.is_file()
+        path.name.partition(".")[2]
+        for path in (tmp_path / "profile" / "round-1").rglob("*.*")
+        if path.is_file()
     }
     assert {"xplane.pb", "trace.json.gz"} <= written
     assert said == [f"profile.steps: traced; the trace is in {tmp_path / 'profile' / 'round-1'}"]
@@ -136,7 +147,10 @@ def test_jax_writes_a_trace_that_its_viewers_open(tmp_path):
     [
         (ProfileConfig(steps=(25, 20)), r"profile.steps is 25 20: give the first step"),
         (ProfileConfig(steps=(0, 20)), r"profile.steps is 0 20"),
-        (ProfileConfig(phase="round 1"), r"profile.phase is round 1 and profile.steps is not given"),
+        (
+            ProfileConfig(phase="round 1"),
+            r"profile.phase is round 1 and profile.steps is not given",
+        ),
     ],
 )
 def test_a_window_that_cannot_be_is_refused(config, words):

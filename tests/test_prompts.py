@@ -22,15 +22,20 @@ KINDS = ("graph", "text")
 PLANNERS = [(kind, split) for kind in KINDS for split in (True, False)]
 # As SmolLM2's: a system prompt of its own where the conversation has none.
 SMOLLM2_TEMPLATE = (
-    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
-    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM.<|im_end|>\n' }}{% endif %}"
-    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ "
+    "'<|im_start|>system\n"
+    "You are a helpful AI assistant named SmolLM.<|im_end|>\n"
+    "' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n"
+    "' + message['content'] + '<|im_end|>' + '\n"
+    "'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n"
+    "' }}{% endif %}"
 )
 THINKING_TEMPLATE = (  # opens the thought of every turn of the model
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{{ '<think>' }}{% endif %}{{ message['content'] + '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n"
+    "' }}{% if message['role'] == 'assistant' %}{{ '<think>' }}{% endif %}{{ message['content'] + "
+    "'<|im_end|>\n"
+    "' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n"
+    "<think>' }}{% endif %}"
 )
 CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 GEMMA_TOKENS = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
@@ -38,7 +43,9 @@ CHECKPOINTS = {
     "qwen2": WRAPPED["qwen2"],
     "llama3": WRAPPED["llama3"],
     "smollm2": _wrapped(SMOLLM2_TEMPLATE, CHATML_TOKENS, [], QWEN_SPLIT, None, "<|im_end|>", False),
-    "no system role": _wrapped(NO_SYSTEM_TEMPLATE, GEMMA_TOKENS, [], QWEN_SPLIT, "<bos>", "<end_of_turn>", False),
+    "no system role": _wrapped(
+        NO_SYSTEM_TEMPLATE, GEMMA_TOKENS, [], QWEN_SPLIT, "<bos>", "<end_of_turn>", False
+    ),
 }
 every_template = pytest.mark.parametrize("name", CHECKPOINTS)
 ROOM = {"max_turn_tokens": 2000, "max_trajectory_tokens": 50_000, "max_observation_tokens": 9000}
@@ -54,7 +61,9 @@ GRAPH = {
     ),
     "The Tin Orchard": (
         Material(text="The Tin Orchard, publication date, 1948", entities=(OTHER_FILM,)),
-        Material(text="The Tin Orchard, director, Anton Hale", entities=(OTHER_FILM, OTHER_DIRECTOR)),
+        Material(
+            text="The Tin Orchard, director, Anton Hale", entities=(OTHER_FILM, OTHER_DIRECTOR)
+        ),
     ),
     "Ilse Vandermark": (
         Material(text="Ilse Vandermark, place of birth, Ghent", entities=(DIRECTOR, CITY)),
@@ -62,8 +71,12 @@ GRAPH = {
     ),
 }
 FILM_PASSAGE = Material(text="Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.")
-OTHER_FILM_PASSAGE = Material(text="The Tin Orchard: The Tin Orchard is a comedy film of 1948 by Anton Hale.")
-DIRECTOR_PASSAGE = Material(text="Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director.")
+OTHER_FILM_PASSAGE = Material(
+    text="The Tin Orchard: The Tin Orchard is a comedy film of 1948 by Anton Hale."
+)
+DIRECTOR_PASSAGE = Material(
+    text="Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director."
+)
 PASSAGES = {
     "When was the film Amber Tide released?": (FILM_PASSAGE, OTHER_FILM_PASSAGE),
     "When was the film The Tin Orchard released?": (OTHER_FILM_PASSAGE,),
@@ -80,7 +93,10 @@ SENTENCES = {
     "Who is the director of Amber Tide?": ("[1]", "The director of Amber Tide is Ilse Vandermark."),
     "When was the film Amber Tide released?": ("[0]", "Amber Tide was released in 1961."),
     "When was the film The Tin Orchard released?": ("[0]", "The Tin Orchard was released in 1948."),
-    "Who directed the film Amber Tide?": ("[0]", "The film Amber Tide was directed by Ilse Vandermark."),
+    "Who directed the film Amber Tide?": (
+        "[0]",
+        "The film Amber Tide was directed by Ilse Vandermark.",
+    ),
     "Where was Ilse Vandermark born?": ("[0]", "Ilse Vandermark was born in Ghent."),
 }
 
@@ -96,7 +112,11 @@ class Repeats:
     async def generate(self, prompt, params, *, state, continues) -> Completion:
         if isinstance(state, WorkerState):
             select, sentence = SENTENCES[state.query]
-            text = f"<think> see </think>\n<select> {select} </select>\n<sentence> {sentence} </sentence>"
+            text = (
+                "<think> see </think>\n"
+                f"<select> {select} </select>\n"
+                f"<sentence> {sentence} </sentence>"
+            )
         else:
             text = self._turns.pop(0)
         ids = (*self._tokenizer.encode_model(text), self._tokenizer.end_of_turn_id)
@@ -120,7 +140,9 @@ def split_examples(opening: Opening) -> list[list[tuple[str, str]]]:
 def play_example(agent, tokenizer: Tokenizer, kind: str, example) -> Trajectory:
     """An episode in which the model replies as it does in the example."""
     candidates = [entity for entity in (FILM, OTHER_FILM) if f"] {entity.label}" in example[0][0]]
-    question = Question(id="q", text=asked_in(example[0][0]), answers=("",), candidates=tuple(candidates))
+    question = Question(
+        id="q", text=asked_in(example[0][0]), answers=("",), candidates=tuple(candidates)
+    )
     world = LittleWorld(GRAPH if kind == "graph" else PASSAGES, kind=kind)
     policy = Repeats(tokenizer, [reply for _, reply in example])
     return asyncio.run(agent.run(attempt(question), world, policy))
@@ -136,10 +158,14 @@ def mujica(tokenizer: Tokenizer, **changes) -> Mujica:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("role", ["planner", "worker"])
 def test_prompts_grow_from_brief_over_rules_to_examples(role, kind):
-    brief, zero_shot, few_shot = (protocol.opening(role, kind, mode) for mode in ("brief", "zero_shot", "few_shot"))
+    brief, zero_shot, few_shot = (
+        protocol.opening(role, kind, mode) for mode in ("brief", "zero_shot", "few_shot")
+    )
     assert len(brief.system) < 40 < len(zero_shot.system) and "<" not in brief.system
     assert "<think>" in zero_shot.system
-    assert few_shot.system == zero_shot.system, "examples are chat turns, and not part of the system prompt"
+    assert few_shot.system == zero_shot.system, (
+        "examples are chat turns, and not part of the system prompt"
+    )
     assert not brief.examples and not zero_shot.examples and len(few_shot.examples) >= 2
 
 
@@ -154,14 +180,21 @@ def test_no_sentence_of_a_prompt_is_broken_over_two_lines():
     openings.append(decex.opening("zero_shot"))
     for opening in openings:
         lines = opening.system.split("\n")
-        assert all(line.endswith(".") and line[0].isupper() and "  " not in line for line in lines), opening.system
+        assert all(
+            line.endswith(".") and line[0].isupper() and "  " not in line for line in lines
+        ), opening.system
 
 
 def test_a_worker_over_texts_answers_from_its_own_knowledge_where_no_passage_helps():
     worker = protocol.opening("worker", "text", "few_shot")
     assert "[-1] if none helps" in worker.system
-    assert "If no passage helps, try your best to answer the question from your own knowledge." in worker.system
-    assert protocol.NOTHING_FOUND not in worker.system + "".join(reply for _, reply in worker.examples)
+    assert (
+        "If no passage helps, try your best to answer the question from your own knowledge."
+        in worker.system
+    )
+    assert protocol.NOTHING_FOUND not in worker.system + "".join(
+        reply for _, reply in worker.examples
+    )
     replies = [protocol.parse_worker(reply, materials=2) for _, reply in worker.examples]
     assert [(reply.selected, reply.sentence) for reply in replies] == [
         ((1,), "Ilse Vandermark was born in Ghent."),
@@ -181,10 +214,16 @@ def test_a_worker_over_a_graph_uses_its_materials_alone():
 def test_the_ablation_without_workers_has_rules_and_examples_of_its_own(kind):
     own = protocol.opening("planner", kind, "few_shot", split=False)
     usual = protocol.opening("planner", kind, "few_shot")
-    assert own.system != usual.system and "numbered from [0]" in own.system and "yourself" in own.system
+    assert (
+        own.system != usual.system
+        and "numbered from [0]" in own.system
+        and "yourself" in own.system
+    )
     shown = [message for message, _ in own.examples if message.startswith(protocol.OBSERVATION)]
     assert len(shown) == 3
-    assert all(message.startswith(f"{protocol.OBSERVATION} [0] ") for message in shown), "numbered materials"
+    assert all(message.startswith(f"{protocol.OBSERVATION} [0] ") for message in shown), (
+        "numbered materials"
+    )
     assert not any(sentence in message for message in shown for _, sentence in SENTENCES.values())
     assert [reply for _, reply in own.examples] == [reply for _, reply in usual.examples]
 
@@ -217,7 +256,11 @@ def decex_agent(tokenizer: Tokenizer, prompt: protocol.PromptMode) -> Decex:
 @pytest.mark.parametrize("name", ["reflect", "search_r1", "decex"])
 def test_the_examples_of_the_other_agents_are_episodes(name):
     tokenizer = Tokenizer(CHECKPOINTS["qwen2"])
-    agent = decex_agent(tokenizer, "few_shot") if name == "decex" else single_agent(tokenizer, name, "few_shot")
+    agent = (
+        decex_agent(tokenizer, "few_shot")
+        if name == "decex"
+        else single_agent(tokenizer, name, "few_shot")
+    )
     for example in split_examples(agent.opening(name, "text")):
         played = play_example(agent, tokenizer, "text", example)
         assert played.stop_reason is StopReason.ANSWERED
@@ -230,7 +273,10 @@ def test_the_examples_of_the_other_agents_are_episodes(name):
 
 def openings() -> list[tuple[str, Opening]]:
     found = [("worker", protocol.opening("worker", kind, "few_shot")) for kind in KINDS]
-    found += [("planner", protocol.opening("planner", kind, "few_shot", split=split)) for kind, split in PLANNERS]
+    found += [
+        ("planner", protocol.opening("planner", kind, "few_shot", split=split))
+        for kind, split in PLANNERS
+    ]
     found += [("single", single.opening(style, "few_shot")) for style in ("reflect", "search_r1")]
     return [*found, ("decex", decex.opening("few_shot"))]
 
@@ -242,19 +288,30 @@ def test_examples_are_rendered_as_the_checkpoint_s_template_renders_a_chat(name)
     for _, opening in openings():
         ids = tokenizer.open_conversation(opening.system, question, opening.examples)
         messages = tokenizer.messages(ids)
-        pairs = [pair for message, reply in opening.examples for pair in (("user", message), ("assistant", reply))]
+        pairs = [
+            pair
+            for message, reply in opening.examples
+            for pair in (("user", message), ("assistant", reply))
+        ]
         if name == "no system role":
             pairs[0] = ("user", f"{opening.system}\n\n{pairs[0][1]}")
         else:
             pairs.insert(0, ("system", opening.system))
-        assert [(message["role"], message["content"]) for message in messages] == [*pairs, ("user", question)]
-        rendered = CHECKPOINTS[name].apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert [(message["role"], message["content"]) for message in messages] == [
+            *pairs,
+            ("user", question),
+        ]
+        rendered = CHECKPOINTS[name].apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
         assert tokenizer.decode(ids) == rendered
 
 
 def test_an_example_does_not_open_a_thought_that_the_template_has_opened():
     tags = ["<think>", "</think>"]
-    tokenizer = Tokenizer(_wrapped(THINKING_TEMPLATE, CHATML_TOKENS, tags, QWEN_SPLIT, None, "<|im_end|>", False))
+    tokenizer = Tokenizer(
+        _wrapped(THINKING_TEMPLATE, CHATML_TOKENS, tags, QWEN_SPLIT, None, "<|im_end|>", False)
+    )
     examples = (("Question: Where?", "<think> hm </think>\n<answer> Rome </answer>"),)
     text = tokenizer.decode(tokenizer.open_conversation("Plan.", "Question: Who?", examples))
     assert text == (
@@ -264,7 +321,9 @@ def test_an_example_does_not_open_a_thought_that_the_template_has_opened():
     )
 
 
-def played_in(prompt: protocol.PromptMode, tokenizer: Tokenizer) -> list[tuple[object, Trajectory, str]]:
+def played_in(
+    prompt: protocol.PromptMode, tokenizer: Tokenizer
+) -> list[tuple[object, Trajectory, str]]:
     """The same episodes of all agents under one prompt mode: what their examples show."""
     episodes = []
     for kind, split in PLANNERS:

@@ -30,21 +30,29 @@ def plan(text: str, kind="graph", *, candidates: int = 3, max_searches: int = 3)
 
 
 def calls(*pairs: tuple[int | None, str]) -> PlannerAction:
-    return PlannerAction(searches=tuple(SearchCall(candidate=number, query=query) for number, query in pairs))
+    return PlannerAction(
+        searches=tuple(SearchCall(candidate=number, query=query) for number, query in pairs)
+    )
 
 
 GRAPH_FORMS = {
     '<think> a </think>\n<action>\nSearch([0], "Who?")\n</action>': calls((0, "Who?")),
     '<action>Search([0], "Who?")\nSearch([2], "When?")</action>': calls((0, "Who?"), (2, "When?")),
     '<action>Search([1], "Who?") Search([0], "Who?")</action>': calls((1, "Who?"), (0, "Who?")),
-    '<action>Search([1], "Who?")</action> then <action>Search([0], "When?")</action>': calls((1, "Who?"), (0, "When?")),
+    '<action>Search([1], "Who?")</action> then <action>Search([0], "When?")</action>': calls(
+        (1, "Who?"), (0, "When?")
+    ),
     '<action>Search(2, "Who?")</action>': calls((2, "Who?")),
     '<action> Search( [ 2 ] ,  " Who   is it? " ) </action>': calls((2, "Who is it?")),
-    '<action>Search([0], "Who is "Weird Al" Yankovic?")</action>': calls((0, 'Who is "Weird Al" Yankovic?')),
+    '<action>Search([0], "Who is "Weird Al" Yankovic?")</action>': calls(
+        (0, 'Who is "Weird Al" Yankovic?')
+    ),
     '<action>Search([0], "Who (1961)?"); Search([1], "When (1961)?")</action>': calls(
         (0, "Who (1961)?"), (1, "When (1961)?")
     ),
-    '<action>Search([0], "Who?")\nSearch([0], "Who?")\nSearch([0], "Who? ")</action>': calls((0, "Who?")),
+    '<action>Search([0], "Who?")\nSearch([0], "Who?")\nSearch([0], "Who? ")</action>': calls(
+        (0, "Who?")
+    ),
     '<action>look: Search([0], "Who?") please</action>': calls((0, "Who?")),
     '<ACTION>search([0], "Who?")</Action >': calls((0, "Who?")),
     "<action>Search([0], \u201cWho is it?\u201d)</action>": calls((0, "Who is it?")),
@@ -58,7 +66,9 @@ GRAPH_FORMS = {
     '<action>Search([0], "Who is \\"Weird Al\\"?")</action>': calls((0, 'Who is "Weird Al"?')),
     '<action>Search([0], "<search>Who?</search>")</action>': calls((0, "<search>Who?</search>")),
 }
-UNKNOWN = SearchCall(query="Who?", candidate=3, refusal='"Who?" was not searched: candidate number 3 is unknown.')
+UNKNOWN = SearchCall(
+    query="Who?", candidate=3, refusal='"Who?" was not searched: candidate number 3 is unknown.'
+)
 # What is read, and how many searches of the turn were not.
 PARTLY_READ = {
     ("graph", '<action>Search([3], "Who?")</action>'): ((UNKNOWN,), 0),
@@ -66,22 +76,49 @@ PARTLY_READ = {
         (SearchCall(query="Who?", candidate=0), UNKNOWN),
         0,
     ),
-    ("graph", '<action>Search([0], "Who?")\nSearch([Amber Tide], "When?")</action>'): (calls((0, "Who?")).searches, 1),
-    ("graph", '<action>Search(Amber Tide, "When?")\nSearch([0], "Who?")</action>'): (calls((0, "Who?")).searches, 1),
+    ("graph", '<action>Search([0], "Who?")\nSearch([Amber Tide], "When?")</action>'): (
+        calls((0, "Who?")).searches,
+        1,
+    ),
+    ("graph", '<action>Search(Amber Tide, "When?")\nSearch([0], "Who?")</action>'): (
+        calls((0, "Who?")).searches,
+        1,
+    ),
     ("graph", '<action>Search([0, 1], "When?") Search([0], Where?) Search([1], "Who?")</action>'): (
         calls((1, "Who?")).searches,
         2,
     ),
-    ("graph", '<action>Search([0], Where?) Search(1, "Who?")</action>'): (calls((1, "Who?")).searches, 1),
-    ("graph", '<action>Search([0], "Who?")</action><action>the date</action>'): (calls((0, "Who?")).searches, 1),
-    ("graph", '<action>Search([0], "Who?")</action><action>Search([1], "When?")'): (calls((0, "Who?")).searches, 1),
-    ("graph", '<action>Search([0], "Who?") Search([0], "")</action>'): (calls((0, "Who?")).searches, 1),
-    ("graph", '<search>When?</search><action>Search([0], "Who?")</action>'): (calls((0, "Who?")).searches, 1),
-    ("graph", '<action>Search(x) <action>Search([0], "Who?")</action></action>'): (calls((0, "Who?")).searches, 1),
+    ("graph", '<action>Search([0], Where?) Search(1, "Who?")</action>'): (
+        calls((1, "Who?")).searches,
+        1,
+    ),
+    ("graph", '<action>Search([0], "Who?")</action><action>the date</action>'): (
+        calls((0, "Who?")).searches,
+        1,
+    ),
+    ("graph", '<action>Search([0], "Who?")</action><action>Search([1], "When?")'): (
+        calls((0, "Who?")).searches,
+        1,
+    ),
+    ("graph", '<action>Search([0], "Who?") Search([0], "")</action>'): (
+        calls((0, "Who?")).searches,
+        1,
+    ),
+    ("graph", '<search>When?</search><action>Search([0], "Who?")</action>'): (
+        calls((0, "Who?")).searches,
+        1,
+    ),
+    ("graph", '<action>Search(x) <action>Search([0], "Who?")</action></action>'): (
+        calls((0, "Who?")).searches,
+        1,
+    ),
     ("text", "<search>When?<search>Who?</search></search>"): (calls((None, "Who?")).searches, 1),
     ("text", "<search>Who?</search><search>When?"): (calls((None, "Who?")).searches, 1),
     ("text", "<search>Who?</search><search> </search>"): (calls((None, "Who?")).searches, 1),
-    ("text", '<search>Who?</search><action>Search("When?")</action>'): (calls((None, "Who?")).searches, 1),
+    ("text", '<search>Who?</search><action>Search("When?")</action>'): (
+        calls((None, "Who?")).searches,
+        1,
+    ),
 }
 TEXT_FORMS = {
     "<think> a </think>\n<search> Who? </search>": calls((None, "Who?")),
@@ -89,7 +126,9 @@ TEXT_FORMS = {
     "<search>\nWho\nis it?\n</search>": calls((None, "Who is it?")),
     "<search>Who?</search> <search> Who? </search>": calls((None, "Who?")),
     "<Search>Who?</SEARCH>< search >When?</ search >": calls((None, "Who?"), (None, "When?")),
-    "<answer> no, <search>Who?</search> </answer>": calls((None, "Who?")),  # it holds a search and is no answer
+    "<answer> no, <search>Who?</search> </answer>": calls(
+        (None, "Who?")
+    ),  # it holds a search and is no answer
 }
 ANSWER_FORMS = {
     "<think> a </think>\n<answer> Ghent </answer>": "Ghent",
@@ -149,7 +188,10 @@ MALFORMED = {
     ("text", '<action>Search([0], "Who?")</action>'): StopReason.NO_ACTION,
     ("text", "<search> Who?"): StopReason.NO_ACTION,
     ("text", "<search> </search>"): StopReason.NO_ACTION,
-    ("text", "".join(f"<search> Who {n}? </search>" for n in range(4))): StopReason.TOO_MANY_SEARCHES,
+    (
+        "text",
+        "".join(f"<search> Who {n}? </search>" for n in range(4)),
+    ): StopReason.TOO_MANY_SEARCHES,
 }
 
 
@@ -184,17 +226,25 @@ def test_thoughts_are_not_read(thought):
 def test_a_thought_that_never_ends_hides_what_follows():
     assert plan("<think> maybe <answer> Rome </answer>").refused is StopReason.NO_ACTION
     assert plan("<answer> Ghent </answer> <think> or <answer> Rome </answer>").answer == "Ghent"
-    assert not parse_worker("<think> <select> [0] </select> <sentence> A. </sentence>", materials=2).well_formed
+    assert not parse_worker(
+        "<think> <select> [0] </select> <sentence> A. </sentence>", materials=2
+    ).well_formed
 
 
 # --- workers ---
 
 WORKER_FORMS = {
-    "<think> a </think>\n<select> [1] </select>\n<sentence> It is Ghent. </sentence>": ((1,), "It is Ghent."),
+    "<think> a </think>\n<select> [1] </select>\n<sentence> It is Ghent. </sentence>": (
+        (1,),
+        "It is Ghent.",
+    ),
     "<select>[0][2]</select><sentence>Both.</sentence>": ((0, 2), "Both."),
     "<select>[2], [0]</select><sentence>Both.</sentence>": ((2, 0), "Both."),
     "<select>[1][1][1]</select><sentence>Once.</sentence>": ((1,), "Once."),
-    "<select> [-1] </select><sentence>No relevant information found.</sentence>": ((), NOTHING_FOUND),
+    "<select> [-1] </select><sentence>No relevant information found.</sentence>": (
+        (),
+        NOTHING_FOUND,
+    ),
     "<select>[-1][0]</select><sentence>Odd.</sentence>": ((0,), "Odd."),
     "<select>[0, 2]</select><sentence>Both.</sentence>": ((0, 2), "Both."),
     "<select> 0, 2 </select><sentence>Both.</sentence>": ((0, 2), "Both."),
@@ -229,7 +279,12 @@ def test_well_formed_worker_turns(text):
 )
 def test_a_worker_turn_without_a_sentence_says_that_nothing_was_found(text):
     reply = parse_worker(text, materials=3)
-    assert (reply.selected, reply.sentence, reply.well_formed, reply.found) == ((), NOTHING_FOUND, False, False)
+    assert (reply.selected, reply.sentence, reply.well_formed, reply.found) == (
+        (),
+        NOTHING_FOUND,
+        False,
+        False,
+    )
 
 
 @pytest.mark.parametrize(
@@ -244,7 +299,9 @@ def test_a_worker_turn_without_a_sentence_says_that_nothing_was_found(text):
         ("<select>[0]", ()),
     ],
 )
-def test_a_selection_that_is_not_read_whole_is_not_well_formed_and_its_sentence_counts(select, selected):
+def test_a_selection_that_is_not_read_whole_is_not_well_formed_and_its_sentence_counts(
+    select, selected
+):
     reply = parse_worker(f"{select}<sentence>It is Ghent.</sentence>", materials=3)
     assert (reply.selected, reply.sentence, reply.well_formed) == (selected, "It is Ghent.", False)
 
@@ -253,18 +310,43 @@ def test_a_selection_that_is_not_read_whole_is_not_well_formed_and_its_sentence_
 
 pieces = st.sampled_from(
     [
-        *(f"<{slash}{tag}>" for tag in "think action search answer select sentence".split() for slash in ("", "/")),
-        *('Search([0], "Who?")', "Search([", '], "', '")', "[0]", "[-1]", "[", "]", "7", "٣", "²", "\n", "\x00"),
+        *(
+            f"<{slash}{tag}>"
+            for tag in "think action search answer select sentence".split()
+            for slash in ("", "/")
+        ),
+        *(
+            'Search([0], "Who?")',
+            "Search([",
+            '], "',
+            '")',
+            "[0]",
+            "[-1]",
+            "[",
+            "]",
+            "7",
+            "٣",
+            "²",
+            "\n",
+            "\x00",
+        ),
     ]
 )
 any_text = st.lists(pieces | st.text(max_size=6), max_size=14).map("".join)
 
 
-@given(text=any_text, kind=st.sampled_from(["graph", "text"]), candidates=st.integers(0, 4), most=st.integers(1, 3))
+@given(
+    text=any_text,
+    kind=st.sampled_from(["graph", "text"]),
+    candidates=st.integers(0, 4),
+    most=st.integers(1, 3),
+)
 @settings(max_examples=400, deadline=None)
 def test_any_text_is_a_search_an_answer_or_a_refusal(text, kind, candidates, most):
     action = plan(text, kind, candidates=candidates, max_searches=most)
-    assert [bool(action.searches), action.answer is not None, action.refused is not None].count(True) == 1
+    assert [bool(action.searches), action.answer is not None, action.refused is not None].count(
+        True
+    ) == 1
     assert len(action.searches) <= most and len(set(action.searches)) == len(action.searches)
     for call in action.searches:
         assert call.query == one_line(call.query) != ""
@@ -283,15 +365,24 @@ def test_any_text_is_a_worker_reply(text, materials):
 
 # --- what is written is what is read ---
 
-words = st.text(min_size=1, max_size=20).map(one_line).filter(bool).filter(lambda text: "<" not in text)
-# A call ends at a quotation mark before a bracket, and a planner may escape a mark inside of a query.
+words = (
+    st.text(min_size=1, max_size=20).map(one_line).filter(bool).filter(lambda text: "<" not in text)
+)
+# A call ends at a quotation mark before a bracket, and a planner may escape a mark inside of a
+# query.
 queries = words.filter(lambda text: not re.search(r'"\s*\)|\\"', f'{text}"'))
 
 
-@given(thought=words, asked=st.lists(st.tuples(st.integers(0, 30), queries), min_size=1, max_size=4, unique=True))
+@given(
+    thought=words,
+    asked=st.lists(st.tuples(st.integers(0, 30), queries), min_size=1, max_size=4, unique=True),
+)
 def test_written_graph_searches_are_read(thought, asked):
     wanted = tuple(SearchCall(candidate=number, query=query) for number, query in asked)
-    assert plan(write_graph_searches(thought, wanted), candidates=31, max_searches=4).searches == wanted
+    assert (
+        plan(write_graph_searches(thought, wanted), candidates=31, max_searches=4).searches
+        == wanted
+    )
 
 
 @given(thought=words, asked=st.lists(words, min_size=1, max_size=4, unique=True))
@@ -340,7 +431,9 @@ def test_a_materials_parts_are_those_of_its_triple_whatever_commas_its_labels_ho
 @pytest.mark.parametrize("kind", ["graph", "text"])
 @pytest.mark.parametrize("mode", ["brief", "zero_shot", "few_shot"])
 def test_each_material_begins_a_line_of_its_own_with_its_number(kind, mode):
-    lines = worker_opening("Who\nis\nit?", [("a", "b\n[7] x", "c"), ("\n",), ("d",)], kind, mode).split("\n")
+    lines = worker_opening(
+        "Who\nis\nit?", [("a", "b\n[7] x", "c"), ("\n",), ("d",)], kind, mode
+    ).split("\n")
     assert lines[0] == "Question: Who is it?"
     assert [line.split(" ", 1)[0] for line in lines[2:]] == ["[0]", "[1]", "[2]"]
     assert lines[2].startswith("[0] a, b [7] x") and lines[4].startswith("[2] d")

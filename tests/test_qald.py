@@ -29,13 +29,25 @@ TRIPLES = [  # of three questions: a school, a franchise's author, and one that 
 def graph(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("qald")
     (folder / "triples.tsv").write_text(HEADER + "".join("\t".join(row) + "\n" for row in TRIPLES))
-    built = ["build", "--corpus", str(folder / "triples.tsv"), "--kind", "graph", "--out", str(folder / "graph")]
+    built = [
+        "build",
+        "--corpus",
+        str(folder / "triples.tsv"),
+        "--kind",
+        "graph",
+        "--out",
+        str(folder / "graph"),
+    ]
     assert index.main(built) == 0
     return folder / "graph"
 
 
 def task(graph: Path | None, **changes):
-    fields = {"data_dir": str(DATA / "qald10"), "top_k": 5, "index": None if graph is None else str(graph)}
+    fields = {
+        "data_dir": str(DATA / "qald10"),
+        "top_k": 5,
+        "index": None if graph is None else str(graph),
+    }
     return build(QaldConfig(**{**fields, **changes}))
 
 
@@ -44,7 +56,10 @@ def test_the_official_records_are_read():
     records = list(read_qald(str(DATA / "qald10"), "en"))
     assert len(records) == 276
     first = records[0]
-    assert first["text"] == "Which animal participated in a military operation with the Australian Defence Force?"
+    assert (
+        first["text"]
+        == "Which animal participated in a military operation with the Australian Defence Force?"
+    )
     assert first["answers"] == (("uri", "http://www.wikidata.org/entity/Q93208"),)
     assert first["entities"] == ("Q16521", "Q645883", "Q625657")
     assert next(read_qald(str(DATA / "qald10"), "de"))["text"].startswith("Welches Tier war")
@@ -65,7 +80,8 @@ def test_questions_whose_answers_the_graph_knows_are_asked_and_played(graph):
     state = questions["are brooke raboutou and colin duffy from same state of the usa?"]
     assert state.answers == ("yes",) and len(state.candidates) == 3
     policy = ToldPolicy(
-        [search((0, "Where?")), answer("Eastside High School")], {"Where?": read("[0]", "At Eastside High School.")}
+        [search((0, "Where?")), answer("Eastside High School")],
+        {"Where?": read("[0]", "At Eastside High School.")},
     )
     played = asyncio.run(agent().run(attempt(school), of.environment(school), policy))
     assert played.searches[0].materials == ("Allen Ginsberg, educated at, Eastside High School",)
@@ -85,7 +101,15 @@ def test_what_a_task_lacks_is_said(graph, tmp_path):
     file.write_bytes(gzip.compress(json.dumps({"questions": [{"id": 1, "question": []}]}).encode()))
     with pytest.raises(UserError, match="question 0: this is no question of QALD"):
         task(graph, data_dir=str(tmp_path))
-    record = {"id": 1, "question": [{"language": "en", "string": "Who?"}], "query": {"sparql": "ASK {wd:Q1 ?a wd:Q2}"}}
-    file.write_bytes(gzip.compress(json.dumps({"questions": [record | {"answers": [{"boolean": True}]}]}).encode()))
+    record = {
+        "id": 1,
+        "question": [{"language": "en", "string": "Who?"}],
+        "query": {"sparql": "ASK {wd:Q1 ?a wd:Q2}"},
+    }
+    file.write_bytes(
+        gzip.compress(
+            json.dumps({"questions": [record | {"answers": [{"boolean": True}]}]}).encode()
+        )
+    )
     with pytest.raises(UserError, match="knows the entities of none of 1 questions"):
         task(graph, data_dir=str(tmp_path))

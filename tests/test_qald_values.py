@@ -1,4 +1,5 @@
-"""QALD's gold answers are what the searched graph prints, so an answer copied from a search result is correct."""
+"""QALD's gold answers are what the searched graph prints, so an answer copied from a search result
+is correct."""
 
 import asyncio
 import json
@@ -31,12 +32,22 @@ def uri(value: str) -> dict[str, str]:
     return {"type": "uri", "value": value}
 
 
-GOLD = {  # by question: an answer as the official file has it, what the graph prints, and another right spelling
+# by question: an answer as the official file has it, what the graph prints, and another right
+# spelling
+GOLD = {
     "died": (typed("1996-06-15T00:00:00Z", f"{XSD}dateTime"), "15 June 1996", "1996-06-15"),
     "opened": (typed("1996-06-15", f"{XSD}date"), "15 June 1996", "June 15, 1996"),
     "founded": (typed("1248-01-01T00:00:00Z", f"{XSD}dateTime"), "1248", "1248-01-01"),
-    "killed": (typed("-0043-03-15T00:00:00Z", f"{XSD}dateTime"), "15 March 44 BC", "-0043-03-15T00:00:00Z"),
-    "landed": (typed("1969-07-20T20:17:40Z", f"{XSD}dateTime"), "20 July 1969", "1969-07-20T20:17:40Z"),
+    "killed": (
+        typed("-0043-03-15T00:00:00Z", f"{XSD}dateTime"),
+        "15 March 44 BC",
+        "-0043-03-15T00:00:00Z",
+    ),
+    "landed": (
+        typed("1969-07-20T20:17:40Z", f"{XSD}dateTime"),
+        "20 July 1969",
+        "1969-07-20T20:17:40Z",
+    ),
     "year": (typed("1996", f"{XSD}gYear"), "1996", "1996"),
     "month": (typed("1996-01", f"{XSD}gYearMonth"), "January 1996", "1996-01"),
     "alive": (typed("true", f"{XSD}boolean"), "yes", "true"),
@@ -46,7 +57,11 @@ GOLD = {  # by question: an answer as the official file has it, what the graph p
     "floors": (typed("5.0", f"{XSD}double"), "5", "5.0"),
     "speed": (typed("1.0E3", f"{XSD}double"), "1000", "1,000"),
     "place": (typed("Point(114.054 22.535)", WKT), "22.535 N, 114.054 E", "22.535, 114.054"),
-    "title": ({"type": "literal", "value": "The Purple\n Shore", "xml:lang": "en"}, "The Purple Shore", ""),
+    "title": (
+        {"type": "literal", "value": "The Purple\n Shore", "xml:lang": "en"},
+        "The Purple Shore",
+        "",
+    ),
     "writer": ({"type": "literal", "value": "Jake Snell"}, "Jake Snell", ""),
     "old style": ({"type": "typed-literal", "value": "+7", "datatype": f"{XSD}integer"}, "7", "+7"),
     "friend": (uri(f"{WD}Q2"), "Ilse Vand", ""),
@@ -78,10 +93,18 @@ NAMES = [
 
 
 def question(name: str, answers: list, head: str = "result") -> dict:
-    texts = [{"language": "en", "string": f"What {name}?"}, {"language": "de", "string": f"Was {name}?"}]
+    texts = [
+        {"language": "en", "string": f"What {name}?"},
+        {"language": "de", "string": f"Was {name}?"},
+    ]
     rows = {"bindings": [{head: answer} for answer in answers]}
     found = [{"head": {"vars": [head]}, "results": rows}]
-    return {"id": name, "question": texts, "query": {"sparql": "SELECT ?x { wd:Q1 ?p ?x }"}, "answers": found}
+    return {
+        "id": name,
+        "question": texts,
+        "query": {"sparql": "SELECT ?x { wd:Q1 ?p ?x }"},
+        "answers": found,
+    }
 
 
 def statement(answer: dict[str, str]) -> str:
@@ -104,13 +127,29 @@ def folder(tmp_path_factory) -> Path:
     write_questions(root / "data", questions)
     lines = [*NAMES, *(statement(answer) for answer, *_ in GOLD.values())]
     dump = str(write_dump(root / "dump.nt", lines))
-    built = ["build", "--corpus", dump, "--kind", "graph", "--languages", "en", "de", "mul", "--out"]
+    built = [
+        "build",
+        "--corpus",
+        dump,
+        "--kind",
+        "graph",
+        "--languages",
+        "en",
+        "de",
+        "mul",
+        "--out",
+    ]
     assert index.main([*built, str(root / "graph")]) == 0
     return root
 
 
 def task(folder: Path, **changes):
-    fields = {"data_dir": str(folder / "data"), "top_k": 50, "index": str(folder / "graph"), "dev_percent": 0}
+    fields = {
+        "data_dir": str(folder / "data"),
+        "top_k": 50,
+        "index": str(folder / "graph"),
+        "dev_percent": 0,
+    }
     return build(QaldConfig(**{**fields, **changes}))
 
 
@@ -156,7 +195,13 @@ def test_another_spelling_of_a_value_is_right_too(folder, name):
 
 def test_answers_come_first_and_their_other_spellings_after_all_of_them(folder):
     both = by_name(task(folder))["both"]
-    assert both.answers == ("15 June 1996", "Ilse Vand", "June 15, 1996", "1996-06-15", "1996-06-15T00:00:00Z")
+    assert both.answers == (
+        "15 June 1996",
+        "Ilse Vand",
+        "June 15, 1996",
+        "1996-06-15",
+        "1996-06-15T00:00:00Z",
+    )
     dates = ("15 June 1996", "June 15, 1996", "1996-06-15", "1996-06-15T00:00:00Z")
     assert both.answer_sets == ((dates, ("Ilse Vand",)),)
 
@@ -180,18 +225,26 @@ def test_labels_of_gold_candidates_and_search_are_in_the_questions_language(fold
 
 def test_a_crowded_entity_is_ranked_by_the_embedder_that_is_named(folder, tmp_path):
     embedder = str(tiny_embedder(tmp_path / "embedder"))
-    plain, dense = task(folder, top_k=3), task(folder, top_k=3, retriever="dense", embedder=embedder)
+    plain, dense = (
+        task(folder, top_k=3),
+        task(folder, top_k=3, retriever="dense", embedder=embedder),
+    )
     asked = by_name(plain)["died"]
 
     def search(of) -> list[str]:
-        return [found.text for found in asyncio.run(of.environment(asked).search("director", asked.candidates[0]))]
+        return [
+            found.text
+            for found in asyncio.run(of.environment(asked).search("director", asked.candidates[0]))
+        ]
 
     assert "The Purple Shore, director, Ilse Vand" in search(plain)
     assert len(search(dense)) == 3 and search(dense) != search(plain)
 
 
 def test_an_embedder_that_is_not_there_is_one_sentence_before_any_label_is_looked_up(folder):
-    with pytest.raises(UserError, match="is no folder: give a folder, minilm, or a Hugging Face name"):
+    with pytest.raises(
+        UserError, match="is no folder: give a folder, minilm, or a Hugging Face name"
+    ):
         task(folder, retriever="dense", embedder="nothing that is there")
 
 
@@ -209,12 +262,22 @@ def test_every_literal_of_the_official_file_is_gold_as_a_graph_prints_it(tmp_pat
         (answer,) = value["answers"]
         if "boolean" not in answer:
             (name,) = answer["head"]["vars"]
-            terms += [row[name] for row in answer["results"]["bindings"] if row[name]["type"] == "literal"]
+            terms += [
+                row[name] for row in answer["results"]["bindings"] if row[name]["type"] == "literal"
+            ]
     counts: dict[str, int] = {}
     for term in terms:
         kind = term.get("datatype", term.get("xml:lang", "plain")).rpartition("#")[2]
         counts[kind] = counts.get(kind, 0) + 1
-    expected = {"integer": 68, "decimal": 10, "dateTime": 26, "wktLiteral": 1, "en": 11, "zh-cn": 1, "plain": 3}
+    expected = {
+        "integer": 68,
+        "decimal": 10,
+        "dateTime": 26,
+        "wktLiteral": 1,
+        "en": 11,
+        "zh-cn": 1,
+        "plain": 3,
+    }
     assert counts == expected
 
     records = list(read_qald(str(DATA / "qald10"), "en"))
@@ -227,14 +290,23 @@ def test_every_literal_of_the_official_file_is_gold_as_a_graph_prints_it(tmp_pat
     assert len(gold) == len(terms)
     lines = [label("P1", "value")]
     for number, term in enumerate(terms, start=1):
-        lines += [label(f"Q{number}", f"thing {number}"), f"<{WD}Q{number}> <{WDT}P1> {term_of(term)} ."]
-    graph = graph_in_memory(write_dump(tmp_path / "dump.nt", lines), languages=("en", "mul", "zh-cn"))
+        lines += [
+            label(f"Q{number}", f"thing {number}"),
+            f"<{WD}Q{number}> <{WDT}P1> {term_of(term)} .",
+        ]
+    graph = graph_in_memory(
+        write_dump(tmp_path / "dump.nt", lines), languages=("en", "mul", "zh-cn")
+    )
 
     async def printed_by_graph() -> list[str]:
         found = [await graph.triples_of(f"Q{number}") for number in range(1, len(terms) + 1)]
         return [triples[0].object for triples in found]
 
-    for term, (printed, others), copied in zip(terms, gold, asyncio.run(printed_by_graph()), strict=True):
+    for term, (printed, others), copied in zip(
+        terms, gold, asyncio.run(printed_by_graph()), strict=True
+    ):
         assert copied == printed, term
         assert score(copied, (printed, *others), RULE).em == 1.0, term
-        assert score(term["value"], (printed, *others), RULE).em == 1.0, "the text of the file stays right"
+        assert score(term["value"], (printed, *others), RULE).em == 1.0, (
+            "the text of the file stays right"
+        )

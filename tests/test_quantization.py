@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 import qwix
 from flax import nnx
-from tiny_engine import MODEL, SLOTS, decoded, decoder, make_engine, next_token_logits, pages_of_slot, random_tokens
+from tiny_engine import (
+    MODEL,
+    SLOTS,
+    decoded,
+    decoder,
+    make_engine,
+    next_token_logits,
+    pages_of_slot,
+    random_tokens,
+)
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.base import PrefillRow, SlotState
@@ -19,8 +28,8 @@ from mujica_jax.models.quantization import engine_weights
 
 CONTRACTED = {weight.name: weight.inputs for weight in projections(MODEL)}
 TOKENS = random_tokens(40)
-# Mean error over mean size of the logits of a random model; 0.013 and 0.055 were seen. int8 divides a channel's largest
-# weight into 127 equal steps, fp8 keeps four binary digits of every weight.
+# Mean error over mean size of the logits of a random model; 0.013 and 0.055 were seen. int8 divides
+# a channel's largest weight into 127 equal steps, fp8 keeps four binary digits of every weight.
 RELATIVE_ERROR = {"int8": 0.03, "fp8": 0.12}
 
 
@@ -52,30 +61,41 @@ def dequantised_model(storage: str):
 
 @pytest.mark.parametrize("name", CONTRACTED)
 def test_every_weight_is_rounded_to_the_nearest_step_of_its_output_channel(storage, weights, name):
-    kernel, found = np.asarray(getattr(decoder().layers, name)[...]), weights["layers"][name].get_value()
+    kernel, found = (
+        np.asarray(getattr(decoder().layers, name)[...]),
+        weights["layers"][name].get_value(),
+    )
     largest = np.abs(kernel).max(axis=tuple(range(1, 1 + CONTRACTED[name])), keepdims=True)
-    np.testing.assert_allclose(found.scale, largest / {"int8": 127.5, "fp8": 448.0}[storage], rtol=1e-6)
+    np.testing.assert_allclose(
+        found.scale, largest / {"int8": 127.5, "fp8": 448.0}[storage], rtol=1e-6
+    )
     scale = np.asarray(found.scale)
     if storage == "int8":
         half_a_step = scale / 2
     else:  # three bits behind the leading one; below 2^-6 the steps stay as they are
-        half_a_step = np.maximum(2.0 ** np.floor(np.log2(np.abs(kernel / scale))), 2.0**-6) * 2.0**-4 * scale
+        half_a_step = (
+            np.maximum(2.0 ** np.floor(np.log2(np.abs(kernel / scale))), 2.0**-6) * 2.0**-4 * scale
+        )
     error = np.abs(np.asarray(found.qvalue).astype(np.float32) * scale - kernel)
     assert (error <= 1.0001 * half_a_step).all()
 
 
 def test_logits_are_those_of_the_rounded_weights_and_near_those_of_the_model(storage, weights):
     found = next_token_logits(nnx.merge(nnx.graphdef(decoder()), weights), TOKENS)
-    np.testing.assert_allclose(found, next_token_logits(dequantised_model(storage), TOKENS), atol=1e-4)
+    np.testing.assert_allclose(
+        found, next_token_logits(dequantised_model(storage), TOKENS), atol=1e-4
+    )
     expected = next_token_logits(decoder(), TOKENS)
     error = np.abs(found - expected).mean() / np.abs(expected).mean()
     assert 0 < error < RELATIVE_ERROR[storage]
 
 
 def test_a_product_of_integers_worked_by_hand():
-    """Rows of [127.5, -51] and zeros, a channel of weights [2.55, 1.02] and one of [0, -0.255]: steps of 1, of 0.02 and
-    of 0.002; the largest of a row or channel is 127 steps and not 127.5."""
-    kernel = qwix.quantize(jnp.asarray([[2.55, 0.0], [1.02, -0.255]]), jnp.int8, channelwise_axes=(1,))
+    """Rows of [127.5, -51] and zeros, a channel of weights [2.55, 1.02] and one of [0, -0.255]:
+    steps of 1, of 0.02 and of 0.002; the largest of a row or channel is 127 steps and not 127.5."""
+    kernel = qwix.quantize(
+        jnp.asarray([[2.55, 0.0], [1.02, -0.255]]), jnp.int8, channelwise_axes=(1,)
+    )
     rows = jnp.asarray([[127.5, -51.0], [0.0, 0.0]])
     found = IntegerProduct(kernel).product(rows, 1)
     expected = [[(127 * 127 - 51 * 51) * 0.02, 51 * 127 * 0.002], [0.0, 0.0]]
@@ -95,7 +115,10 @@ def greedily(weights: nnx.State) -> list[int]:
 def test_with_rounded_rows_logits_stay_near_those_of_the_model():
     """In the engine too, token by token."""
     weights = stored("w8a8")
-    plain, kernel = stored("int8")["layers"]["gate_kernel"].get_value(), weights["layers"]["gate_kernel"].get_value()
+    plain, kernel = (
+        stored("int8")["layers"]["gate_kernel"].get_value(),
+        weights["layers"]["gate_kernel"].get_value(),
+    )
     np.testing.assert_array_equal(kernel.kernel.qvalue, plain.qvalue)
     rounded = nnx.merge(nnx.graphdef(decoder()), weights)
     found, expected = next_token_logits(rounded, TOKENS), next_token_logits(decoder(), TOKENS)
@@ -121,7 +144,9 @@ def test_matrices_take_a_quarter_and_nothing_else_changes(storage, weights):
 def test_the_copy_shares_no_memory_with_what_is_trained(storage):
     trained = jax.tree.map(jnp.copy, nnx.state(decoder()))
     copy = engine_weights(trained, MODEL, storage, jnp.float32)
-    jax.tree.map(lambda array: array.delete(), trained)  # as a training step does that reuses its buffers
+    jax.tree.map(
+        lambda array: array.delete(), trained
+    )  # as a training step does that reuses its buffers
     assert all(not array.is_deleted() for array in jax.tree.leaves(copy))
 
 
@@ -142,5 +167,8 @@ def test_an_engine_samples_greedily_what_the_rounded_model_would(storage, weight
 def test_without_the_package_the_extra_is_named(storage, monkeypatch):
     monkeypatch.setitem(sys.modules, "qwix", None)
     other = dataclasses.replace(MODEL, num_layers=1)
-    with pytest.raises(UserError, match=f"engine.weights {storage} needs the package qwix.*install the extra `qwix`"):
+    with pytest.raises(
+        UserError,
+        match=f"engine.weights {storage} needs the package qwix.*install the extra `qwix`",
+    ):
         engine_weights(nnx.state(decoder(other)), other, storage, jnp.float32)

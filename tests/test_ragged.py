@@ -1,6 +1,6 @@
-"""The engine for TPUs around its kernel, which runs on no CPU (not even interpreted: it reshapes references). Here
-numpy stands in for it, after its documentation and compared with the reference that comes with it;
-`test_tpu_compile.py` compiles the real one."""
+"""The engine for TPUs around its kernel, which runs on no CPU (not even interpreted: it reshapes
+references). Here numpy stands in for it, after its documentation and compared with the reference
+that comes with it; `test_tpu_compile.py` compiles the real one."""
 
 import asyncio
 import dataclasses
@@ -26,8 +26,8 @@ PAGES_A_SLOT = POSITIONS // PAGE_TOKENS
 
 
 def attention_by_hand(query, pages, lengths, tables, query_ends, count, sm_scale) -> np.ndarray:
-    """Causal attention of every sequence's queries, which are its last tokens, over its pages: key and value heads take
-    turns there."""
+    """Causal attention of every sequence's queries, which are its last tokens, over its pages: key
+    and value heads take turns there."""
     mixed = np.zeros_like(query)
     for sequence in range(int(count[0])):
         first, last, length = query_ends[sequence], query_ends[sequence + 1], lengths[sequence]
@@ -44,13 +44,28 @@ def attention_by_hand(query, pages, lengths, tables, query_ends, count, sm_scale
 
 
 def on_host(
-    query, pages, lengths, tables, query_ends, count, *, sm_scale: float, k_scale, v_scale, **blocks: int
+    query,
+    pages,
+    lengths,
+    tables,
+    query_ends,
+    count,
+    *,
+    sm_scale: float,
+    k_scale,
+    v_scale,
+    **blocks: int,
 ) -> jax.Array:
     """With the signature of the kernel."""
-    assert blocks["num_kv_pages_per_block"] <= tables.shape[1] and blocks["num_queries_per_block"] <= query.shape[0]
+    assert (
+        blocks["num_kv_pages_per_block"] <= tables.shape[1]
+        and blocks["num_queries_per_block"] <= query.shape[0]
+    )
 
     scale = None if pages.dtype == query.dtype else 1.0
-    assert (k_scale, v_scale) == (scale, scale), "with a scale, the kernel computes in the type of the queries"
+    assert (k_scale, v_scale) == (scale, scale), (
+        "with a scale, the kernel computes in the type of the queries"
+    )
 
     def call(query: Any, pages: Any, *rest: Any) -> np.ndarray:
         pages = np.asarray(pages).astype(query.dtype)
@@ -97,8 +112,8 @@ def test_attention_by_hand_is_the_kernels_reference():
 
 
 def test_tokens_and_log_probabilities_are_those_of_the_full_forward(kernel):
-    """Prompts on both sides of a page's border, a slot that is idle, and a prompt whose beginning another slot
-    computed."""
+    """Prompts on both sides of a page's border, a slot that is idle, and a prompt whose beginning
+    another slot computed."""
     engine = make_ragged()
     prompts = {0: random_tokens(PAGE_TOKENS + 1), 2: random_tokens(21, seed=3)}
     engine.prefill(
@@ -107,14 +122,19 @@ def test_tokens_and_log_probabilities_are_those_of_the_full_forward(kernel):
             for slot, prompt in prompts.items()
         ]
     )
-    # Slot 1 begins as slot 2 does: two whole pages of it, and a copy of the third that holds four of its tokens.
+    # Slot 1 begins as slot 2 does: two whole pages of it, and a copy of the third that holds four
+    # of its tokens.
     prompts[1] = [*prompts[2][:19], *random_tokens(4, seed=5)]
     engine.copy_pages([(2 * PAGES_A_SLOT + 2, PAGES_A_SLOT + 2)])
     pages = [2 * PAGES_A_SLOT, 2 * PAGES_A_SLOT + 1, *range(PAGES_A_SLOT + 2, 2 * PAGES_A_SLOT)]
     engine.prefill([PrefillRow(1, pages, 19, prompts[1][19:-1])])
     state = SlotState.idle(SLOTS)
     for slot, prompt in prompts.items():
-        state.token[slot], state.position[slot], state.temperature[slot] = prompt[-1], len(prompt) - 1, 1.0
+        state.token[slot], state.position[slot], state.temperature[slot] = (
+            prompt[-1],
+            len(prompt) - 1,
+            1.0,
+        )
         state.remaining[slot] = 5 + slot
     for slot, (tokens, log_probs) in decoded(engine, state).items():
         assert len(tokens) == 5 + slot
@@ -130,7 +150,9 @@ def test_conversations_get_the_tokens_that_the_resident_engine_gives_them(kernel
         async def one(number: int) -> list[Completion]:
             held, completions = [*system, *random_tokens(3 + number, seed=number)], []
             for turn in range(2):
-                wanted = SamplingParams(max_new_tokens=4 + number, temperature=1.0, seed=10 * number + turn)
+                wanted = SamplingParams(
+                    max_new_tokens=4 + number, temperature=1.0, seed=10 * number + turn
+                )
                 completions.append(await generator.generate(held, wanted, continues=True))
                 held = [*held, *completions[-1].token_ids, *random_tokens(3, seed=turn)]
             return completions
@@ -145,15 +167,27 @@ def test_conversations_get_the_tokens_that_the_resident_engine_gives_them(kernel
         np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [jnp.int8, pytest.param(jnp.float8_e4m3fn, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [jnp.int8, pytest.param(jnp.float8_e4m3fn, marks=pytest.mark.slow)]
+)
 def test_a_narrow_cache_gives_the_numbers_of_the_resident_engine(kernel, dtype):
     prompts = {slot: random_tokens(11 + slot, seed=slot) for slot in range(SLOTS)}
     answers = []
     for engine in (make_ragged(cache_dtype=dtype), make_engine(cache_dtype=dtype)):
         state = SlotState.idle(SLOTS)
         for slot, prompt in prompts.items():
-            engine.prefill([PrefillRow(slot, range(slot * PAGES_A_SLOT, (slot + 1) * PAGES_A_SLOT), 0, prompt[:-1])])
-            state.token[slot], state.position[slot], state.remaining[slot] = prompt[-1], len(prompt) - 1, 6
+            engine.prefill(
+                [
+                    PrefillRow(
+                        slot, range(slot * PAGES_A_SLOT, (slot + 1) * PAGES_A_SLOT), 0, prompt[:-1]
+                    )
+                ]
+            )
+            state.token[slot], state.position[slot], state.remaining[slot] = (
+                prompt[-1],
+                len(prompt) - 1,
+                6,
+            )
         answers.append(decoded(engine, state))
     for slot in prompts:
         assert answers[0][slot][0] == answers[1][slot][0]
@@ -171,14 +205,18 @@ def test_a_narrow_cache_gives_the_numbers_of_the_resident_engine(kernel, dtype):
     ],
 )
 def test_heads_that_the_kernel_cannot_read_are_refused(heads, tensor, dtype, fits):
-    """Published models: Qwen2.5-7B has 4 key and value heads, Llama-3.1-8B has 8. Whether the kernel agrees: `make
-    test-slow`."""
+    """Published models: Qwen2.5-7B has 4 key and value heads, Llama-3.1-8B has 8. Whether the
+    kernel agrees: `make test-slow`."""
     model = dataclasses.replace(MODEL, num_heads=24, num_kv_heads=heads)
     if fits:
         check_tiles(model, tensor, dtype)
     else:
         with pytest.raises(
-            UserError, match=f"{heads} key and value heads over engine.tensor {tensor} are {heads // tensor} a device"
+            UserError,
+            match=(
+                f"{heads} key and value heads over engine.tensor {tensor} are {heads // tensor} a "
+                "device"
+            ),
         ):
             check_tiles(model, tensor, dtype)
 
@@ -194,7 +232,12 @@ def test_pages_that_are_broken_are_emptied_in_every_layer(kernel):
 
 def test_small_heads_are_filled_up_for_the_kernel():
     assert MODEL.head_dim < ragged.LANES
-    assert make_ragged()._pages.shape == (2 * SLOTS * PAGES_A_SLOT, PAGE_TOKENS, 2 * MODEL.num_kv_heads, ragged.LANES)
+    assert make_ragged()._pages.shape == (
+        2 * SLOTS * PAGES_A_SLOT,
+        PAGE_TOKENS,
+        2 * MODEL.num_kv_heads,
+        ragged.LANES,
+    )
 
 
 def test_the_size_of_a_page_counts_what_heads_are_filled_up_with():

@@ -1,5 +1,5 @@
-"""The commands that the documents print are commands that work: make's targets exist, arguments are taken, links lead
-somewhere.
+"""The commands that the documents print are commands that work: make's targets exist, arguments are
+taken, links lead somewhere.
 
 `tests/loops` runs the two programs for real."""
 
@@ -20,12 +20,18 @@ from mujica_jax.train import DEFAULT_CONFIG
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)  # of every language, or pairs go wrong
+FENCED = re.compile(
+    r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
+)  # of every language, or pairs go wrong
 BLOCKS = {
-    path.name: [text for language, text in FENCED.findall(path.read_text()) if language in ("", "bash")]
+    path.name: [
+        text for language, text in FENCED.findall(path.read_text()) if language in ("", "bash")
+    ]
     for path in DOCUMENTS
 }
-WHOLE = [block.replace("\\\n", " ") for blocks in BLOCKS.values() for block in blocks]  # a line that goes on is one
+WHOLE = [
+    block.replace("\\\n", " ") for blocks in BLOCKS.values() for block in blocks
+]  # a line that goes on is one
 LINES = [line.split("  #")[0].strip() for block in WHOLE for line in block.splitlines()]
 MAKE = sorted({line for line in LINES if line.startswith("make ")})
 TRAIN = sorted({line for line in LINES if line.startswith("python -m mujica_jax.train")})
@@ -37,13 +43,18 @@ def test_the_readme_prints_both_commands():
 
 @pytest.mark.parametrize("line", MAKE)
 def test_make_knows_the_target(line):
-    shown = subprocess.run(["make", "--dry-run", *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, text=True)
+    shown = subprocess.run(
+        ["make", "--dry-run", *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, text=True
+    )
     assert shown.returncode == 0, shown.stderr
 
 
 def arguments(line: str) -> list[str]:
-    """Words after `python -m mujica_jax.train`, placeholders filled in; "..." are those of any other command."""
-    return [str(TWO_WIKI) if word == "DIR" else word for word in shlex.split(line)[3:] if word != "..."]
+    """Words after `python -m mujica_jax.train`, placeholders filled in; "..." are those of any
+    other command."""
+    return [
+        str(TWO_WIKI) if word == "DIR" else word for word in shlex.split(line)[3:] if word != "..."
+    ]
 
 
 def given(flag: str, config: Config) -> object:
@@ -71,7 +82,8 @@ def test_the_arguments_are_taken(line, monkeypatch):
     flags = {word: value for word, value in itertools.pairwise(words) if word.startswith("--")}
     taken = {flag: given(flag, config) for flag in flags}
     assert {flag: str(value) for flag, value in taken.items()} == {
-        flag: str(float(flags[flag])) if isinstance(value, float) else flags[flag] for flag, value in taken.items()
+        flag: str(float(flags[flag])) if isinstance(value, float) else flags[flag]
+        for flag, value in taken.items()
     }
     named = [word for word in words if word.startswith("configs/")]
     assert config.name == (Path(named[0]).stem if named else DEFAULT_CONFIG)
@@ -79,5 +91,7 @@ def test_the_arguments_are_taken(line, monkeypatch):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_links_lead_somewhere(path):
-    targets = [target for target in re.findall(r"\]\(([^)#]+)", path.read_text()) if "://" not in target]
+    targets = [
+        target for target in re.findall(r"\]\(([^)#]+)", path.read_text()) if "://" not in target
+    ]
     assert [target for target in targets if not (path.parent / target).exists()] == []

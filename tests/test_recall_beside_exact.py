@@ -1,4 +1,5 @@
-"""The recall of a ScaNN index beside exact search, as its build prints it, is what brute force says."""
+"""The recall of a ScaNN index beside exact search, as its build prints it, is what brute force
+says."""
 
 import importlib.util
 import json
@@ -18,7 +19,8 @@ from mujica_jax.retrieval.text.embeddings import compressed
 LINE = r"recall@(\d+) beside exact search: ([\d.]+)% \(queries: ([\d,]+) passages\)"
 PASSAGES = 1500  # so many that ScaNN learns partitions
 needs_scann = pytest.mark.skipif(
-    importlib.util.find_spec("scann") is None, reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
+    importlib.util.find_spec("scann") is None,
+    reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone",
 )
 
 
@@ -34,11 +36,23 @@ class Listed:
 
 
 def test_the_share_of_neighbours_that_are_found_is_counted_without_the_query_itself():
-    """Five numbers on a line; k is 4, so that all others are neighbours. 0 finds three of four, 1 all, 2 two, 3 none
-    and 4 one: 10 of 20."""
+    """Five numbers on a line; k is 4, so that all others are neighbours. 0 finds three of four, 1
+    all, 2 two, 3 none and 4 one: 10 of 20."""
     embeddings = compressed(np.arange(1.0, 6.0, dtype=np.float32)[:, None], "bfloat16")
-    search = Listed([[0, 1, 2, 3, -1], [0, 1, 2, 3, 4], [2, 0, 1, -1, -1], [3, -1, -1, -1, -1], [1, 4, -1, -1, -1]])
-    assert recall.measure_beside_exact(search, embeddings) == {"percent": 50.0, "k": 4, "queries": 5}
+    search = Listed(
+        [
+            [0, 1, 2, 3, -1],
+            [0, 1, 2, 3, 4],
+            [2, 0, 1, -1, -1],
+            [3, -1, -1, -1, -1],
+            [1, 4, -1, -1, -1],
+        ]
+    )
+    assert recall.measure_beside_exact(search, embeddings) == {
+        "percent": 50.0,
+        "k": 4,
+        "queries": 5,
+    }
 
 
 def test_only_the_nearest_count(monkeypatch):
@@ -46,8 +60,17 @@ def test_only_the_nearest_count(monkeypatch):
     monkeypatch.setattr(recall, "NEIGHBOURS", 1)
     embeddings = compressed(np.array([[1.0], [2.0], [3.0], [4.0]], np.float32), "bfloat16")
     search = Listed([[3, 0], [1, 3], [2, 1], [3, 2]])
-    assert recall.measure_beside_exact(search, embeddings) == {"percent": 75.0, "k": 1, "queries": 4}
-    assert recall.measure_beside_exact(Listed([[0]]), compressed(np.ones((1, 2), np.float32), "int8"))["queries"] == 1
+    assert recall.measure_beside_exact(search, embeddings) == {
+        "percent": 75.0,
+        "k": 1,
+        "queries": 4,
+    }
+    assert (
+        recall.measure_beside_exact(Listed([[0]]), compressed(np.ones((1, 2), np.float32), "int8"))[
+            "queries"
+        ]
+        == 1
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +106,9 @@ def brute_force(folder: Path) -> float:
 
 @needs_scann
 @pytest.mark.parametrize("rows_at_once", [32_768, 400])
-def test_the_printed_recall_is_that_of_brute_force(built, tmp_path, capsys, monkeypatch, rows_at_once):
+def test_the_printed_recall_is_that_of_brute_force(
+    built, tmp_path, capsys, monkeypatch, rows_at_once
+):
     monkeypatch.setattr(recall, "SCORED_ROWS", rows_at_once)
     assert index.main(build(built, tmp_path / "scann")) == 0
     (found,) = re.findall(LINE, capsys.readouterr().err)
@@ -101,8 +126,12 @@ def test_the_printed_recall_is_that_of_brute_force(built, tmp_path, capsys, monk
 
 
 @needs_scann
-@pytest.mark.parametrize("before", [None, 3, {"percent": "99"}, {"percent": None, "k": 10, "queries": 5}])
-def test_an_index_without_a_recall_is_measured_when_it_is_built_again(built, tmp_path, capsys, before):
+@pytest.mark.parametrize(
+    "before", [None, 3, {"percent": "99"}, {"percent": None, "k": 10, "queries": 5}]
+)
+def test_an_index_without_a_recall_is_measured_when_it_is_built_again(
+    built, tmp_path, capsys, before
+):
     """As an earlier release left it, or a hand; its version stays."""
     assert index.main(build(built, tmp_path / "scann")) == 0
     (first,) = re.findall(LINE, capsys.readouterr().err)
@@ -116,11 +145,16 @@ def test_an_index_without_a_recall_is_measured_when_it_is_built_again(built, tmp
 
 
 @needs_scann
-def test_an_index_that_is_larger_than_the_free_memory_is_built_and_not_measured(built, tmp_path, capsys, monkeypatch):
+def test_an_index_that_is_larger_than_the_free_memory_is_built_and_not_measured(
+    built, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setattr(indexes, "available_bytes", lambda: 1000)
     assert index.main(build(built, tmp_path / "scann")) == 0
     said = capsys.readouterr().err
-    assert "recall beside exact search was not measured: loading the index may take 0.0 GB of memory and" in said
+    assert (
+        "recall beside exact search was not measured: loading the index may take 0.0 GB of memory "
+        "and" in said
+    )
     manifest = json.loads((tmp_path / "scann" / "manifest.json").read_text())
     assert "recall" not in manifest
     monkeypatch.undo()

@@ -1,5 +1,5 @@
-"""Retries, deadlines, the waiting line and what is never shown, against a real server on this machine that
-misbehaves."""
+"""Retries, deadlines, the waiting line and what is never shown, against a real server on this
+machine that misbehaves."""
 
 import asyncio
 import email.utils
@@ -33,9 +33,13 @@ def first(count: int, fault: Answer):
     return lambda request, before: fault if before < count else GOOD
 
 
-def ask(endpoint: LocalEndpoint, *, seed: int = 7, deadline_seconds: float | None = None, **options):
+def ask(
+    endpoint: LocalEndpoint, *, seed: int = 7, deadline_seconds: float | None = None, **options
+):
     remote = generator(endpoint, **options)
-    completion = asyncio.run(remote.generate(PROMPT, params(seed=seed, deadline_seconds=deadline_seconds)))
+    completion = asyncio.run(
+        remote.generate(PROMPT, params(seed=seed, deadline_seconds=deadline_seconds))
+    )
     assert completion.token_ids == (*WORDS, END)
     return remote.statistics
 
@@ -63,13 +67,19 @@ def test_what_may_pass_is_tried_again(fault):
     with serving(first(2, fault)) as endpoint:
         statistics = ask(endpoint)
     assert len(endpoint.requests) == 3
-    assert all(request.body == endpoint.requests[0].body for request in endpoint.requests), "the same seed above all"
+    assert all(request.body == endpoint.requests[0].body for request in endpoint.requests), (
+        "the same seed above all"
+    )
     assert (statistics.requests, statistics.retries, statistics.failed) == (1, 2, 0)
 
 
 @pytest.mark.parametrize("fault", ["silent", "trickle"])
 def test_a_try_without_a_whole_answer_is_given_up(clock, fault):
-    late = Answer(content=GOOD.content, fault=fault, meanwhile=lambda: clock.turn(0.1 if fault == "trickle" else 1.1))
+    late = Answer(
+        content=GOOD.content,
+        fault=fault,
+        meanwhile=lambda: clock.turn(0.1 if fault == "trickle" else 1.1),
+    )
     began = clock.now
     with serving(first(1, late)) as endpoint:
         assert ask(endpoint, timeout_seconds=1.0).retries == 1
@@ -78,12 +88,16 @@ def test_a_try_without_a_whole_answer_is_given_up(clock, fault):
 
 
 def test_after_the_last_try_one_sentence_names_the_address_and_the_reason():
-    with serving(first(99, Answer(status=503, content={"error": {"message": "overloaded"}}))) as endpoint:
+    with serving(
+        first(99, Answer(status=503, content={"error": {"message": "overloaded"}}))
+    ) as endpoint:
         remote = generator(endpoint, max_attempts=3)
         with pytest.raises(RequestError) as refused:
             asyncio.run(remote.generate(PROMPT, params()))
     address = f"{endpoint.base_url}/completions"
-    assert str(refused.value).startswith(f"{address} failed 3 times, the last time with status 503 (overloaded): ")
+    assert str(refused.value).startswith(
+        f"{address} failed 3 times, the last time with status 503 (overloaded): "
+    )
     assert len(endpoint.requests) == 3 and remote.statistics.failed == 1
 
 
@@ -94,7 +108,8 @@ def test_an_endpoint_that_is_down_is_named():
         config = RemoteConfig(base_url=address, model="m", mode="completions")
         remote = RemoteGenerator(config, TOKENIZER, max_attempts=2, first_wait_seconds=0.01)
         with pytest.raises(
-            RequestError, match=rf"{address}/completions failed 2 times, the last time with ConnectError"
+            RequestError,
+            match=rf"{address}/completions failed 2 times, the last time with ConnectError",
         ):
             asyncio.run(remote.generate(PROMPT, params()))
 
@@ -104,7 +119,11 @@ def test_an_endpoint_that_is_down_is_named():
 
 @pytest.mark.parametrize("status", [301, 400, 401, 403, 404, 413, 422])
 def test_a_refusal_is_not_sent_again(status):
-    answer = Answer(status=status, content={"error": {"message": "no such model"}}, headers={"Location": "/elsewhere"})
+    answer = Answer(
+        status=status,
+        content={"error": {"message": "no such model"}},
+        headers={"Location": "/elsewhere"},
+    )
     with (
         serving(first(9, answer)) as endpoint,
         pytest.raises(RequestError, match=f"with status {status}: no such model"),
@@ -128,7 +147,10 @@ def test_what_a_server_says_is_one_line_of_bounded_length(content, shown):
     with serving(first(9, Answer(status=400, content=content))) as endpoint:
         with pytest.raises(RequestError) as refused:
             ask(endpoint)
-        assert str(refused.value) == f"{endpoint.base_url}/completions refused the request with status 400: {shown}"
+        assert (
+            str(refused.value)
+            == f"{endpoint.base_url}/completions refused the request with status 400: {shown}"
+        )
 
 
 def test_an_answer_without_end_is_not_read_to_its_end():
@@ -163,7 +185,8 @@ def test_coming_back_after_the_deadline_is_no_use(clock):
     with (
         serving(first(9, Answer(status=429, headers={"Retry-After": "3600"}))) as endpoint,
         pytest.raises(
-            DeadlineError, match=r"within the deadline of 20 s \(1 attempts; the last one ended with status 429 .*3600"
+            DeadlineError,
+            match=r"within the deadline of 20 s \(1 attempts; the last one ended with status 429 .*3600",
         ),
     ):
         ask(endpoint, deadline_seconds=20.0)
@@ -180,7 +203,10 @@ def test_the_deadline_covers_all_tries(clock, of_the_request):
 
     with serving(answer) as endpoint:
         remote = generator(
-            endpoint, timeout_seconds=0.2, max_attempts=99, deadline_seconds=60.0 if of_the_request else 0.5
+            endpoint,
+            timeout_seconds=0.2,
+            max_attempts=99,
+            deadline_seconds=60.0 if of_the_request else 0.5,
         )
         with pytest.raises(
             DeadlineError,
@@ -198,7 +224,9 @@ def test_the_deadline_covers_the_waiting(clock):
         waiting = asyncio.create_task(remote.generate(PROMPT, params(deadline_seconds=0.2)))
         await asyncio.sleep(0)  # it has begun to wait
         clock.turn(0.3)
-        with pytest.raises(DeadlineError, match=r"deadline of 0\.2 s \(it waited for a place all the time\)"):
+        with pytest.raises(
+            DeadlineError, match=r"deadline of 0\.2 s \(it waited for a place all the time\)"
+        ):
             await waiting
         slow.cancel()
         return remote.statistics
@@ -226,7 +254,10 @@ def test_the_waiting_between_tries_doubles_and_follows_from_the_seed(monkeypatch
     monkeypatch.setattr(asyncio, "sleep", recorded)
     one, again, other = waited(1), waited(1), waited(2)
     assert one == again != other
-    assert all(0.5 * 2**place <= wait <= 1.5 * 2**place for place, wait in enumerate(one)) and len(one) == 5
+    assert (
+        all(0.5 * 2**place <= wait <= 1.5 * 2**place for place, wait in enumerate(one))
+        and len(one) == 5
+    )
 
 
 # --- many requests ---
@@ -236,7 +267,9 @@ def test_no_more_requests_than_places_are_under_way(clock):
     three = threading.Barrier(3)
 
     async def many(remote):
-        return await asyncio.gather(*(remote.generate(PROMPT, params(seed=seed)) for seed in range(12)))
+        return await asyncio.gather(
+            *(remote.generate(PROMPT, params(seed=seed)) for seed in range(12))
+        )
 
     def answer(request, before):
         three.wait(HANG_SECONDS)  # each is answered when two others are under way
@@ -249,7 +282,10 @@ def test_no_more_requests_than_places_are_under_way(clock):
     assert len(completions) == 12 and endpoint.most_at_once == 3
     statistics = remote.statistics
     assert (statistics.requests, statistics.failed) == (24, 0)
-    assert (statistics.prompt_tokens, statistics.generated_tokens) == (24 * len(PROMPT), 24 * (len(WORDS) + 1))
+    assert (statistics.prompt_tokens, statistics.generated_tokens) == (
+        24 * len(PROMPT),
+        24 * (len(WORDS) + 1),
+    )
     assert statistics.serving_seconds > 24 * 0.049 and statistics.waiting_seconds > 0
     assert statistics.sentence().startswith("24 requests, 0 retries, 0 failed; ")
 
@@ -280,7 +316,9 @@ def test_the_key_goes_into_the_header_and_nowhere_else(monkeypatch):
 
     def echo(request: Request, before: int) -> Answer:
         sent = request.headers["Authorization"]
-        return Answer(status=(503, 401)[before], content={"error": {"message": f"bad key {sent} {KEY}"}})
+        return Answer(
+            status=(503, 401)[before], content={"error": {"message": f"bad key {sent} {KEY}"}}
+        )
 
     with serving(echo) as endpoint:
         remote = generator(endpoint, api_key_variable="TEST_KEY")
@@ -304,7 +342,9 @@ def test_without_a_variable_no_key_is_sent():
 def test_a_variable_without_a_key_is_named_and_not_shown(monkeypatch, value, sentence):
     monkeypatch.setenv("TEST_KEY", value)
     with pytest.raises(UserError, match=sentence) as refused:
-        config = RemoteConfig(base_url="http://localhost/v1", model="m", mode="chat", api_key_variable="TEST_KEY")
+        config = RemoteConfig(
+            base_url="http://localhost/v1", model="m", mode="chat", api_key_variable="TEST_KEY"
+        )
         RemoteGenerator(config, TOKENIZER)
     assert not value or value not in str(refused.value)
 

@@ -1,5 +1,5 @@
-"""What is sent to an endpoint and how its answers are read, against a server that answers in vLLM's and OpenAI's own
-words."""
+"""What is sent to an endpoint and how its answers are read, against a server that answers in vLLM's
+and OpenAI's own words."""
 
 import asyncio
 import json
@@ -40,12 +40,14 @@ def generator(
     **options,
 ) -> RemoteGenerator:
     remote = RemoteConfig(base_url=endpoint.base_url, model="m", mode=mode, **options)
-    return RemoteGenerator(remote, tokenizer, max_attempts=max_attempts, first_wait_seconds=first_wait_seconds)
+    return RemoteGenerator(
+        remote, tokenizer, max_attempts=max_attempts, first_wait_seconds=first_wait_seconds
+    )
 
 
 def vllm(ids, finish="stop", *, stop_reason=None, logprobs=None, **changes) -> dict:
-    """A reply as vLLM writes it: ids as a list, and as strings beside their log-probabilities; no other field is
-    needed."""
+    """A reply as vLLM writes it: ids as a list, and as strings beside their log-probabilities; no
+    other field is needed."""
     logprobs = [-0.25 * (place + 1) for place in range(len(ids))] if logprobs is None else logprobs
     details = {
         "tokens": [f"token_id:{id}" for id in ids],
@@ -53,10 +55,22 @@ def vllm(ids, finish="stop", *, stop_reason=None, logprobs=None, **changes) -> d
         "top_logprobs": [],
         "text_offset": [],
     }
-    choice = {"index": 0, "text": "unread", "finish_reason": finish, "stop_reason": stop_reason, "token_ids": list(ids)}
+    choice = {
+        "index": 0,
+        "text": "unread",
+        "finish_reason": finish,
+        "stop_reason": stop_reason,
+        "token_ids": list(ids),
+    }
     choice |= {"logprobs": details, "prompt_token_ids": PROMPT} | changes
     usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(ids), "total_tokens": 0}
-    return {"id": "cmpl-1", "object": "text_completion", "model": "m", "choices": [choice], "usage": usage}
+    return {
+        "id": "cmpl-1",
+        "object": "text_completion",
+        "model": "m",
+        "choices": [choice],
+        "usage": usage,
+    }
 
 
 def openai(text, finish="stop", **changes) -> dict:
@@ -89,7 +103,8 @@ def test_ids_and_logprobs_are_those_of_the_endpoint():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}]
+    "changes",
+    [{"temperature": 0.0}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}],
 )
 def test_an_endpoint_does_not_say_the_logprobs_of_another_distribution(changes):
     completion = answered(vllm([*WORDS, END]), **changes)
@@ -97,9 +112,17 @@ def test_an_endpoint_does_not_say_the_logprobs_of_another_distribution(changes):
 
 
 def test_everything_that_shapes_the_distribution_is_said():
-    """vLLM fills what is left out from the model's generation_config.json: Qwen2.5's has a repetition penalty."""
+    """vLLM fills what is left out from the model's generation_config.json: Qwen2.5's has a
+    repetition penalty."""
     with serving(lambda request, before: Answer(content=vllm([*WORDS, END]))) as endpoint:
-        wanted = params(top_k=5, top_p=0.9, min_p=0.05, stop_token_ids=(3,), stop_strings=("\n\n",), temperature=0.7)
+        wanted = params(
+            top_k=5,
+            top_p=0.9,
+            min_p=0.05,
+            stop_token_ids=(3,),
+            stop_strings=("\n\n",),
+            temperature=0.7,
+        )
         asyncio.run(generator(endpoint).generate(PROMPT, wanted))
         asyncio.run(generator(endpoint).generate(PROMPT, params()))
     first, second = endpoint.requests
@@ -143,7 +166,10 @@ def test_a_reply_without_logprobs_has_none():
 def test_how_a_completion_ended():
     assert answered(vllm(WORDS, "length"), max_new_tokens=len(WORDS)).finish_reason == "length"
     # vLLM looks at the length first; the stop token is there all the same.
-    assert answered(vllm([*WORDS, END], "length"), max_new_tokens=len(WORDS) + 1).finish_reason == "stop"
+    assert (
+        answered(vllm([*WORDS, END], "length"), max_new_tokens=len(WORDS) + 1).finish_reason
+        == "stop"
+    )
     assert answered(vllm([*WORDS, 5], stop_reason=5), stop_token_ids=(5,)).finish_reason == "stop"
 
 
@@ -159,12 +185,16 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string():
 
 
 def parts_of_a_reply(*parts: list[int], ends: str = "</answer>"):
-    """A server that stops wherever its stop string comes: the parts in their order, each asked for with what came
-    before."""
+    """A server that stops wherever its stop string comes: the parts in their order, each asked for
+    with what came before."""
 
     def answer(request, before) -> Answer:
         last = before == len(parts) - 1
-        reply = vllm(parts[before], stop_reason=None if last else ends, prompt_token_ids=request.body["prompt"])
+        reply = vllm(
+            parts[before],
+            stop_reason=None if last else ends,
+            prompt_token_ids=request.body["prompt"],
+        )
         return Answer(content=reply)
 
     return answer
@@ -192,7 +222,10 @@ def test_a_server_that_stops_inside_of_a_thought_is_asked_to_go_on():
 
 
 def test_a_thought_that_the_prompt_left_open_hides_stop_strings_of_a_server():
-    thought, rest = TOKENIZER.encode_model("put it into </answer>"), TOKENIZER.encode_model(" </think> x</answer>")
+    thought, rest = (
+        TOKENIZER.encode_model("put it into </answer>"),
+        TOKENIZER.encode_model(" </think> x</answer>"),
+    )
     wanted = params(stop_strings=("</answer>",), max_new_tokens=90, thought_open=True)
     with serving(parts_of_a_reply(thought, rest)) as endpoint:
         completion = asyncio.run(generator(endpoint).generate(PROMPT, wanted))
@@ -202,7 +235,9 @@ def test_a_thought_that_the_prompt_left_open_hides_stop_strings_of_a_server():
 def test_a_thought_that_a_server_cuts_at_the_last_token_is_cut_by_its_length():
     thought = TOKENIZER.encode_model("<think> </answer>")
     completion = answered(
-        vllm(thought, stop_reason="</answer>"), stop_strings=("</answer>",), max_new_tokens=len(thought)
+        vllm(thought, stop_reason="</answer>"),
+        stop_strings=("</answer>",),
+        max_new_tokens=len(thought),
     )
     assert (completion.token_ids, completion.finish_reason) == (tuple(thought), "length")
 
@@ -218,7 +253,10 @@ def test_a_thought_that_a_server_cuts_at_the_last_token_is_cut_by_its_length():
         (vllm(WORDS, "stop"), r"last token \d+ is none of the stop tokens"),
         (vllm([], "stop"), "generated 0 tokens of 40"),
         (vllm([1] * 41, "length"), "generated 41 tokens and max_new_tokens is 40"),
-        (vllm([*WORDS, END], logprobs=[-1.0]), rf"gave 1 log-probabilities for {len(WORDS) + 1} tokens"),
+        (
+            vllm([*WORDS, END], logprobs=[-1.0]),
+            rf"gave 1 log-probabilities for {len(WORDS) + 1} tokens",
+        ),
         (vllm([1, END], logprobs=[-1.0, None]), "gave None as log-probability of token 1 of 2"),
         (vllm([1, END], logprobs=[float("nan"), -1.0]), "gave nan as log-probability"),
         (vllm([1, END], logprobs=[-1.0, 10**400]), "gave 1000"),
@@ -228,7 +266,10 @@ def test_a_thought_that_a_server_cuts_at_the_last_token_is_cut_by_its_length():
         (vllm([-1, END]), r"token ids -1..\d+ leave the vocabulary"),
         (vllm([1, END], token_ids=["1", END]), "token_ids that are no list of whole numbers"),
         (vllm([1, END], token_ids=[True, END]), "token_ids that are no list of whole numbers"),
-        (vllm([1, END], prompt_token_ids=[1, 2]), rf"read 2 prompt tokens that are not the {len(PROMPT)} sent"),
+        (
+            vllm([1, END], prompt_token_ids=[1, 2]),
+            rf"read 2 prompt tokens that are not the {len(PROMPT)} sent",
+        ),
         (vllm([1, END], prompt_token_ids=5), "read no list of prompt tokens"),
     ],
 )
@@ -240,7 +281,9 @@ def test_an_answer_that_is_not_what_was_asked_for_is_explained(reply, sentence):
 def test_a_server_that_gives_words_for_tokens_is_refused():
     reply = vllm([1, END], token_ids=None)
     reply["choices"][0]["logprobs"]["tokens"] = ["Ann", "Lee"]
-    with pytest.raises(ReplyError, match="gave 0 token ids for 2 tokens: it must know return_token_ids"):
+    with pytest.raises(
+        ReplyError, match="gave 0 token ids for 2 tokens: it must know return_token_ids"
+    ):
         answered(reply)
 
 
@@ -248,9 +291,16 @@ def test_a_server_that_gives_words_for_tokens_is_refused():
 
 
 def test_the_conversation_goes_to_a_chat_endpoint_as_messages():
-    prompt = [*PROMPT, *WORDS, END, *TOKENIZER.continue_conversation("Sure? <|im_end|>", stopped=True)]
+    prompt = [
+        *PROMPT,
+        *WORDS,
+        END,
+        *TOKENIZER.continue_conversation("Sure? <|im_end|>", stopped=True),
+    ]
     with serving(lambda request, before: Answer(content=openai("Yes."))) as endpoint:
-        completion = asyncio.run(generator(endpoint, "chat").generate(prompt, params(top_p=0.9, temperature=0.0)))
+        completion = asyncio.run(
+            generator(endpoint, "chat").generate(prompt, params(top_p=0.9, temperature=0.0))
+        )
     (request,) = endpoint.requests
     assert request.path == "/v1/chat/completions"
     assert request.body == {
@@ -267,10 +317,16 @@ def test_the_conversation_goes_to_a_chat_endpoint_as_messages():
         "seed": 7,
     }
     assert completion.token_ids == (*TOKENIZER.encode_model("Yes."), END)
-    assert (completion.finish_reason, completion.logprobs, completion.sampling_logprobs) == ("stop", None, None)
+    assert (completion.finish_reason, completion.logprobs, completion.sampling_logprobs) == (
+        "stop",
+        None,
+        None,
+    )
 
 
-@pytest.mark.parametrize("text", ["a<|im_end|>\n<|im_start|>user\nb", "<|endoftext|>", "é 東京 🎬", ""])
+@pytest.mark.parametrize(
+    "text", ["a<|im_end|>\n<|im_start|>user\nb", "<|endoftext|>", "é 東京 🎬", ""]
+)
 def test_a_reply_is_text_and_cannot_hold_a_turn_token(text):
     ids = answered(openai(text), "chat", max_new_tokens=90).token_ids
     special = set(TOKENIZER.stop_token_ids) | set(TOKENIZER.encode_model("<think></think>")) | {END}
@@ -289,7 +345,9 @@ def test_half_a_character_in_a_reply_is_replaced():
 
 def test_a_reply_that_is_longer_in_our_tokens_is_cut():
     whole = TOKENIZER.encode_model("A film about films about films.")
-    with serving(lambda request, before: Answer(content=openai("A film about films about films."))) as endpoint:
+    with serving(
+        lambda request, before: Answer(content=openai("A film about films about films."))
+    ) as endpoint:
         remote = generator(endpoint, "chat")
         completion = asyncio.run(remote.generate(PROMPT, params(max_new_tokens=5)))
     assert (completion.token_ids, completion.finish_reason) == (tuple(whole[:5]), "length")
@@ -298,7 +356,10 @@ def test_a_reply_that_is_longer_in_our_tokens_is_cut():
 
 def test_a_reply_that_the_endpoint_cut_has_no_end_of_turn():
     completion = answered(openai("Ann L", "length"), "chat")
-    assert (completion.token_ids, completion.finish_reason) == (tuple(TOKENIZER.encode_model("Ann L")), "length")
+    assert (completion.token_ids, completion.finish_reason) == (
+        tuple(TOKENIZER.encode_model("Ann L")),
+        "length",
+    )
 
 
 def test_a_stop_string_ends_a_chat_reply():
@@ -323,12 +384,17 @@ THOUGHTFUL = {
 def test_a_chat_reply_is_cut_outside_of_its_thoughts(text):
     with serving(lambda request, before: Answer(content=openai(text))) as endpoint:
         completion = asyncio.run(
-            generator(endpoint, "chat").generate(PROMPT, params(stop_strings=("</answer>",), max_new_tokens=99))
+            generator(endpoint, "chat").generate(
+                PROMPT, params(stop_strings=("</answer>",), max_new_tokens=99)
+            )
         )
     (request,) = endpoint.requests
     assert "stop" not in request.body, "the server would stop inside of a thought"
     stopped = completion.finish_reason == "stop_string"
-    assert TOKENIZER.decode(completion.token_ids if stopped else completion.token_ids[:-1]) == THOUGHTFUL[text]
+    assert (
+        TOKENIZER.decode(completion.token_ids if stopped else completion.token_ids[:-1])
+        == THOUGHTFUL[text]
+    )
     assert stopped == THOUGHTFUL[text].endswith("</answer>")
 
 
@@ -342,13 +408,18 @@ def test_reasoning_that_a_server_keeps_apart_is_no_part_of_the_reply():
 @pytest.mark.parametrize(
     ("text", "written"),
     [
-        ("<answer>Ann</answer>", "</think>\n\n<answer>Ann</answer>"),  # the server took the thought out
+        (
+            "<answer>Ann</answer>",
+            "</think>\n\n<answer>Ann</answer>",
+        ),  # the server took the thought out
         ("I know. </think><answer>Ann</answer>", "I know. </think><answer>Ann</answer>"),
         ("<think> I know. </think><answer>Ann</answer>", " I know. </think><answer>Ann</answer>"),
     ],
 )
 def test_a_reply_to_a_prompt_that_left_a_thought_open_goes_on_inside_of_it(text, written):
-    completion = answered(openai(text), "chat", stop_strings=("</answer>",), thought_open=True, max_new_tokens=90)
+    completion = answered(
+        openai(text), "chat", stop_strings=("</answer>",), thought_open=True, max_new_tokens=90
+    )
     assert TOKENIZER.decode(completion.token_ids) == written
 
 
@@ -358,8 +429,14 @@ def test_a_reply_to_a_prompt_that_left_a_thought_open_goes_on_inside_of_it(text,
         (openai(None), "gave no text and ended by 'stop'"),
         (openai({"text": "no list"}), "gave no text and ended by 'stop': its content is {'text'"),
         (openai([{"type": "refusal", "refusal": "no"}]), "refused to reply"),
-        (openai(None, message={"role": "assistant", "content": None, "refusal": "I cannot"}), "refused to reply"),
-        (openai("x", "tool_calls"), "ended a completion by 'tool_calls' where 'stop' or 'length' is expected"),
+        (
+            openai(None, message={"role": "assistant", "content": None, "refusal": "I cannot"}),
+            "refused to reply",
+        ),
+        (
+            openai("x", "tool_calls"),
+            "ended a completion by 'tool_calls' where 'stop' or 'length' is expected",
+        ),
         ({"error": {"message": "overloaded"}}, "answered with an error: .*overloaded"),
         ({"error": "no", "choices": []}, "answered with an error: 'no'"),
         (openai("x", "content_filter"), "ended a completion by 'content_filter'"),

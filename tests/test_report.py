@@ -40,7 +40,14 @@ class AsciiFile(io.StringIO):
 
 
 WARM_UP = PhaseRow(
-    name="warm-up", em=38.256, f1=41.0, em_sampled=30.0, f1_sampled=33.333, questions=500, searches=2.5, seconds=120.0
+    name="warm-up",
+    em=38.256,
+    f1=41.0,
+    em_sampled=30.0,
+    f1_sampled=33.333,
+    questions=500,
+    searches=2.5,
+    seconds=120.0,
 )
 ROUND = PhaseRow(
     name="round 1",
@@ -67,14 +74,22 @@ def trajectory(**changes: object) -> Trajectory:
         ),
         Search(iteration=0, query="Who wrote it?", materials=("a", "b"), found=False),
         Search(
-            iteration=1, query="Where was Mara Voss born?", materials=("[0] Ilmen",), selected=(0,), sentence="Ilmen."
+            iteration=1,
+            query="Where was Mara Voss born?",
+            materials=("[0] Ilmen",),
+            selected=(0,),
+            sentence="Ilmen.",
         ),
     )
     fields = {"question_id": "q1", "answer": "Ilmen", "reward": 1.0, "rewards_by_part": {"em": 1.0}}
-    return episode(Conversation(role="planner", turns=()), **fields | {"searches": searches} | changes)
+    return episode(
+        Conversation(role="planner", turns=()), **fields | {"searches": searches} | changes
+    )
 
 
-QUESTION = Question(id="q1", text="Where was the director of Blue Lantern born?", answers=("Ilmen", "Old Ilmen"))
+QUESTION = Question(
+    id="q1", text="Where was the director of Blue Lantern born?", answers=("Ilmen", "Old Ilmen")
+)
 
 
 # Progress
@@ -85,7 +100,14 @@ def run_stage(stream: io.StringIO, seconds: float, updates: int) -> list[str]:
     with Progress(stream, clock=clock).stage("warm-up", total=updates) as stage:
         for step in range(1, updates + 1):
             clock.now += seconds / updates
-            stage.update(step, loss=1.0 / step, tokens_per_second=41_234.0, k=0.75, acceptance=0.256, em=12.34)
+            stage.update(
+                step,
+                loss=1.0 / step,
+                tokens_per_second=41_234.0,
+                k=0.75,
+                acceptance=0.256,
+                em=12.34,
+            )
     return stream.getvalue().splitlines()
 
 
@@ -153,7 +175,9 @@ def test_figures_of_the_moment_are_asked_for_when_they_are_shown_and_left_out_at
         asked.append(clock.now)
         return {"running": 3, "cached": "75%"}
 
-    with Progress(stream, clock=clock).stage("sampling", total=9, unit="questions", live=live) as stage:
+    with Progress(stream, clock=clock).stage(
+        "sampling", total=9, unit="questions", live=live
+    ) as stage:
         for done in range(1, 9):
             clock.now += 1
             stage.update(done, k=0.5)
@@ -164,7 +188,10 @@ def test_figures_of_the_moment_are_asked_for_when_they_are_shown_and_left_out_at
 
 def test_an_interrupted_stage_says_where_it_stopped():
     stream = io.StringIO()
-    with pytest.raises(KeyboardInterrupt), Progress(stream).stage("sampling", total=9, unit="questions") as stage:
+    with (
+        pytest.raises(KeyboardInterrupt),
+        Progress(stream).stage("sampling", total=9, unit="questions") as stage,
+    ):
         stage.update(4)
         raise KeyboardInterrupt
     assert stream.getvalue().startswith("sampling: stopped at 4/9 questions in ")
@@ -226,7 +253,9 @@ def test_importing_report_loads_neither_tensorboard_nor_jax():
         "import sys; from mujica_jax.report import metrics_log, progress, results\n"
         "print([m for m in ('tensorboardX', 'jax') if m in sys.modules])"
     )
-    output = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
     assert output.strip() == "[]"
 
 
@@ -239,11 +268,23 @@ def test_the_table_is_aligned_plain_text_of_80_columns_in_a_pipe():
     lines = stream.getvalue().splitlines()
     assert lines[0].split() == ["EM", "F1"]
     assert lines[1].split() == (
-        ["phase", "EM", "F1", "sampled", "sampled", "trajectories", "accepted", "searches", "minutes"]
+        [
+            "phase",
+            "EM",
+            "F1",
+            "sampled",
+            "sampled",
+            "trajectories",
+            "accepted",
+            "searches",
+            "minutes",
+        ]
     )
     assert lines[3].split() == ["warm-up", "38.3", "41.0", "30.0", "33.3", "-", "-", "2.50", "2.0"]
     assert lines[4].split() == ["round", "1", "45.5", "50.2", "-", "-", "12,345", "678", "-", "1.5"]
-    assert len(lines[3]) == len(lines[4]) == len(lines[1]) <= 80, "right-aligned columns end together"
+    assert len(lines[3]) == len(lines[4]) == len(lines[1]) <= 80, (
+        "right-aligned columns end together"
+    )
 
 
 def test_the_table_has_colours_on_a_terminal_only(monkeypatch):
@@ -262,7 +303,17 @@ def summary_of(*phases: PhaseRow) -> dict:
 def test_summary_has_the_promised_fields():
     summary = summary_of(WARM_UP, ROUND)
     assert list(summary) == ["task", "method", "reward", "split", "seed", "phases", "seconds"]
-    promised = ["name", "em", "f1", "em_sampled", "f1_sampled", "questions", "trajectories", "accepted", "seconds"]
+    promised = [
+        "name",
+        "em",
+        "f1",
+        "em_sampled",
+        "f1_sampled",
+        "questions",
+        "trajectories",
+        "accepted",
+        "seconds",
+    ]
     assert all(field in phase for phase in summary["phases"] for field in promised)
     assert json.loads(json.dumps(summary)) == summary
 
@@ -304,7 +355,9 @@ def test_the_tree_shows_iterations_searches_evidence_answer_and_reward():
 
 
 def test_a_failed_trajectory_says_why():
-    failed = trajectory(answer="", reward=0.0, stop_reason=StopReason.ITERATION_LIMIT, rewards_by_part={})
+    failed = trajectory(
+        answer="", reward=0.0, stop_reason=StopReason.ITERATION_LIMIT, rewards_by_part={}
+    )
     lines = plain(question_tree(QUESTION, failed)).splitlines()
     assert "├── no answer: iteration_limit" in lines
     assert lines[-1] == "└── reward: 0.00"
@@ -353,7 +406,11 @@ def test_a_tree_of_another_question_is_refused():
 
 
 def test_visible_keeps_ordinary_text():
-    for text in ("Zoë \u4e2d\u6587", "no\u00a0break", "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645"):
+    for text in (
+        "Zoë \u4e2d\u6587",
+        "no\u00a0break",
+        "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+    ):
         assert visible(text) == text
 
 
@@ -369,7 +426,13 @@ def test_metrics_are_one_object_a_line(tmp_path):
         assert log.write("warm-up", 1, {"loss": 2.5, "phase_of_moon": "new"})
         assert log.write("warm-up", 2, {"loss": 2.25})
     first, second = lines_of(tmp_path)
-    assert first | {"time": 0} == {"phase": "warm-up", "step": 1, "time": 0, "loss": 2.5, "phase_of_moon": "new"}
+    assert first | {"time": 0} == {
+        "phase": "warm-up",
+        "step": 1,
+        "time": 0,
+        "loss": 2.5,
+        "phase_of_moon": "new",
+    }
     assert first["time"] <= second["time"] <= time.time() + 1
 
 
@@ -427,13 +490,16 @@ def test_array_scalars_are_numbers(tmp_path):
 
 
 def scalars_of(directory) -> list[tuple[str, int, float]]:
-    """Tag, step and value of everything in the directory's event files, read by the record format itself."""
+    """Tag, step and value of everything in the directory's event files, read by the record format
+    itself."""
     found = []
     for path in directory.glob("events.*"):
         content, at = path.read_bytes(), 0
         while at < len(content):
             (size,) = struct.unpack_from("<Q", content, at)
-            event = Event.FromString(content[at + 12 : at + 12 + size])  # length, its checksum, data, its checksum
+            event = Event.FromString(
+                content[at + 12 : at + 12 + size]
+            )  # length, its checksum, data, its checksum
             found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
             at += 16 + size
     return found

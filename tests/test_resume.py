@@ -1,5 +1,5 @@
-"""A run killed by SIGKILL and started again sees the samples and ends with the numbers of one left alone; also on other
-devices."""
+"""A run killed by SIGKILL and started again sees the samples and ends with the numbers of one left
+alone; also on other devices."""
 
 import json
 import os
@@ -20,15 +20,27 @@ from mujica_jax.learning.trainer import Trainer, TrainState
 from mujica_jax.models.weights import load_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "PYTHONPATH": str(ROOT)}
+ENVIRONMENT = os.environ | {
+    "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    "PYTHONPATH": str(ROOT),
+}
 
 pytestmark = pytest.mark.slow
 
 
 def play(directory: Path, *, data: int = 1, fsdp: int = 1, kill: str = "none") -> Path:
     directory.mkdir(exist_ok=True)
-    command = [sys.executable, str(ROOT / "tests" / "train_in_pieces.py"), str(directory), str(data), str(fsdp), kill]
-    finished = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_SECONDS)
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "train_in_pieces.py"),
+        str(directory),
+        str(data),
+        str(fsdp),
+        kill,
+    ]
+    finished = subprocess.run(
+        command, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_SECONDS
+    )
     assert finished.returncode == (0 if kill == "none" else -signal.SIGKILL), finished.stderr
     return directory
 
@@ -43,7 +55,9 @@ def samples(directory: Path) -> dict[int, list]:
 
 
 def state(directory: Path) -> TrainState:
-    restored = Checkpoints(directory, keep=1).restore_latest(Trainer(MODEL, TRAINER).abstract_state())
+    restored = Checkpoints(directory, keep=1).restore_latest(
+        Trainer(MODEL, TRAINER).abstract_state()
+    )
     assert restored is not None
     return restored[0]
 
@@ -74,6 +88,14 @@ def test_what_four_devices_began_two_continue_and_export(undisturbed, tmp_path):
     play(play(tmp_path / "run", data=2, fsdp=2, kill="loop"), fsdp=2)
     assert samples(tmp_path / "run") == samples(undisturbed)
     continued = state(tmp_path / "run")
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), continued, state(undisturbed))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5),
+        continued,
+        state(undisturbed),
+    )
     exported = nnx.state(load_checkpoint(tmp_path / "run" / "model"))
-    jax.tree.map(np.testing.assert_array_equal, nnx.to_pure_dict(exported), nnx.to_pure_dict(continued.params))
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        nnx.to_pure_dict(exported),
+        nnx.to_pure_dict(continued.params),
+    )

@@ -1,4 +1,5 @@
-"""The retriever over an index: queries together, the same one once, results kept, faults typed, deadlines held."""
+"""The retriever over an index: queries together, the same one once, results kept, faults typed,
+deadlines held."""
 
 import asyncio
 import threading
@@ -7,7 +8,12 @@ import pytest
 from patience import HANG_SECONDS
 
 from mujica_jax.retrieval import search_cache
-from mujica_jax.retrieval.errors import RetrieverOverloaded, RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
+from mujica_jax.retrieval.errors import (
+    RetrieverOverloaded,
+    RetrieverRefused,
+    RetrieverTimeout,
+    RetrieverUnavailable,
+)
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.text.corpus import Passage
@@ -62,11 +68,24 @@ async def together(retriever, *queries, k=2):
 def test_queries_that_arrive_together_are_searched_together_and_each_gets_its_own(index, inline):
     retriever = IndexRetriever(index, inline=inline)
     found = asyncio.run(together(retriever, "a", "bbb", "cc", "a"))
-    assert [[passage.id for passage in of] for of in found] == [["1", "2"], ["3", "4"], ["2", "3"], ["1", "2"]]
+    assert [[passage.id for passage in of] for of in found] == [
+        ["1", "2"],
+        ["3", "4"],
+        ["2", "3"],
+        ["1", "2"],
+    ]
     assert index.batches == [["a", "bbb", "cc"]]
     statistics = retriever.statistics
-    assert (statistics.queries, statistics.shared, statistics.batches, statistics.cached) == (4, 1, 1, 0)
-    assert statistics.waiting_seconds >= statistics.encode_seconds >= 0 and "4 searches" in statistics.sentence()
+    assert (statistics.queries, statistics.shared, statistics.batches, statistics.cached) == (
+        4,
+        1,
+        1,
+        0,
+    )
+    assert (
+        statistics.waiting_seconds >= statistics.encode_seconds >= 0
+        and "4 searches" in statistics.sentence()
+    )
 
 
 def test_what_arrives_during_a_search_is_the_next_batch(index):
@@ -108,7 +127,10 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
     assert (first, third) == ([PASSAGES[1]], [PASSAGES[2]]) and index.batches == [["a", "bb"]]
     assert isinstance(second, RetrieverRefused) and r"'\ud800' is no text" in str(second)
     assert (retriever.statistics.queries, retriever.statistics.failed) == (3, 1)
-    assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]] and retriever.statistics.cached == 1
+    assert (
+        asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]]
+        and retriever.statistics.cached == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -149,11 +171,15 @@ def test_the_cache_is_bounded(tmp_path, monkeypatch, caplog):
 
 
 def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, caplog):
-    (tmp_path / "version1.sqlite").write_bytes(b"this is no database, and longer than its header" * 10)
+    (tmp_path / "version1.sqlite").write_bytes(
+        b"this is no database, and longer than its header" * 10
+    )
     retriever = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
     for _ in range(2):
         assert [passage.id for passage in asyncio.run(retriever.search("a", 1))] == ["1"]
-    (said,) = [record.getMessage() for record in caplog.records if record.name.endswith("search_cache")]
+    (said,) = [
+        record.getMessage() for record in caplog.records if record.name.endswith("search_cache")
+    ]
     assert "version1.sqlite is not used" in said
     caplog.clear()
     (tmp_path / "file").write_text("")
@@ -165,7 +191,9 @@ def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, ca
 def test_faults_of_the_index_are_typed_and_do_not_end_the_retriever(index, fault):
     async def play(retriever):
         index.fault = fault
-        results = await asyncio.gather(retriever.search("a", 1), retriever.search("bb", 1), return_exceptions=True)
+        results = await asyncio.gather(
+            retriever.search("a", 1), retriever.search("bb", 1), return_exceptions=True
+        )
         index.fault = None
         return results, await retriever.search("a", 1)
 
@@ -182,7 +210,9 @@ def test_a_fault_of_the_program_keeps_its_type(index):
         asyncio.run(IndexRetriever(index).search("a", 1))
 
 
-async def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(turned_clock, index):
+async def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(
+    turned_clock, index
+):
     retriever = IndexRetriever(index, deadline_seconds=0.3)
     index.hold.clear()
     search = asyncio.create_task(retriever.search("a", 1))

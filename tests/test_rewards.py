@@ -24,10 +24,20 @@ def asked(*answers: str) -> Question:
 # episode -> f1, em, f1_format = 0.9 F1 + 0.1 if every turn was well-formed
 EPISODES = {
     "right": (episode("Ghent"), 1.0, 1.0, 1.0),
-    "half of it": (episode("Ghent, Belgium"), 2 / 3, 0.0, 0.9 * 2 / 3 + 0.1),  # precision 1/2, recall 1
+    "half of it": (
+        episode("Ghent, Belgium"),
+        2 / 3,
+        0.0,
+        0.9 * 2 / 3 + 0.1,
+    ),  # precision 1/2, recall 1
     "wrong": (episode("Rome"), 0.0, 0.0, 0.1),
     "right with a malformed worker": (episode("Ghent", malformed_workers=1.0), 1.0, 1.0, 0.9),
-    "right, and something else was counted": (episode("Ghent", malformed_workers=0.0, searches=3.0), 1.0, 1.0, 1.0),
+    "right, and something else was counted": (
+        episode("Ghent", malformed_workers=0.0, searches=3.0),
+        1.0,
+        1.0,
+        1.0,
+    ),
     "no time left": (episode("", StopReason.ITERATION_LIMIT), 0.0, 0.0, 0.1),
     "a turn that holds nothing": (episode("", StopReason.NO_ACTION), 0.0, 0.0, 0.0),
     "a turn that was cut off": (episode("Ghent", StopReason.TURN_LENGTH), 0.0, 0.0, 0.0),
@@ -55,7 +65,8 @@ def test_an_episode_whose_search_failed_earns_nothing_under_any_reward(name):
 
 
 def test_a_reward_may_be_waited_for_and_may_have_no_verdict(monkeypatch):
-    """One that is slow gives its number; one that cannot be had marks the episode, which keeps how it ended."""
+    """One that is slow gives its number; one that cannot be had marks the episode, which keeps how
+    it ended."""
 
     async def slow(answer, trajectory):
         await asyncio.sleep(0)
@@ -69,20 +80,29 @@ def test_a_reward_may_be_waited_for_and_may_have_no_verdict(monkeypatch):
     assert (right.reward, right.rewards_by_part, right.is_rewarded) == (0.5, {"half": 0.5}, True)
     without = asyncio.run(reward.rewarded(episode("unknown", turns=2.0), asked("Ghent")))
     assert (without.reward, without.rewards_by_part, without.is_rewarded) == (0.0, {}, False)
-    assert without.counts == {"turns": 2.0, "judge_failed": 1.0} and without.final_answer == "unknown"
+    assert (
+        without.counts == {"turns": 2.0, "judge_failed": 1.0} and without.final_answer == "unknown"
+    )
 
 
-@pytest.mark.parametrize("given", [0.5, Reward(total=float("nan")), Reward(total="1"), Reward(total=1.0, parts=None)])
+@pytest.mark.parametrize(
+    "given", [0.5, Reward(total=float("nan")), Reward(total="1"), Reward(total=1.0, parts=None)]
+)
 def test_what_is_no_reward_is_refused_by_its_name(monkeypatch, given):
     monkeypatch.setitem(REWARDS, "own", lambda answer, trajectory: given)
-    with pytest.raises(UserError, match=r"the reward <lambda> gave .*; it must return a Reward of finite numbers"):
+    with pytest.raises(
+        UserError, match=r"the reward <lambda> gave .*; it must return a Reward of finite numbers"
+    ):
         find_reward("own", "two_wiki")(episode("Ghent"), asked("Ghent"))
     given = Reward(total=np.float32(0.5), parts={"one": np.int64(1)})
     assert find_reward("own", "two_wiki")(episode("Ghent"), asked("Ghent")) == given
 
 
 def test_the_best_alias_counts_and_the_rule_of_the_task_decides():
-    assert find_reward("f1", "two_wiki")(episode("Motor City"), asked("Detroit", "Motor City")).total == 1.0
+    assert (
+        find_reward("f1", "two_wiki")(episode("Motor City"), asked("Detroit", "Motor City")).total
+        == 1.0
+    )
     assert find_reward("em", "two_wiki")(episode("Ghent, Belgium"), asked("Ghent")).total == 0.0
     assert find_reward("em", "cover_em")(episode("Ghent, Belgium"), asked("Ghent")).total == 1.0
 

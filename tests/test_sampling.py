@@ -15,7 +15,8 @@ from mujica_jax.inference.sampling import BLOCK_TOKENS, Filters, Sampled, sample
 sample_compiled = jax.jit(sample)
 uniforms_compiled = jax.jit(uniforms)
 ALMOST_ONE = float(np.nextafter(np.float32(1), np.float32(0)))
-# One token, a part of a block, whole blocks, one over, and more blocks than the triangular product is used for (512).
+# One token, a part of a block, whole blocks, one over, and more blocks than the triangular product
+# is used for (512).
 VOCABULARIES = (1, 5, BLOCK_TOKENS, 2 * BLOCK_TOKENS, 2 * BLOCK_TOKENS + 1, 600 * BLOCK_TOKENS + 7)
 SMALL = 70  # a block and six tokens
 DRAWS = 128  # rows of one vocabulary share a program
@@ -23,7 +24,8 @@ EVENLY = (np.arange(DRAWS) + 0.5) / DRAWS
 
 
 def draw(logits, temperature, uniform) -> tuple[np.ndarray, np.ndarray]:
-    """`sample` on rows of one vocabulary: one row of logits, temperature or uniform number serves all."""
+    """`sample` on rows of one vocabulary: one row of logits, temperature or uniform number serves
+    all."""
     rows = max(np.ndim(logits) > 1 and len(logits), np.size(temperature), np.size(uniform))
     logits = np.broadcast_to(np.asarray(logits, np.float32), (rows, np.shape(logits)[-1]))
     temperature = np.broadcast_to(np.asarray(temperature, np.float32), rows)
@@ -37,7 +39,9 @@ def log_softmax(logits) -> np.ndarray:
     return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
 
-def random_logits(vocabulary: int, seed: int = 0, rows: int | None = None, deviation: float = 1.0) -> np.ndarray:
+def random_logits(
+    vocabulary: int, seed: int = 0, rows: int | None = None, deviation: float = 1.0
+) -> np.ndarray:
     shape = vocabulary if rows is None else (rows, vocabulary)
     return np.random.default_rng(seed).normal(0, deviation, shape).astype(np.float32)
 
@@ -63,7 +67,9 @@ def test_greedy_and_drawn_rows_share_a_batch():
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_evenly_spaced_uniforms_draw_each_token_as_often_as_its_probability_says(vocabulary, temperature):
+def test_evenly_spaced_uniforms_draw_each_token_as_often_as_its_probability_says(
+    vocabulary, temperature
+):
     logits = random_logits(vocabulary, deviation=3.0)
     tokens, _ = draw(logits, temperature, EVENLY)
     assert (np.diff(tokens) >= 0).all(), "the cumulative distribution is inverted, so order is kept"
@@ -107,7 +113,9 @@ def test_large_logits_do_not_overflow():
     seed=st.integers(0, 1000),
 )
 @example(allowed=np.arange(SMALL) == 0, uniform=[0.0, ALMOST_ONE] * 2, temperature=1.0, seed=0)
-@example(allowed=np.arange(SMALL) == BLOCK_TOKENS, uniform=[0.0, ALMOST_ONE] * 2, temperature=1.0, seed=0)
+@example(
+    allowed=np.arange(SMALL) == BLOCK_TOKENS, uniform=[0.0, ALMOST_ONE] * 2, temperature=1.0, seed=0
+)
 @settings(max_examples=200, deadline=None)
 def test_a_token_of_zero_weight_is_never_drawn(allowed, uniform, temperature, seed):
     logits = np.where(allowed, random_logits(SMALL, seed), -np.inf)
@@ -134,7 +142,10 @@ def test_the_smallest_uniform_number_draws_the_first_token_that_has_weight(first
     assert (draw(logits, 1.0, 0.0)[0] == first).all()
 
 
-@given(logits=arrays.arrays(np.float32, SMALL, elements=st.floats(-30, 30, width=32)), seed=st.integers(0, 2**32 - 1))
+@given(
+    logits=arrays.arrays(np.float32, SMALL, elements=st.floats(-30, 30, width=32)),
+    seed=st.integers(0, 2**32 - 1),
+)
 @settings(max_examples=100, deadline=None)
 def test_a_low_temperature_draws_the_mode(logits, seed):
     logits[int(logits.argmax())] += 1.0
@@ -148,22 +159,35 @@ def test_log_probabilities_are_not_computed_in_half_precision():
 
 
 def test_a_uniform_number_is_a_function_of_seed_and_position_alone():
-    seeds, positions = (grid.ravel() for grid in np.meshgrid(np.arange(40, dtype=np.uint32), np.arange(25)))
+    seeds, positions = (
+        grid.ravel() for grid in np.meshgrid(np.arange(40, dtype=np.uint32), np.arange(25))
+    )
     positions = positions.astype(np.int32)
     whole = np.asarray(uniforms_compiled(seeds, positions))
     order = np.random.default_rng(0).permutation(len(seeds))
-    np.testing.assert_array_equal(np.asarray(uniforms_compiled(seeds[order], positions[order])), whole[order])
-    alone = [float(uniforms_compiled(seeds[n : n + 1], positions[n : n + 1])[0]) for n in range(0, 1000, 97)]
+    np.testing.assert_array_equal(
+        np.asarray(uniforms_compiled(seeds[order], positions[order])), whole[order]
+    )
+    alone = [
+        float(uniforms_compiled(seeds[n : n + 1], positions[n : n + 1])[0])
+        for n in range(0, 1000, 97)
+    ]
     assert alone == whole[::97].tolist()
 
 
 def test_uniform_numbers_differ_between_seeds_and_between_positions():
-    seeds, positions = (grid.ravel() for grid in np.meshgrid(np.arange(40, dtype=np.uint32), np.arange(40)))
+    seeds, positions = (
+        grid.ravel() for grid in np.meshgrid(np.arange(40, dtype=np.uint32), np.arange(40))
+    )
     drawn = np.asarray(uniforms_compiled(seeds, positions.astype(np.int32))).reshape(40, 40)
     assert ((drawn >= 0) & (drawn < 1)).all()
-    assert abs(drawn.mean() - 0.5) < 0.03, "1,600 uniform numbers: four deviations of their mean are 0.029"
+    assert abs(drawn.mean() - 0.5) < 0.03, (
+        "1,600 uniform numbers: four deviations of their mean are 0.029"
+    )
     off_diagonal = ~np.eye(40, dtype=bool)
-    assert (drawn != drawn.T)[off_diagonal].all(), "seed 3 at position 5 is not seed 5 at position 3"
+    assert (drawn != drawn.T)[off_diagonal].all(), (
+        "seed 3 at position 5 is not seed 5 at position 3"
+    )
     for axis in (0, 1):
         assert (np.diff(drawn, axis=axis) != 0).all()
 
@@ -189,16 +213,32 @@ FILTERS = {
 
 
 def filters_of(rows: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Filters:
-    return Filters(np.full(rows, top_k, np.int32), np.full(rows, top_p, np.float32), np.full(rows, min_p, np.float32))
+    return Filters(
+        np.full(rows, top_k, np.int32),
+        np.full(rows, top_p, np.float32),
+        np.full(rows, min_p, np.float32),
+    )
 
 
 def draw_filtered(logits: np.ndarray, temperature: float, uniform, filters: Filters) -> Sampled:
     rows = len(logits)
     temperatures = np.full(rows, temperature, np.float32)
-    return Sampled(*map(np.asarray, sample_compiled(logits, temperatures, np.asarray(uniform, np.float32), filters)))
+    return Sampled(
+        *map(
+            np.asarray,
+            sample_compiled(logits, temperatures, np.asarray(uniform, np.float32), filters),
+        )
+    )
 
 
-def warped(logits: np.ndarray, temperature: float, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+def warped(
+    logits: np.ndarray,
+    temperature: float,
+    *,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+):
     """Logits after transformers' warpers, -inf where a token may not be drawn."""
     warpers = [transformers.TemperatureLogitsWarper(float(temperature))]
     warpers += [transformers.TopKLogitsWarper(top_k)] if top_k else []
@@ -211,17 +251,22 @@ def warped(logits: np.ndarray, temperature: float, *, top_k: int = 0, top_p: flo
 
 
 def drawn_of_one(logits: np.ndarray, temperature: float, chosen: dict) -> set[int]:
-    """All tokens that evenly spaced uniform numbers draw; the logits make each likely enough to be hit."""
+    """All tokens that evenly spaced uniform numbers draw; the logits make each likely enough to be
+    hit."""
     rows = np.broadcast_to(logits, (DRAWS * 16, len(logits)))
     uniform = (np.arange(len(rows)) + 0.5) / len(rows)
-    return set(draw_filtered(rows, temperature, uniform, filters_of(len(rows), **chosen)).token.tolist())
+    return set(
+        draw_filtered(rows, temperature, uniform, filters_of(len(rows), **chosen)).token.tolist()
+    )
 
 
 @pytest.mark.parametrize("chosen", FILTERS.values(), ids=FILTERS)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_the_tokens_that_filters_allow_are_those_of_transformers(temperature, chosen):
     for seed in range(3):
-        logits = random_logits(SMALL, seed=seed, deviation=temperature)  # no token is less likely than one in 2,000
+        logits = random_logits(
+            SMALL, seed=seed, deviation=temperature
+        )  # no token is less likely than one in 2,000
         allowed = np.flatnonzero(np.isfinite(warped(logits[None], temperature, **chosen)[0]))
         assert drawn_of_one(logits, temperature, chosen) == set(allowed.tolist())
 
@@ -240,19 +285,23 @@ def test_sampling_log_probabilities_are_the_log_softmax_of_the_filtered_logits(t
 def test_log_probabilities_stay_those_of_the_policy_whatever_is_filtered(chosen):
     logits = random_logits(SMALL, seed=5, rows=DRAWS, deviation=2.0)
     drawn = draw_filtered(logits, 0.7, EVENLY, filters_of(DRAWS, **chosen))
-    np.testing.assert_allclose(drawn.logprob, log_softmax(logits)[np.arange(DRAWS), drawn.token], rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(
+        drawn.logprob, log_softmax(logits)[np.arange(DRAWS), drawn.token], rtol=1e-6, atol=1e-5
+    )
 
 
 @given(
-    logits=arrays.arrays(np.float32, SMALL, elements=st.sampled_from([-3.0, -1.0, 0.0, 0.5, 1.0, 1.5])),
+    logits=arrays.arrays(
+        np.float32, SMALL, elements=st.sampled_from([-3.0, -1.0, 0.0, 0.5, 1.0, 1.5])
+    ),
     top_k=st.integers(0, SMALL + 1),
     top_p=st.floats(0.01, 1),
     min_p=st.floats(0, 1),
 )
 @settings(max_examples=60, deadline=None)
 def test_of_tokens_that_are_equally_likely_all_or_none_may_be_drawn(logits, top_k, top_p, min_p):
-    """transformers cuts a tie at top_p wherever its sort left it: what it allows is allowed, and what is as likely as
-    the least of it."""
+    """transformers cuts a tie at top_p wherever its sort left it: what it allows is allowed, and
+    what is as likely as the least of it."""
     chosen = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
     theirs = np.isfinite(warped(logits[None], 1.0, **chosen)[0])
     found = drawn_of_one(logits, 1.0, chosen)
@@ -260,7 +309,9 @@ def test_of_tokens_that_are_equally_likely_all_or_none_may_be_drawn(logits, top_
     assert found == set(np.flatnonzero(logits >= logits[theirs].min()).tolist())
 
 
-@pytest.mark.parametrize("chosen", [{"top_k": 6}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.7}])
+@pytest.mark.parametrize(
+    "chosen", [{"top_k": 6}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.7}]
+)
 def test_draws_of_many_requests_follow_the_filtered_distribution(chosen):
     draws = 20_000
     logits = random_logits(SMALL, seed=1)
@@ -282,7 +333,9 @@ def test_a_share_too_small_for_a_float_leaves_the_most_likely_token():
     np.testing.assert_array_equal(drawn.sampling_logprob, 0.0)
 
 
-@pytest.mark.parametrize("temperature", [float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)])
+@pytest.mark.parametrize(
+    "temperature", [float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)]
+)
 def test_the_smallest_and_the_largest_temperature_give_numbers(temperature):
     logits = random_logits(SMALL, rows=DRAWS)
     drawn = draw_filtered(logits, temperature, EVENLY, filters_of(DRAWS))
@@ -299,7 +352,11 @@ def test_filters_of_one_row_change_no_other():
     mixed.top_k[::3], mixed.top_p[::5], mixed.min_p[::7] = 2, 0.3, 0.5
     untouched = (mixed.top_k == 0) & (mixed.top_p == 1) & (mixed.min_p == 0)
     ours = draw_filtered(logits, 1.3, EVENLY, mixed)
-    theirs = Sampled(*map(np.asarray, sample_compiled(logits, np.full(DRAWS, 1.3, np.float32), np.float32(EVENLY))))
+    theirs = Sampled(
+        *map(
+            np.asarray, sample_compiled(logits, np.full(DRAWS, 1.3, np.float32), np.float32(EVENLY))
+        )
+    )
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(one[untouched], other[untouched])
     assert (ours.token != theirs.token)[~untouched].any()

@@ -1,5 +1,5 @@
-"""ScaNN's files in chunks are those of its own builder; a killed build goes on and ends with the same bytes; memory
-stays small."""
+"""ScaNN's files in chunks are those of its own builder; a killed build goes on and ends with the
+same bytes; memory stays small."""
 
 import dataclasses
 import json
@@ -21,7 +21,9 @@ from mujica_jax.retrieval.text import scann
 from mujica_jax.retrieval.text.embeddings import Embeddings, compressed
 from mujica_jax.retrieval.text.scann import ScannParameters, package
 
-pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
+pytest.importorskip(
+    "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
+)
 
 ROWS, DIMENSION = 3000, 33
 PARAMETERS = ScannParameters(leaves=40, leaves_searched=8, training_rows=ROWS, reordered=50)
@@ -30,9 +32,13 @@ PARAMETERS = ScannParameters(leaves=40, leaves_searched=8, training_rows=ROWS, r
 @pytest.fixture(scope="module")
 def embeddings() -> Embeddings:
     draw = np.random.default_rng(0)
-    vectors = draw.normal(size=(50, DIMENSION))[draw.integers(0, 50, ROWS)] + draw.normal(size=(ROWS, DIMENSION))
+    vectors = draw.normal(size=(50, DIMENSION))[draw.integers(0, 50, ROWS)] + draw.normal(
+        size=(ROWS, DIMENSION)
+    )
     vectors[:, 5] = 0  # a column without a largest value
-    return compressed((vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32), "bfloat16")
+    return compressed(
+        (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32), "bfloat16"
+    )
 
 
 @pytest.mark.parametrize("spherical", [False, True])
@@ -54,7 +60,9 @@ def test_the_files_are_those_of_scanns_own_builder(embeddings, tmp_path, monkeyp
         if name == scann.MULTIPLIERS:  # their division rounds the last bit otherwise
             np.testing.assert_allclose(np.load(ours / name), np.load(theirs / name), rtol=1e-6)
         elif name.endswith(".npy"):
-            np.testing.assert_array_equal(np.load(ours / name), np.load(theirs / name), err_msg=name)
+            np.testing.assert_array_equal(
+                np.load(ours / name), np.load(theirs / name), err_msg=name
+            )
         else:
             assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
 
@@ -100,7 +108,11 @@ def command(exact: Path, out: Path) -> list[str]:
 MOMENTS = [
     ("text.scann.write_json", 1, 0),  # trained, and that is not said yet
     ("text.scann._put", 2, 0),  # the first chunk's codes are written, its partitions are not
-    ("text.scann.write_json", 3, HASHED_ROWS),  # the second chunk is written, and that is not said yet
+    (
+        "text.scann.write_json",
+        3,
+        HASHED_ROWS,
+    ),  # the second chunk is written, and that is not said yet
     ("text.scann.shutil.copyfile", 3, 1100),  # what was learned lies half beside the codes
     ("text.index.commit", 1, None),  # all but the manifest
 ]
@@ -108,9 +120,14 @@ MOMENTS = [
 
 @pytest.mark.parametrize(
     ("function", "call", "hashed"),
-    [MOMENTS[2], *(pytest.param(*moment, marks=pytest.mark.slow) for moment in (*MOMENTS[:2], *MOMENTS[3:]))],
+    [
+        MOMENTS[2],
+        *(pytest.param(*moment, marks=pytest.mark.slow) for moment in (*MOMENTS[:2], *MOMENTS[3:])),
+    ],
 )
-def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(exact, tmp_path, monkeypatch, function, call, hashed):
+def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(
+    exact, tmp_path, monkeypatch, function, call, hashed
+):
     small_chunks(monkeypatch)
     whole, folder = tmp_path / "whole", tmp_path / "killed"
     assert index.main(command(exact, whole)) == 0
@@ -118,13 +135,17 @@ def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(exact, tmp_path, mo
     with pytest.raises(UserError, match="is half-built"):
         indexes.open_index(folder)
     said = folder / ".scann.new" / "hashed.json"
-    assert hashed is None or (json.loads(said.read_text())["rows"] if said.exists() else 0) == hashed
+    assert (
+        hashed is None or (json.loads(said.read_text())["rows"] if said.exists() else 0) == hashed
+    )
     assert index.main(command(exact, folder)) == 0
     assert not (folder / ".scann.new").exists()
     for path in (whole / "scann").iterdir():
         assert (folder / "scann" / path.name).read_bytes() == path.read_bytes(), path.name
     queries = ["word1 word2", "word50"]
-    assert indexes.open_index(folder).search(queries, 20) == indexes.open_index(whole).search(queries, 20)
+    assert indexes.open_index(folder).search(queries, 20) == indexes.open_index(whole).search(
+        queries, 20
+    )
 
 
 PEAK = """
@@ -154,18 +175,23 @@ print((kibibytes("VmHWM") - before) * 1024)
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """Of rows that are not in the sample only a chunk is held: ScaNN's own builder takes four times their bytes and
-    more."""
+    """Of rows that are not in the sample only a chunk is held: ScaNN's own builder takes four times
+    their bytes and more."""
     rows, dimension = 200_000, 128
     draw, size = np.random.default_rng(0), rows * dimension * 2
     with open(tmp_path / "embeddings.bfloat16", "wb") as file:
         for _ in range(0, rows, 10_000):
             file.write(draw.normal(size=(10_000, dimension)).astype(ml_dtypes.bfloat16).tobytes())
     run = subprocess.run(
-        [sys.executable, "-c", PEAK, str(tmp_path), str(rows), str(dimension)], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-c", PEAK, str(tmp_path), str(rows), str(dimension)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     assert run.returncode == 0, run.stderr
     assert int(run.stdout) < 2 * size
     parameters = ScannParameters(leaves=100, leaves_searched=10, training_rows=5000, reordered=100)
     estimated = scann_building_bytes(parameters, rows, dimension)
-    assert estimated / 2 < int(run.stdout) < 2 * estimated, "as `index estimate` says, within a factor of two"
+    assert estimated / 2 < int(run.stdout) < 2 * estimated, (
+        "as `index estimate` says, within a factor of two"
+    )

@@ -26,7 +26,9 @@ from mujica_jax.retrieval.text.scann import (
     write_scann,
 )
 
-pytest.importorskip("scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone")
+pytest.importorskip(
+    "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
+)
 
 ROWS = 4000
 PARAMETERS = parameters_for(ROWS, of_length_1=True)
@@ -35,7 +37,9 @@ PARAMETERS = parameters_for(ROWS, of_length_1=True)
 def search_over(
     vectors: np.ndarray, folder: Path, parameters: ScannParameters, storage: Storage = "bfloat16"
 ) -> ScannSearch:
-    return ScannSearch.load(write_scann(compressed(vectors, storage), parameters, folder), len(vectors), parameters)
+    return ScannSearch.load(
+        write_scann(compressed(vectors, storage), parameters, folder), len(vectors), parameters
+    )
 
 
 @pytest.fixture(scope="module")
@@ -69,17 +73,23 @@ def test_the_files_may_be_moved(clustered, tmp_path):
     before = ScannSearch.load(made, ROWS, PARAMETERS)
     shutil.move(made, tmp_path / "moved")
     after = ScannSearch.load(tmp_path / "moved", ROWS, PARAMETERS)
-    for ours, theirs in zip(after.search(clustered[1], 7), before.search(clustered[1], 7), strict=True):
+    for ours, theirs in zip(
+        after.search(clustered[1], 7), before.search(clustered[1], 7), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
     assert before.search(clustered[1][:0], 7)[1].shape == (0, 7)
 
 
-def test_the_kernels_that_the_processor_has_are_used_and_find_the_same(clustered, tmp_path, monkeypatch):
+def test_the_kernels_that_the_processor_has_are_used_and_find_the_same(
+    clustered, tmp_path, monkeypatch
+):
     if not (kernels := usable_kernels()):
         pytest.skip("this processor has neither AVX2 nor AVX-512")
     folder = write_scann(compressed(clustered[0], "bfloat16"), PARAMETERS, tmp_path / "scann")
     allowed = [kernels_allowed(package(), name) for name in kernels]
-    assert all(variable.value for variable in allowed), "ScaNN falls back to SSE4: does it have other variables now?"
+    assert all(variable.value for variable in allowed), (
+        "ScaNN falls back to SSE4: does it have other variables now?"
+    )
     wide = ScannSearch.load(folder, ROWS, PARAMETERS).search(clustered[1], 10)
     monkeypatch.setattr(scann, "usable_kernels", lambda: [])
     try:
@@ -111,8 +121,12 @@ def test_a_processor_gets_only_kernels_that_it_can_run(flags, expected, tmp_path
 
 def test_fewer_than_k_in_the_leaves_are_marked(clustered, tmp_path):
     narrow = dataclasses.replace(PARAMETERS, leaves_searched=1)
-    scores, positions = search_over(clustered[0], tmp_path / "scann", narrow, "int8").search(clustered[1], 2000)
-    assert (positions[:, 0] >= 0).all() and (positions[:, -1] == -1).all() and (positions < ROWS).all()
+    scores, positions = search_over(clustered[0], tmp_path / "scann", narrow, "int8").search(
+        clustered[1], 2000
+    )
+    assert (
+        (positions[:, 0] >= 0).all() and (positions[:, -1] == -1).all() and (positions < ROWS).all()
+    )
     for row in positions:
         kept = row[row >= 0]
         assert len(set(kept)) == len(kept) < 2000
@@ -125,11 +139,14 @@ def test_a_small_corpus_is_searched_exactly(rows, tmp_path):
     search = search_over(vectors, tmp_path / "scann", parameters_for(rows, of_length_1=False))
     kept = compressed(vectors, "bfloat16").float32()
     k = min(rows, 5)
-    np.testing.assert_array_equal(search.search(vectors[:3], k)[1], best_rows(vectors[:3], kept, k)[1])
+    np.testing.assert_array_equal(
+        search.search(vectors[:3], k)[1], best_rows(vectors[:3], kept, k)[1]
+    )
 
 
 @pytest.mark.parametrize(
-    ("rows", "leaves", "searched"), [(1023, 0, 0), (6119, 78, 78), (100_000, 316, 95), (10**6, 1000, 300)]
+    ("rows", "leaves", "searched"),
+    [(1023, 0, 0), (6119, 78, 78), (100_000, 316, 95), (10**6, 1000, 300)],
 )
 def test_parameters_follow_from_the_size(rows, leaves, searched):
     found = parameters_for(rows, of_length_1=True)
@@ -140,13 +157,21 @@ def test_parameters_follow_from_the_size(rows, leaves, searched):
 
 @pytest.fixture
 def folders(tmp_path) -> tuple[list[str], Path]:
-    """The command that builds a ScaNN index of 1,100 passages, and its directory; the embeddings are those of another
-    index."""
+    """The command that builds a ScaNN index of 1,100 passages, and its directory; the embeddings
+    are those of another index."""
     corpus = write_corpus(tmp_path / "corpus.jsonl", 1100)
     embedder = str(tiny_embedder(tmp_path / "tiny"))
     exact = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", embedder]
     assert index.main([*exact, "--out", str(tmp_path / "exact")]) == 0
-    built = ["build", "--embeddings", str(tmp_path / "exact"), "--kind", "scann", "--out", str(tmp_path / "scann")]
+    built = [
+        "build",
+        "--embeddings",
+        str(tmp_path / "exact"),
+        "--kind",
+        "scann",
+        "--out",
+        str(tmp_path / "scann"),
+    ]
     return built, tmp_path / "scann"
 
 
@@ -162,4 +187,6 @@ def test_faults_of_scann_are_one_sentence(folders, monkeypatch, capsys):
         ScannSearch.load(folder / "nothing", 5, PARAMETERS)
     monkeypatch.setitem(sys.modules, "scann.scann_ops.py", None)
     with pytest.raises(UserError, match=r"ScaNN cannot be imported on .*: use --kind exact, which"):
-        search_over(np.ones((4, 8), np.float32), folder / "other", parameters_for(4, of_length_1=False))
+        search_over(
+            np.ones((4, 8), np.float32), folder / "other", parameters_for(4, of_length_1=False)
+        )

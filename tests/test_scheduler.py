@@ -1,4 +1,5 @@
-"""Scheduling, on an engine whose completions are computed by hand, and what only a real engine shows."""
+"""Scheduling, on an engine whose completions are computed by hand, and what only a real engine
+shows."""
 
 import asyncio
 import contextlib
@@ -15,7 +16,16 @@ from countable_engine import CountableEngine
 from flax import nnx
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tiny_engine import MODEL, POSITIONS, SLOTS, decoder, log_probs_of, make_engine, random_tokens, without_kernels
+from tiny_engine import (
+    MODEL,
+    POSITIONS,
+    SLOTS,
+    decoder,
+    log_probs_of,
+    make_engine,
+    random_tokens,
+    without_kernels,
+)
 from traffic import assert_by_hand, complete_all, make_generator, params, run
 
 from mujica_jax.inference.engine import contiguous_programs as resident_programs
@@ -26,11 +36,18 @@ from mujica_jax.inference.scheduler import BatchedGenerator
 
 prompts = st.lists(st.integers(0, 19), min_size=1, max_size=40)
 all_params = st.builds(
-    params, st.integers(1, 20), st.sampled_from([0.0, 1.0]), st.integers(0, 5) | st.sampled_from([-1, 2**32, 2**70])
+    params,
+    st.integers(1, 20),
+    st.sampled_from([0.0, 1.0]),
+    st.integers(0, 5) | st.sampled_from([-1, 2**32, 2**70]),
 )
 
 
-@given(requests=st.lists(st.tuples(prompts, all_params), max_size=12), slots=st.integers(1, 4), reuse=st.booleans())
+@given(
+    requests=st.lists(st.tuples(prompts, all_params), max_size=12),
+    slots=st.integers(1, 4),
+    reuse=st.booleans(),
+)
 @settings(max_examples=60, deadline=None)
 def test_more_requests_than_slots_all_finish_each_with_its_own_result(requests, slots, reuse):
     engine = CountableEngine(slots=slots)
@@ -39,17 +56,23 @@ def test_more_requests_than_slots_all_finish_each_with_its_own_result(requests, 
     for completion, (prompt, wanted) in zip(completions, requests, strict=True):
         assert_by_hand(engine, completion, prompt, wanted)
     counted = generator.statistics
-    assert (counted.requests, counted.prompt_tokens) == (len(requests), sum(len(prompt) for prompt, _ in requests))
+    assert (counted.requests, counted.prompt_tokens) == (
+        len(requests),
+        sum(len(prompt) for prompt, _ in requests),
+    )
     assert counted.generated_tokens == sum(len(completion.token_ids) for completion in completions)
 
 
 @given(data=st.data(), slots=st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_growing_conversations_are_answered_as_if_each_turn_stood_alone(data, slots):
-    """Several at a time, more than there are slots, some beginning alike, some cancelled, some with a short last
-    turn."""
+    """Several at a time, more than there are slots, some beginning alike, some cancelled, some with
+    a short last turn."""
     opening = data.draw(prompts)
-    turns = st.lists(st.tuples(st.lists(st.integers(0, 19), max_size=4), st.integers(1, 5), st.booleans()), max_size=3)
+    turns = st.lists(
+        st.tuples(st.lists(st.integers(0, 19), max_size=4), st.integers(1, 5), st.booleans()),
+        max_size=3,
+    )
     conversations = data.draw(st.lists(st.tuples(st.booleans(), turns), max_size=5))
     engine = CountableEngine(slots=slots, positions=128)
     generator = make_generator(engine)
@@ -89,7 +112,8 @@ def test_a_conversation_that_comes_back_is_prefilled_from_where_it_stopped():
         run(main())
         return generator.statistics.prefilled_tokens
 
-    # The last prompt token is decoded: 11 at first; then the last generated token and one of the two new ones.
+    # The last prompt token is decoded: 11 at first; then the last generated token and one of the
+    # two new ones.
     assert prefilled(prefix_reuse=True) == 11 + 2 + 2
     assert prefilled(prefix_reuse=False) == 11 + 18 + 25
 
@@ -103,7 +127,9 @@ async def test_the_slot_of_a_conversation_that_will_come_back_is_kept_while_othe
         await generator.generate([10 + seed, 2, 3], params(3, seed=seed))
     before = generator.statistics.prefilled_tokens
     await generator.generate([*opening, *first.token_ids, 4], params(3), continues=True)
-    assert generator.statistics.prefilled_tokens == before + 1, "the last generated token alone was not cached"
+    assert generator.statistics.prefilled_tokens == before + 1, (
+        "the last generated token alone was not cached"
+    )
 
 
 async def test_a_conversation_that_will_come_back_overtakes_requests_that_will_not():
@@ -142,7 +168,9 @@ async def test_bad_requests_are_refused_one_by_one_while_others_go_on():
     generator = make_generator(engine)
     good = [([token, 2, 3], params(10, seed=token)) for token in range(len(BAD_REQUESTS))]
     mixed = [request for pair in zip(good, BAD_REQUESTS.values(), strict=True) for request in pair]
-    results = await asyncio.gather(*(generator.generate(*request) for request in mixed), return_exceptions=True)
+    results = await asyncio.gather(
+        *(generator.generate(*request) for request in mixed), return_exceptions=True
+    )
     for completion, (prompt, wanted) in zip(results[::2], good, strict=True):
         assert_by_hand(engine, completion, prompt, wanted)
     for error, sentence in zip(results[1::2], BAD_REQUESTS, strict=True):
@@ -160,7 +188,9 @@ def test_a_request_may_fill_the_engine_to_its_last_position():
 async def test_a_cancelled_request_leaves_the_others_alone(wait_calls):
     engine = CountableEngine(slots=1 if wait_calls == 0 else 2)
     generator = make_generator(engine)
-    prompt = next([token] for token in range(20) if len(engine.by_hand([token], params(40))[0]) == 40)
+    prompt = next(
+        [token] for token in range(20) if len(engine.by_hand([token], params(40))[0]) == 40
+    )
     stays = asyncio.ensure_future(generator.generate(prompt, params(40)))
     goes = asyncio.ensure_future(generator.generate(prompt, params(40)))
     while engine.decode_calls < wait_calls or not generator._driver:
@@ -174,7 +204,9 @@ async def test_a_cancelled_request_leaves_the_others_alone(wait_calls):
     assert_by_hand(engine, await stays, prompt, params(40))
     assert_by_hand(engine, after, [4, *prompt], params(5))
     started = 2 if wait_calls == 0 else 3
-    assert generator.statistics.requests == started, "a request that was cancelled while it waited is never started"
+    assert generator.statistics.requests == started, (
+        "a request that was cancelled while it waited is never started"
+    )
     assert generator.statistics.generated_tokens < 40 + 40 + 5
 
 
@@ -183,7 +215,8 @@ async def test_a_cancelled_request_leaves_the_others_alone(wait_calls):
 @example(seed=7)
 @settings(max_examples=40, deadline=None)
 def test_requests_that_begin_alike_and_are_read_in_chunks_do_not_touch_each_others_pages(seed):
-    """One may end, and leave its pages to others, while another one that begins alike is still being read."""
+    """One may end, and leave its pages to others, while another one that begins alike is still
+    being read."""
     draw = np.random.default_rng(seed)
     engine = CountableEngine(
         slots=int(draw.integers(2, 4)),
@@ -204,11 +237,18 @@ def test_requests_that_begin_alike_and_are_read_in_chunks_do_not_touch_each_othe
         assert list((await generator.generate(prompt, wanted)).token_ids) == tokens
 
     async def main() -> None:
-        lengths, turns, most = (draw.integers(low, high, 12) for low, high in ((24, 61), (0, 120), (1, 30)))
+        lengths, turns, most = (
+            draw.integers(low, high, 12) for low, high in ((24, 61), (0, 120), (1, 30))
+        )
         requests = zip(turns, lengths, most, strict=True)
         await asyncio.gather(
             *(
-                ask(int(after), int(length), [int(after) % 20] * (seed % 2), params(int(tokens), seed=seed))
+                ask(
+                    int(after),
+                    int(length),
+                    [int(after) % 20] * (seed % 2),
+                    params(int(tokens), seed=seed),
+                )
                 for seed, (after, length, tokens) in enumerate(requests)
             )
         )
@@ -223,7 +263,11 @@ async def test_a_stream_is_refused_once_all_slots_and_the_queue_are_taken_and_no
     async def stream(seed: int) -> int | OverloadError:
         try:
             return len(
-                [token async for tokens in generator.stream([3, seed], params(9, seed=seed)) for token in tokens]
+                [
+                    token
+                    async for tokens in generator.stream([3, seed], params(9, seed=seed))
+                    for token in tokens
+                ]
             )
         except OverloadError as error:
             return error
@@ -243,7 +287,9 @@ def test_a_fault_of_the_engine_reaches_everyone_who_waits(fails_at_call):
     requests = [([token, 5, 6], params(20, seed=token)) for token in range(6)]
 
     async def main() -> list:
-        return await asyncio.gather(*(generator.generate(*request) for request in requests), return_exceptions=True)
+        return await asyncio.gather(
+            *(generator.generate(*request) for request in requests), return_exceptions=True
+        )
 
     results = run(main())
     faults = [result for result in results if isinstance(result, RuntimeError)]
@@ -252,7 +298,9 @@ def test_a_fault_of_the_engine_reaches_everyone_who_waits(fails_at_call):
         if result not in faults:
             assert_by_hand(engine, result, prompt, wanted)
     engine.memory[:] = -1  # what the pages held is lost with the device
-    for completion, (prompt, wanted) in zip(complete_all(generator, requests), requests, strict=True):
+    for completion, (prompt, wanted) in zip(
+        complete_all(generator, requests), requests, strict=True
+    ):
         assert_by_hand(engine, completion, prompt, wanted)
 
 
@@ -321,7 +369,9 @@ def test_prefix_reuse_changes_no_token_of_conversations(generator, conversations
     without = make_generator(make_engine(), prefix_reuse=False)
     reused, recomputed = converse(generator, conversations, 3), converse(without, conversations, 3)
     for ours, theirs in zip(reused, recomputed, strict=True):
-        assert [completion.token_ids for completion in ours] == [completion.token_ids for completion in theirs]
+        assert [completion.token_ids for completion in ours] == [
+            completion.token_ids for completion in theirs
+        ]
         for one, other in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
     assert generator.statistics.prompt_tokens == without.statistics.prompt_tokens
@@ -331,7 +381,9 @@ def test_prefix_reuse_changes_no_token_of_conversations(generator, conversations
         assert generator.statistics.prefilled_tokens == openings + SLOTS * (3 + 4)
 
 
-async def test_log_probabilities_of_a_turn_in_a_reused_slot_are_those_of_the_full_forward(generator):
+async def test_log_probabilities_of_a_turn_in_a_reused_slot_are_those_of_the_full_forward(
+    generator,
+):
     held = random_tokens(20)
     for turn in range(3):
         completion = await generator.generate(held, params(9, seed=turn), continues=True)
@@ -362,25 +414,39 @@ def test_swapped_weights_show_in_version_and_tokens_and_nothing_cached_is_used(g
     assert (before.policy_version, after.policy_version) == (0, 7)
     assert generator.statistics.prefilled_tokens == 2 * 29, "the prompt was prefilled again"
     swapped = nnx.merge(nnx.graphdef(decoder()), scaled(1.5))
-    np.testing.assert_allclose(after.logprobs, log_probs_of(swapped, [*prompt, *after.token_ids], 10), atol=1e-5)
+    np.testing.assert_allclose(
+        after.logprobs, log_probs_of(swapped, [*prompt, *after.token_ids], 10), atol=1e-5
+    )
     assert np.abs(np.subtract(before.logprobs, after.logprobs)).max() > 1e-2
 
 
 def test_a_policy_that_is_not_finite_fails_its_requests_and_leaves_no_trace(generator):
-    requests = [(random_tokens(40, seed=number), params(6, seed=number)) for number in range(SLOTS + 2)]
+    requests = [
+        (random_tokens(40, seed=number), params(6, seed=number)) for number in range(SLOTS + 2)
+    ]
     expected = complete_all(generator, requests)
     generator.set_weights(scaled(math.nan), policy_version=1)
 
     async def main() -> list:
-        return await asyncio.gather(*(generator.generate(*request) for request in requests), return_exceptions=True)
+        return await asyncio.gather(
+            *(generator.generate(*request) for request in requests), return_exceptions=True
+        )
 
     for error in run(main()):
-        assert isinstance(error, RequestError) and "not finite after 4 tokens" in str(error)  # at the end of a call
+        assert isinstance(error, RequestError) and "not finite after 4 tokens" in str(
+            error
+        )  # at the end of a call
     generator.set_weights(scaled(1.0), policy_version=2)
-    short = [(prompt[:5], wanted) for prompt, wanted in requests]  # most of a slot is not written again
-    assert all(np.isfinite(completion.logprobs).all() for completion in complete_all(generator, short))
+    short = [
+        (prompt[:5], wanted) for prompt, wanted in requests
+    ]  # most of a slot is not written again
+    assert all(
+        np.isfinite(completion.logprobs).all() for completion in complete_all(generator, short)
+    )
     again = complete_all(generator, requests)
-    assert [completion.token_ids for completion in again] == [completion.token_ids for completion in expected]
+    assert [completion.token_ids for completion in again] == [
+        completion.token_ids for completion in expected
+    ]
 
 
 @contextlib.contextmanager
@@ -399,8 +465,11 @@ def counting_compilations() -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize(("kernels", "shapes"), [(True, 1 + 1), (False, 2 + 2)])
-def test_lengths_of_all_sizes_share_few_programs_and_a_second_run_compiles_nothing(kernels, shapes, monkeypatch):
-    """One program that prefills 128 tokens and one that decodes 4 rows; by XLA both for rows of 128 and of 192."""
+def test_lengths_of_all_sizes_share_few_programs_and_a_second_run_compiles_nothing(
+    kernels, shapes, monkeypatch
+):
+    """One program that prefills 128 tokens and one that decodes 4 rows; by XLA both for rows of 128
+    and of 192."""
     if not kernels:
         without_kernels(monkeypatch)
     # A model of its own, so that no other test has compiled for it.
@@ -412,7 +481,11 @@ def test_lengths_of_all_sizes_share_few_programs_and_a_second_run_compiles_nothi
     with counting_compilations() as compiled:
         first = make_generator(make_engine(of))
         completions = complete_all(first, requests)
-        programs = resident_programs.prefill._cache_size() + resident_programs.decode._cache_size() - before
+        programs = (
+            resident_programs.prefill._cache_size()
+            + resident_programs.decode._cache_size()
+            - before
+        )
         assert programs == shapes
         assert first.statistics.compiled_programs >= programs, "and a few that move pages"
         assert len(compiled) >= programs, "the count below sees compilations"

@@ -1,5 +1,5 @@
-"""What a request is answered with depends on the request alone: not on the batch, on chunks, on pages, or on others'
-misfortunes."""
+"""What a request is answered with depends on the request alone: not on the batch, on chunks, on
+pages, or on others' misfortunes."""
 
 import asyncio
 import dataclasses
@@ -43,7 +43,12 @@ def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
 
 
 def engine_of(of: Decoder, **changes: Any) -> Engine:
-    settings = {"slots": 4, "positions": POSITIONS, "page_tokens": PAGE_TOKENS, "num_pages": PAGES_A_SLOT}
+    settings = {
+        "slots": 4,
+        "positions": POSITIONS,
+        "page_tokens": PAGE_TOKENS,
+        "num_pages": PAGES_A_SLOT,
+    }
     settings |= {"prefill_tokens": 128, "decode_steps": DECODE_STEPS, "stop_token_ids": [NO_STOP]}
     return ContiguousEngine(of, **(settings | changes))
 
@@ -70,13 +75,18 @@ def alone() -> list[Completion]:
 
 def test_log_probabilities_of_prompts_around_page_borders_are_those_of_the_full_forward(alone):
     for (prompt, _), completion in zip(MIXED, alone, strict=True):
-        expected = log_probs_of(decoder(), [*prompt, *completion.token_ids], len(completion.token_ids))
+        expected = log_probs_of(
+            decoder(), [*prompt, *completion.token_ids], len(completion.token_ids)
+        )
         np.testing.assert_allclose(completion.logprobs, expected, atol=EXACT)
 
 
 @pytest.mark.slow
 def test_a_request_among_64_gets_what_it_gets_alone(alone):
-    others = [(random_tokens(3 + n, seed=1000 + n), params(5 + n % 9, seed=n)) for n in range(64 - len(MIXED))]
+    others = [
+        (random_tokens(3 + n, seed=1000 + n), params(5 + n % 9, seed=n))
+        for n in range(64 - len(MIXED))
+    ]
     generator = make_generator(make_engine(slots=64, pages=16 * PAGES_A_SLOT))
     assert_same(complete_all(generator, [*MIXED, *others])[: len(MIXED)], alone)
 
@@ -93,18 +103,31 @@ def test_pages_that_are_shared_evicted_and_filled_again_give_what_fresh_memory_g
         order = np.random.default_rng(round).permutation(len(MIXED))
         completions = complete_all(generator, [MIXED[n] for n in order])
         assert_same(completions, [alone[n] for n in order])
-    assert generator.statistics.evicted_pages > 3 * PAGES_A_SLOT and generator.statistics.cache_hit_rate > 0.05
+    assert (
+        generator.statistics.evicted_pages > 3 * PAGES_A_SLOT
+        and generator.statistics.cache_hit_rate > 0.05
+    )
     assert_nothing_is_held(generator)
 
 
 def test_filters_of_some_requests_change_no_token_of_the_others(alone):
-    filters = [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 1, "top_p": 0.1, "min_p": 1.0}]
-    filtered = [(prompt, dataclasses.replace(how, **filters[n % 4])) for n, (prompt, how) in enumerate(MIXED)]
+    filters = [
+        {"top_k": 3},
+        {"top_p": 0.5},
+        {"min_p": 0.3},
+        {"top_k": 1, "top_p": 0.1, "min_p": 1.0},
+    ]
+    filtered = [
+        (prompt, dataclasses.replace(how, **filters[n % 4]))
+        for n, (prompt, how) in enumerate(MIXED)
+    ]
     completions = complete_all(make_generator(engine_of(decoder())), [*filtered, *MIXED])
     assert_same(completions[len(MIXED) :], alone)
     for (_, how), completion in zip(filtered, completions, strict=False):
         if how.top_k == 1:
-            assert completion.sampling_logprobs == (0.0,) * len(completion.token_ids), "one token is left"
+            assert completion.sampling_logprobs == (0.0,) * len(completion.token_ids), (
+                "one token is left"
+            )
 
 
 @pytest.fixture(scope="module")
@@ -116,19 +139,28 @@ def fragile() -> Decoder:
 
 
 COMMON = [token % BROKEN for token in random_tokens(PAGE_TOKENS + 2, seed=5)]
-GOOD = [*COMMON, 5, 6], params(6)  # short: what lies behind it in its page and its row stays there while it decodes
+GOOD = (
+    [*COMMON, 5, 6],
+    params(6),
+)  # short: what lies behind it in its page and its row stays there while it decodes
 
 
 @pytest.fixture(scope="module")
 def expected(fragile) -> list[Completion]:
     return complete_all(
-        make_generator(engine_of(fragile, slots=2, prefill_tokens=16, num_pages=2 * PAGES_A_SLOT)), [GOOD]
+        make_generator(engine_of(fragile, slots=2, prefill_tokens=16, num_pages=2 * PAGES_A_SLOT)),
+        [GOOD],
     )
 
 
-def beside_a_lost_one(fragile: Decoder, prompt: list[int], cancelled_at: int | None = None) -> tuple[Any, Completion]:
-    """(what a request came to whose prompt is not finite, what the good one got that came into its slot)."""
-    generator = make_generator(engine_of(fragile, slots=2, prefill_tokens=16, num_pages=2 * PAGES_A_SLOT))
+def beside_a_lost_one(
+    fragile: Decoder, prompt: list[int], cancelled_at: int | None = None
+) -> tuple[Any, Completion]:
+    """(what a request came to whose prompt is not finite, what the good one got that came into its
+    slot)."""
+    generator = make_generator(
+        engine_of(fragile, slots=2, prefill_tokens=16, num_pages=2 * PAGES_A_SLOT)
+    )
 
     async def main() -> tuple[Any, Completion]:
         busy = asyncio.create_task(
@@ -139,7 +171,9 @@ def beside_a_lost_one(fragile: Decoder, prompt: list[int], cancelled_at: int | N
         lost = asyncio.create_task(generator.generate(prompt, params(6)))
         await asyncio.sleep(0)
         good = asyncio.create_task(generator.generate(*GOOD))
-        while cancelled_at and not any(request.computed >= cancelled_at for request in generator._running.values()):
+        while cancelled_at and not any(
+            request.computed >= cancelled_at for request in generator._running.values()
+        ):
             await asyncio.sleep(0)
         if cancelled_at:
             lost.cancel()
@@ -160,18 +194,28 @@ def test_a_prompt_that_is_not_finite_fails_alone_although_its_pages_were_shared(
     assert_same([completion], expected)
 
 
-def test_a_prompt_that_is_not_finite_and_is_cancelled_before_anybody_knows_leaves_no_trace(fragile, expected):
-    outcome, completion = beside_a_lost_one(fragile, [*[9] * 40, BROKEN, *[9] * 68], cancelled_at=48)
+def test_a_prompt_that_is_not_finite_and_is_cancelled_before_anybody_knows_leaves_no_trace(
+    fragile, expected
+):
+    outcome, completion = beside_a_lost_one(
+        fragile, [*[9] * 40, BROKEN, *[9] * 68], cancelled_at=48
+    )
     assert isinstance(outcome, asyncio.CancelledError)
     assert_same([completion], expected)
 
 
 def test_a_request_that_is_cancelled_before_its_prompt_is_read_takes_nobodys_row(monkeypatch):
-    """The second prompt takes the whole call, so the third is given up while it has a slot and no row."""
+    """The second prompt takes the whole call, so the third is given up while it has a slot and no
+    row."""
     without_kernels(monkeypatch)
-    wanted = [(random_tokens(5, seed=1), params(40, deadline_seconds=FAR)), (random_tokens(33, seed=2), params(20))]
+    wanted = [
+        (random_tokens(5, seed=1), params(40, deadline_seconds=FAR)),
+        (random_tokens(33, seed=2), params(20)),
+    ]
     settings = {"slots": 8, "prefill_tokens": 16, "decode_steps": 1, "num_pages": 8 * PAGES_A_SLOT}
-    expected = [complete_all(make_generator(engine_of(decoder(), **settings)), [one])[0] for one in wanted]
+    expected = [
+        complete_all(make_generator(engine_of(decoder(), **settings)), [one])[0] for one in wanted
+    ]
     engine = engine_of(decoder(), **settings)
     generator = make_generator(engine)
 
@@ -184,7 +228,9 @@ def test_a_request_that_is_cancelled_before_its_prompt_is_read_takes_nobodys_row
         third = asyncio.create_task(generator.generate(random_tokens(60, seed=3), params(20)))
         while len(generator._running) < 3:
             await asyncio.sleep(0)
-        assert engine._slot_caches[2].row == -1 and engine._slot_caches[1].row == engine._num_rows - 1
+        assert (
+            engine._slot_caches[2].row == -1 and engine._slot_caches[1].row == engine._num_rows - 1
+        )
         third.cancel()
         return [await first, await second]
 
@@ -197,7 +243,12 @@ BEGINNINGS = (
     random_tokens(19, seed=51),
 )  # the second is long enough for a group
 TRAFFIC = st.lists(
-    st.tuples(st.sampled_from(BEGINNINGS), st.integers(1, 30), st.integers(1, 6), st.none() | st.integers(0, 4)),
+    st.tuples(
+        st.sampled_from(BEGINNINGS),
+        st.integers(1, 30),
+        st.integers(1, 6),
+        st.none() | st.integers(0, 4),
+    ),
     min_size=1,
     max_size=9,
 )
@@ -213,12 +264,14 @@ def busy_engine() -> Engine:
 @given(waves=st.lists(TRAFFIC, min_size=1, max_size=3))
 @settings(max_examples=12, deadline=None)
 def test_random_traffic_on_rows_and_groups_gives_everyone_the_numbers_of_a_full_forward_pass(waves):
-    """Few pages, prompts in chunks, conversations that come back, requests that are cancelled after some turns of the
-    loop; with kernels all of it in at most 11 programs."""
+    """Few pages, prompts in chunks, conversations that come back, requests that are cancelled after
+    some turns of the loop; with kernels all of it in at most 11 programs."""
     generator = make_generator(busy_engine())
     generator.reset_cache()
 
-    async def one(number: int, beginning: list[int], own: int, new: int, cancelled_after: int | None) -> None:
+    async def one(
+        number: int, beginning: list[int], own: int, new: int, cancelled_after: int | None
+    ) -> None:
         prompt = [*beginning, *random_tokens(own, seed=number)]
         task = asyncio.ensure_future(generator.generate(prompt, params(new, seed=number)))
         if cancelled_after is not None:

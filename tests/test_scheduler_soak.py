@@ -1,5 +1,5 @@
-"""Two thousand requests of all kinds on a real engine: everyone is answered, nothing is left behind, and a sample is
-right."""
+"""Two thousand requests of all kinds on a real engine: everyone is answered, nothing is left
+behind, and a sample is right."""
 
 import asyncio
 import gc
@@ -16,7 +16,9 @@ from mujica_jax.inference.sequence import SequenceState
 REQUESTS, WARM_UP, CHECKED = 2000, 1000, 60
 AT_ONCE = 24  # more than there are slots and places in the queue
 PATIENCE_SECONDS = 300.0
-GROWTH_BYTES = 24 * 2**20  # 24 KB a request after the warm-up; the compiler's own memory moves by a few MB
+GROWTH_BYTES = (
+    24 * 2**20
+)  # 24 KB a request after the warm-up; the compiler's own memory moves by a few MB
 STATM = Path("/proc/self/statm")
 
 
@@ -28,8 +30,13 @@ def resident_bytes() -> int:
 def request(n: int) -> tuple[list[int], SamplingParams, str]:
     """(prompt, parameters, what happens to it), drawn from its number alone."""
     random = np.random.default_rng(n)
-    beginning = np.random.default_rng(random.integers(3)).integers(0, MODEL.vocab_size, 80)[: random.integers(0, 80)]
-    prompt = [*beginning.tolist(), *random.integers(0, MODEL.vocab_size, random.integers(1, 20)).tolist()]
+    beginning = np.random.default_rng(random.integers(3)).integers(0, MODEL.vocab_size, 80)[
+        : random.integers(0, 80)
+    ]
+    prompt = [
+        *beginning.tolist(),
+        *random.integers(0, MODEL.vocab_size, random.integers(1, 20)).tolist(),
+    ]
     filters = [{}, {}, {"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.1}][random.integers(5)]
     stops = [(), (), ("a", "zq"), (letter(3).decode() + letter(4).decode(),)][random.integers(4)]
     fate = str(random.choice(["whole", "whole", "streamed", "cancelled", "late"]))
@@ -57,7 +64,9 @@ def test_two_thousand_mixed_requests_end_and_leave_nothing_behind():
             if fate == "streamed":
                 while generator.statistics.waiting >= 2 * SLOTS:
                     await asyncio.sleep(0.001)
-                outcomes[n] = tuple([token async for part in generator.stream(prompt, wanted) for token in part])
+                outcomes[n] = tuple(
+                    [token async for part in generator.stream(prompt, wanted) for token in part]
+                )
                 return
             task = asyncio.create_task(generator.generate(prompt, wanted))
             if fate == "cancelled":
@@ -68,7 +77,9 @@ def test_two_thousand_mixed_requests_end_and_leave_nothing_behind():
 
     async def main(first: int, last: int) -> None:
         room = asyncio.Semaphore(AT_ONCE)
-        await asyncio.wait_for(asyncio.gather(*(one(n, room) for n in range(first, last))), PATIENCE_SECONDS)
+        await asyncio.wait_for(
+            asyncio.gather(*(one(n, room) for n in range(first, last))), PATIENCE_SECONDS
+        )
         while generator._driver is not None and not generator._driver.done():
             await asyncio.sleep(0)
 
@@ -76,7 +87,9 @@ def test_two_thousand_mixed_requests_end_and_leave_nothing_behind():
     after_warm_up = resident_bytes()
     asyncio.run(main(WARM_UP, REQUESTS))
     growth = resident_bytes() - after_warm_up
-    assert growth < GROWTH_BYTES, f"{growth / 2**20:.0f} MiB more after {REQUESTS - WARM_UP} further requests"
+    assert growth < GROWTH_BYTES, (
+        f"{growth / 2**20:.0f} MiB more after {REQUESTS - WARM_UP} further requests"
+    )
     assert not [one for one in gc.get_objects() if isinstance(one, SequenceState)]
     assert_nothing_is_held(generator)
     assert generator.statistics.evicted_pages > 100
@@ -84,9 +97,17 @@ def test_two_thousand_mixed_requests_end_and_leave_nothing_behind():
     assert len(outcomes) == REQUESTS
     allowed = {"late": DeadlineError, "cancelled": asyncio.CancelledError}
     for n, outcome in outcomes.items():
-        assert isinstance(outcome, (Completion, tuple, allowed.get(request(n)[2], ()))), (request(n)[2], outcome)
+        assert isinstance(outcome, (Completion, tuple, allowed.get(request(n)[2], ()))), (
+            request(n)[2],
+            outcome,
+        )
     kinds = [type(outcome) for outcome in outcomes.values()]
-    assert min(kinds.count(kind) for kind in (Completion, tuple, asyncio.CancelledError, DeadlineError)) > 20
+    assert (
+        min(
+            kinds.count(kind) for kind in (Completion, tuple, asyncio.CancelledError, DeadlineError)
+        )
+        > 20
+    )
 
     answered = [n for n, outcome in outcomes.items() if isinstance(outcome, (Completion, tuple))]
     alone = make_generator(make_engine(pages=2 * PAGES_A_SLOT), prefix_reuse=False)
@@ -97,5 +118,8 @@ def test_two_thousand_mixed_requests_end_and_leave_nothing_behind():
         if isinstance(outcome, tuple):
             assert outcome == expected.token_ids
         else:
-            assert (outcome.token_ids, outcome.finish_reason) == (expected.token_ids, expected.finish_reason)
+            assert (outcome.token_ids, outcome.finish_reason) == (
+                expected.token_ids,
+                expected.finish_reason,
+            )
             np.testing.assert_allclose(outcome.logprobs, expected.logprobs, atol=1e-4)

@@ -1,5 +1,5 @@
-"""Traffic that comes, goes and changes its mind, on an engine whose completions are computed by hand and whose memory
-is short."""
+"""Traffic that comes, goes and changes its mind, on an engine whose completions are computed by
+hand and whose memory is short."""
 
 import asyncio
 import itertools
@@ -12,16 +12,34 @@ from countable_engine import CountableEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_traffic import PIECES, actions, at_rest, engines, play
-from traffic import FAR, assert_by_hand, assert_nothing_is_held, complete_all, make_generator, params, run, settle
+from traffic import (
+    FAR,
+    assert_by_hand,
+    assert_nothing_is_held,
+    complete_all,
+    make_generator,
+    params,
+    run,
+    settle,
+)
 
 from mujica_jax.inference.requests import Completion, DeadlineError, OverloadError, RequestError
 from mujica_jax.inference.scheduler import MAX_DEFERRED_CALLS, BatchedGenerator
 
 
-@given(actions=actions, engine=engines, queue_size=st.integers(1, 4), reuse=st.sampled_from([True, True, False]))
+@given(
+    actions=actions,
+    engine=engines,
+    queue_size=st.integers(1, 4),
+    reuse=st.sampled_from([True, True, False]),
+)
 @settings(max_examples=150, deadline=None)
-def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behind(actions, engine, queue_size, reuse):
-    generator = make_generator(engine, prefix_reuse=reuse, queue_size=queue_size, token_bytes=PIECES.__getitem__)
+def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behind(
+    actions, engine, queue_size, reuse
+):
+    generator = make_generator(
+        engine, prefix_reuse=reuse, queue_size=queue_size, token_bytes=PIECES.__getitem__
+    )
     play(actions, engine, generator)
     assert_nothing_is_held(generator)
 
@@ -36,7 +54,9 @@ async def test_a_request_that_needs_more_pages_than_there_are_is_refused_and_oth
     refused, completion = await asyncio.gather(
         *(generator.generate(*one) for one in (large, fits)), return_exceptions=True
     )
-    assert isinstance(refused, RequestError) and "needs 9 pages of KV memory and the engine has 8" in str(refused)
+    assert isinstance(
+        refused, RequestError
+    ) and "needs 9 pages of KV memory and the engine has 8" in str(refused)
     assert_by_hand(engine, completion, [3] * 29, params(3))
 
 
@@ -72,7 +92,11 @@ def test_a_prompt_computed_twice_leaves_each_request_the_pages_that_its_slot_rea
     engine.stop_token_ids = frozenset()
     generator = make_generator(engine)
     prompt = [(7 * n) % 19 + 1 for n in range(13)]
-    wanted = [(prompt, params(3)), (prompt, params(30, seed=1)), *(([9 + n] * 30, params(5)) for n in range(4))]
+    wanted = [
+        (prompt, params(3)),
+        (prompt, params(30, seed=1)),
+        *(([9 + n] * 30, params(5)) for n in range(4)),
+    ]
 
     async def main() -> list[Completion]:
         tasks = [asyncio.create_task(generator.generate(*wanted[0]))]
@@ -91,7 +115,9 @@ def test_two_long_prompts_that_are_alike_and_come_together_are_computed_once(pre
     engine = CountableEngine(prefill_tokens=prefill_tokens)
     generator = make_generator(engine)
     prompt = [n % 19 + 1 for n in range(41)]  # ten pages and the token that is decoded
-    for seed, completion in enumerate(complete_all(generator, [(prompt, params(5, seed=seed)) for seed in range(2)])):
+    for seed, completion in enumerate(
+        complete_all(generator, [(prompt, params(5, seed=seed)) for seed in range(2)])
+    ):
         assert_by_hand(engine, completion, prompt, params(5, seed=seed))
     assert generator.statistics.prefilled_tokens == 40
 
@@ -108,8 +134,10 @@ def test_what_48_requests_begin_with_is_computed_once():
 
 def test_prompts_in_chunks_and_at_once_and_memory_short_or_not_make_no_difference():
     wanted = [([n % 3 + 1] * (5 + 3 * n) + [4], params(9, seed=n)) for n in range(12)]
-    engines = [CountableEngine(slots=slots, pages=pages, prefill_tokens=tokens, decode_steps=steps)
-               for slots, pages, tokens, steps in [(1, 16, 64, 1), (3, 17, 2, 5), (3, 64, 64, 3)]]  # fmt: skip
+    engines = [
+        CountableEngine(slots=slots, pages=pages, prefill_tokens=tokens, decode_steps=steps)
+        for slots, pages, tokens, steps in [(1, 16, 64, 1), (3, 17, 2, 5), (3, 64, 64, 3)]
+    ]
     generators = [make_generator(engine) for engine in engines]
     one, other, third = (complete_all(generator, wanted) for generator in generators)
     assert one == other == third
@@ -145,7 +173,9 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(first, de
     assert (completion.finish_reason, completion.stop_string) == ("stop_string", stop)
     assert (list(completion.token_ids), list(completion.logprobs)) == (tokens[:end], logprobs[:end])
     assert list(completion.sampling_logprobs) == [2 * one for one in logprobs[:end]]
-    assert generator.statistics.generated_tokens == end, "what lies beyond it was generated for nobody"
+    assert generator.statistics.generated_tokens == end, (
+        "what lies beyond it was generated for nobody"
+    )
     assert_nothing_is_held(generator)
 
 
@@ -182,7 +212,11 @@ def test_a_stop_token_a_stop_string_and_a_length_limit_are_told_apart():
         (params(20, stop_token_ids=(last,)), "stop", None),
         (params(20, stop_strings=(stop,)), "stop_string", stop),
         (params(place + 1), "length", None),
-        (params(20, stop_strings=(stop,), stop_token_ids=(last,)), "stop", None),  # a stop token counts first
+        (
+            params(20, stop_strings=(stop,), stop_token_ids=(last,)),
+            "stop",
+            None,
+        ),  # a stop token counts first
         (params(place + 1, stop_strings=(stop,)), "stop_string", stop),  # and the length last
     ]:
         (got,) = complete_all(make_generator(engine), [(prompt, wanted)])
@@ -194,7 +228,9 @@ async def test_a_stream_ends_with_the_token_that_completes_a_stop_string():
     engine = CountableEngine(decode_steps=5)
     prompt, tokens = long_completion(engine)
     wanted = params(20, stop_strings=(letters(tokens[6:9]),))
-    assert [token async for part in make_generator(engine).stream(prompt, wanted) for token in part] == tokens[:9]
+    assert [
+        token async for part in make_generator(engine).stream(prompt, wanted) for token in part
+    ] == tokens[:9]
 
 
 def test_stop_tokens_of_one_request_end_no_other():
@@ -202,7 +238,8 @@ def test_stop_tokens_of_one_request_end_no_other():
     prompt, tokens = long_completion(engine)
     place = next(n for n in range(2, 20) if tokens[n] not in tokens[:n])
     stopped, whole = complete_all(
-        make_generator(engine), [(prompt, params(20, stop_token_ids=(tokens[place], 10**6))), (prompt, params(20))]
+        make_generator(engine),
+        [(prompt, params(20, stop_token_ids=(tokens[place], 10**6))), (prompt, params(20))],
     )
     assert (list(stopped.token_ids), stopped.finish_reason) == (tokens[: place + 1], "stop")
     assert (list(whole.token_ids), whole.finish_reason) == (tokens, "length")
@@ -210,13 +247,16 @@ def test_stop_tokens_of_one_request_end_no_other():
 
 @pytest.mark.parametrize(("decode_steps", "computed"), [(5, 2), (3, 3)])
 def test_a_conversation_goes_on_from_a_turn_that_a_stop_string_ended(decode_steps, computed):
-    """One prompt token, 9 generated ones and 3 new ones, the last of which is left to decoding: of 12 tokens the first
-    10 are in memory where the engine decoded beyond the ninth, and the first 9 where its call ended there."""
+    """One prompt token, 9 generated ones and 3 new ones, the last of which is left to decoding: of
+    12 tokens the first 10 are in memory where the engine decoded beyond the ninth, and the first 9
+    where its call ended there."""
     engine = CountableEngine(decode_steps=decode_steps)
     generator = make_generator(engine)
     prompt, tokens = long_completion(engine)
     assert letters(tokens).index(letters(tokens[6:9])) == 6
-    (completion,) = complete_all(generator, [(prompt, params(20, stop_strings=(letters(tokens[6:9]),)))])
+    (completion,) = complete_all(
+        generator, [(prompt, params(20, stop_strings=(letters(tokens[6:9]),)))]
+    )
     assert list(completion.token_ids) == tokens[:9]
     before = generator.statistics.prefilled_tokens
     held = [*prompt, *completion.token_ids, 3, 3, 3]
@@ -270,7 +310,9 @@ async def test_a_parameter_that_nobody_can_honour_fails_its_request_alone(senten
     generator = make_generator(engine)
     good = [5, 6], params(6)
     asked = (good, ([5, 7], params(**BAD[sentence])), good)
-    first, error, last = await asyncio.gather(*(generator.generate(*one) for one in asked), return_exceptions=True)
+    first, error, last = await asyncio.gather(
+        *(generator.generate(*one) for one in asked), return_exceptions=True
+    )
     assert isinstance(error, RequestError) and sentence in str(error)
     assert_by_hand(engine, first, *good)
     assert_by_hand(engine, last, *good)
@@ -281,7 +323,9 @@ async def test_a_completion_that_is_not_finite_fails_its_request_alone():
     engine.broken_seed = 5
     generator = make_generator(engine)
     wanted = [([n % 3 + 1] * 9, params(6, seed=n)) for n in range(9)]
-    outcomes = await asyncio.gather(*(generator.generate(*one) for one in wanted), return_exceptions=True)
+    outcomes = await asyncio.gather(
+        *(generator.generate(*one) for one in wanted), return_exceptions=True
+    )
     assert isinstance(outcomes[5], RequestError) and "not finite" in str(outcomes[5])
     for n, one in enumerate(wanted):
         if n != 5:
@@ -301,7 +345,8 @@ def busy_engine(**settings: Any) -> CountableEngine:
     return engine
 
 
-# (slots, prompt, new tokens): what the request is at when its deadline passes, beside one that runs already
+# (slots, prompt, new tokens): what the request is at when its deadline passes, beside one that runs
+# already
 STATES: dict[str, tuple[int, list[int], int]] = {
     "waiting": (1, [2, 3], 5),
     "prefilling": (2, [2] * 100, 5),
@@ -310,11 +355,15 @@ STATES: dict[str, tuple[int, list[int], int]] = {
 
 
 def state_of(generator: BatchedGenerator, prompt: list[int]) -> str:
-    request = next((one for one in generator._running.values() if one.prompt.tolist() == prompt), None)
+    request = next(
+        (one for one in generator._running.values() if one.prompt.tolist() == prompt), None
+    )
     return "waiting" if request is None else "decoding" if request.tokens else "prefilling"
 
 
-def interrupted(state: str, interrupt: Callable[[BatchedGenerator, asyncio.Task], Any], **changes: Any):
+def interrupted(
+    state: str, interrupt: Callable[[BatchedGenerator, asyncio.Task], Any], **changes: Any
+):
     """(engine, generator, what the interrupted request came to, what the others came to)."""
     slots, prompt, new_tokens = STATES[state]
     engine = busy_engine(slots=slots, prefill_tokens=2)
@@ -400,7 +449,9 @@ async def test_a_full_queue_refuses_streams_until_those_who_wait_give_up():
         await asyncio.sleep(0)
     waiting = [asyncio.create_task(generator.generate([5, n + 1], params(3))) for n in range(3)]
     await asyncio.sleep(0)
-    with pytest.raises(OverloadError, match="1 requests run and 3 wait already, and there is room for 3"):
+    with pytest.raises(
+        OverloadError, match="1 requests run and 3 wait already, and there is room for 3"
+    ):
         await streamed()
     for task in waiting[1:]:
         task.cancel()
@@ -416,7 +467,9 @@ async def test_a_full_queue_refuses_streams_until_those_who_wait_give_up():
 async def test_a_caller_that_leaves_as_its_turn_comes_leaves_it_to_the_next(turns):
     engine = busy_engine(slots=1)
     generator = make_generator(engine)
-    tasks = [asyncio.create_task(generator.generate([3, n + 1], params(6, seed=n))) for n in range(4)]
+    tasks = [
+        asyncio.create_task(generator.generate([3, n + 1], params(6, seed=n))) for n in range(4)
+    ]
     await tasks[0]
     for _ in range(turns):
         await asyncio.sleep(0)
@@ -430,7 +483,9 @@ async def test_a_caller_that_leaves_as_its_turn_comes_leaves_it_to_the_next(turn
 
 
 async def test_streams_are_refused_also_while_slots_are_free_because_memory_is_short():
-    generator = make_generator(CountableEngine(slots=3, pages=16), queue_size=2)  # each request needs 13 pages
+    generator = make_generator(
+        CountableEngine(slots=3, pages=16), queue_size=2
+    )  # each request needs 13 pages
     refused: list[int] = []
 
     async def stream(n: int) -> None:
@@ -461,7 +516,9 @@ async def test_an_engine_that_fails_and_cannot_be_reset_leaves_nobody_waiting():
     engine = Failing(slots=1)
     engine.fails_at_call = 1
     generator = make_generator(engine)
-    outcomes = await asyncio.gather(*(generator.generate([n], params(5)) for n in (3, 4)), return_exceptions=True)
+    outcomes = await asyncio.gather(
+        *(generator.generate([n], params(5)) for n in (3, 4)), return_exceptions=True
+    )
     assert generator._driver is not None
     with pytest.raises(RuntimeError, match="no memory is left"):
         await generator._driver
@@ -486,11 +543,15 @@ async def test_a_batch_reads_prompts_first_and_a_watched_request_goes_on_between
     engine = Noted(positions=200, decode_steps=1, slots=2, prefill_tokens=2)
     engine.stop_token_ids = frozenset()
     generator = make_generator(engine)
-    first = asyncio.create_task(generator.generate([1] * 3, params(60, deadline_seconds=deadline_seconds)))
+    first = asyncio.create_task(
+        generator.generate([1] * 3, params(60, deadline_seconds=deadline_seconds))
+    )
     while not any(request.tokens for request in generator._running.values()):
         await asyncio.sleep(0)
     await asyncio.gather(first, generator.generate([2] * 100, params(5)))
-    in_a_row = max(len(list(group)) for kind, group in itertools.groupby(calls) if kind == "prefill")
+    in_a_row = max(
+        len(list(group)) for kind, group in itertools.groupby(calls) if kind == "prefill"
+    )
     assert in_a_row == prompt_calls_in_a_row
 
 

@@ -1,5 +1,5 @@
-"""Demonstrations of the agent that decides itself whether to search: from memory what is common knowledge, by keywords
-what is not."""
+"""Demonstrations of the agent that decides itself whether to search: from memory what is common
+knowledge, by keywords what is not."""
 
 import asyncio
 import dataclasses
@@ -15,7 +15,9 @@ from mujica_jax.config.agents import SingleConfig
 from mujica_jax.records import Evidence, Question, StopReason, Trajectory
 from mujica_jax.tasks.task import Environment, Material
 
-LIMITS = SingleConfig(prompt="brief", max_turn_tokens=900, max_trajectory_tokens=6000, max_observation_tokens=3000)
+LIMITS = SingleConfig(
+    prompt="brief", max_turn_tokens=900, max_trajectory_tokens=6000, max_observation_tokens=3000
+)
 CHAIN = (("Amber Tide", "director", "Ilse Vand"), ("Ilse Vand", "place of birth", "Ghent"))
 QUESTION = Question(
     id="q-1",
@@ -30,7 +32,9 @@ DIRECTOR = Material(text="Ilse Vand: The place of birth of Ilse Vand is Ghent.",
 
 def play(question: Question, world: Environment, style="reflect", **noise) -> Trajectory:
     player = Single(tokenizer(), dataclasses.replace(LIMITS, style=style))
-    return asyncio.run(player.run(attempt(question, temperature=0.0), world, ScriptedPolicy(tokenizer(), **noise)))
+    return asyncio.run(
+        player.run(attempt(question, temperature=0.0), world, ScriptedPolicy(tokenizer(), **noise))
+    )
 
 
 def text_world(found: Mapping[str, tuple[Material, ...]]) -> LittleWorld:
@@ -44,24 +48,31 @@ def turns(trajectory: Trajectory) -> list[str]:
 def test_it_searches_step_by_step_and_says_what_it_learnt():
     world = text_world({"Amber Tide director": (FILM,), "Ilse Vand place of birth": (DIRECTOR,)})
     assert turns(play(QUESTION, world)) == [
-        "<think> The director of Amber Tide is unknown. </think>\n<search> Amber Tide director </search>",
-        "<reflect> The director of Amber Tide is Ilse Vand. The place of birth of Ilse Vand is unknown. </reflect>\n"
+        "<think> The director of Amber Tide is unknown. </think>\n"
+        "<search> Amber Tide director </search>",
+        "<reflect> The director of Amber Tide is Ilse Vand. The place of birth of Ilse Vand is "
+        "unknown. </reflect>\n"
         "<search> Ilse Vand place of birth </search>",
-        "<reflect> The place of birth of Ilse Vand is Ghent. Ghent. </reflect>\n<answer> Ghent </answer>",
+        "<reflect> The place of birth of Ilse Vand is Ghent. Ghent. </reflect>\n"
+        "<answer> Ghent </answer>",
     ]
 
 
 def test_common_knowledge_is_answered_from_memory():
     found = play(dataclasses.replace(QUESTION, kind="compositional, known"), text_world({}))
     assert turns(found) == [
-        "<think> The director of Amber Tide is Ilse Vand. The place of birth of Ilse Vand is Ghent. </think>\n"
-        "<reflect> Ghent. </reflect>\n<answer> Ghent </answer>"
+        "<think> The director of Amber Tide is Ilse Vand. The place of birth of Ilse Vand is "
+        "Ghent. </think>\n"
+        "<reflect> Ghent. </reflect>\n"
+        "<answer> Ghent </answer>"
     ]
 
 
 def test_a_share_of_what_is_common_knowledge_is_searched_for():
     world = text_world({"Amber Tide director": (FILM, DIRECTOR)})
-    known = [dataclasses.replace(QUESTION, id=f"q-{n}", kind="compositional, known") for n in range(200)]
+    known = [
+        dataclasses.replace(QUESTION, id=f"q-{n}", kind="compositional, known") for n in range(200)
+    ]
     found = [play(question, world, miss_rate=0.3) for question in known]
     assert 0.2 < sum(bool(trajectory.searches) for trajectory in found) / len(found) < 0.4
     assert all(trajectory.answer == "Ghent" for trajectory in found)

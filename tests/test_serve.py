@@ -1,4 +1,5 @@
-"""The program that serves a policy: started as a user starts it, asked over its port, and ended by a signal."""
+"""The program that serves a policy: started as a user starts it, asked over its port, and ended by
+a signal."""
 
 import dataclasses
 import re
@@ -26,7 +27,9 @@ SIZES = ["--max-tokens", "64", "--max-new-tokens", "8", "--dtype", "float32", "-
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
     tokenizer = Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300)
-    sized = dataclasses.replace(MODEL, vocab_size=tokenizer.vocab_size, eos_token_ids=tuple(tokenizer.stop_token_ids))
+    sized = dataclasses.replace(
+        MODEL, vocab_size=tokenizer.vocab_size, eos_token_ids=tuple(tokenizer.stop_token_ids)
+    )
     save_checkpoint(filled_decoder(sized), tmp_path / "checkpoint", tokenizer=tokenizer)
     return tmp_path / "checkpoint"
 
@@ -34,20 +37,37 @@ def checkpoint(tmp_path) -> Path:
 @pytest.mark.parametrize("kind", ["native", "jetstream"])
 def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
     """Asked by the stub of JetStream's protocol, which either engine stands behind."""
-    command = [sys.executable, "-m", "mujica_jax.serve", "--init", str(checkpoint), "--port", "0", *SIZES]
+    command = [
+        sys.executable,
+        "-m",
+        "mujica_jax.serve",
+        "--init",
+        str(checkpoint),
+        "--port",
+        "0",
+        *SIZES,
+    ]
     command += ["--engine.kind", kind]
     server = subprocess.Popen(
-        [*command, "--metrics-port", "0"], env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [*command, "--metrics-port", "0"],
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
         assert server.stdout is not None
-        metrics = re.fullmatch(r"metrics at (http://127.0.0.1:\d+/metrics)\n", server.stdout.readline())
+        metrics = re.fullmatch(
+            r"metrics at (http://127.0.0.1:\d+/metrics)\n", server.stdout.readline()
+        )
         served = re.fullmatch(r".*checkpoint at (127.0.0.1:\d+)\n", server.stdout.readline())
         assert metrics and served
         with grpc.insecure_channel(served[1]) as channel:
             stub = jetstream_pb2_grpc.OrchestratorStub(channel)
             text = jetstream_pb2.DecodeRequest.TextContent(text="Who is the director?")
-            answers = stub.Decode(jetstream_pb2.DecodeRequest(text_content=text, max_tokens=5), timeout=HANG_SECONDS)
+            answers = stub.Decode(
+                jetstream_pb2.DecodeRequest(text_content=text, max_tokens=5), timeout=HANG_SECONDS
+            )
             tokens = [token for one in answers for token in one.stream_content.samples[0].token_ids]
         assert 0 < len(tokens) <= 5
         with urllib.request.urlopen(metrics[1]) as page:
@@ -65,8 +85,14 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
         (["--init", "nowhere"], "there is no directory nowhere: give --checkpoint a run directory"),
         (["--init", "x", "--engine.slots", "0"], "engine.slots is 0 and must be at least 1"),
         (["--init", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0 and must be at least 1"),
-        (["--init", "x", "--port", "99999"], "--port is 99999 and must be from 0, for any that is free, to 65535"),
-        (["--init", "x", "--max-tokens", "512"], "--max-new-tokens is 512 and leaves no room for a prompt"),
+        (
+            ["--init", "x", "--port", "99999"],
+            "--port is 99999 and must be from 0, for any that is free, to 65535",
+        ),
+        (
+            ["--init", "x", "--max-tokens", "512"],
+            "--max-new-tokens is 512 and leaves no room for a prompt",
+        ),
     ],
 )
 def test_what_cannot_be_served_is_said_in_a_sentence(capsys, words, sentence):
@@ -79,7 +105,9 @@ def test_the_programs_of_the_library_page_run(checkpoint, tmp_path):
     """As they stand there, with this checkpoint; what the second one saves is used by the first."""
     page = (ROOT / "docs" / "library.md").read_text()
     generate, tune = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    program = tune.replace("HF_DIR", str(checkpoint)) + generate.replace("HF_DIR", str(tmp_path / "tuned"))
+    program = tune.replace("HF_DIR", str(checkpoint)) + generate.replace(
+        "HF_DIR", str(tmp_path / "tuned")
+    )
     command = [sys.executable, "-c", program]
     ended = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

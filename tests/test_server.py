@@ -1,5 +1,5 @@
-"""The gRPC server, over a real socket: streams, refusals, deadlines, clients that go away, and more load than there is
-room for."""
+"""The gRPC server, over a real socket: streams, refusals, deadlines, clients that go away, and more
+load than there is room for."""
 
 import contextlib
 import threading
@@ -48,7 +48,8 @@ class SlowEngine(CountableEngine):
 
 
 def busy_for_long() -> SlowEngine:
-    """One slot, and nothing ends before its 900 tokens: they take minutes, unless the test sets `seconds` to less."""
+    """One slot, and nothing ends before its 900 tokens: they take minutes, unless the test sets
+    `seconds` to less."""
     engine = SlowEngine(slots=1, positions=1024)
     engine.seconds = 0.2
     engine.stop_token_ids = frozenset()
@@ -97,13 +98,17 @@ def refusal(stub: Any, request: Any, **options: Any) -> tuple[grpc.StatusCode, s
 
 def by_hand(engine: CountableEngine, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Without the stop token, which is not part of an answer."""
-    tokens, _ = engine.by_hand(prompt, SamplingParams(max_new_tokens=max_tokens, temperature=0.0, seed=0))
+    tokens, _ = engine.by_hand(
+        prompt, SamplingParams(max_new_tokens=max_tokens, temperature=0.0, seed=0)
+    )
     return [token for token in tokens if token not in engine.stop_token_ids]
 
 
 def endless(engine: CountableEngine, tokens: int) -> list[int]:
     """A prompt that is answered with so many tokens."""
-    return next([token, 3] for token in range(20) if len(by_hand(engine, [token, 3], tokens)) == tokens)
+    return next(
+        [token, 3] for token in range(20) if len(by_hand(engine, [token, 3], tokens)) == tokens
+    )
 
 
 def eventually(condition: Any) -> bool:
@@ -152,7 +157,9 @@ def test_text_is_whole_wherever_token_borders_fall():
 
     engine = Telling(vocabulary=tokenizer.vocab_size, decode_steps=1)
     engine.stop_token_ids = frozenset({tokenizer.vocab_size})
-    request = jetstream_pb2.DecodeRequest(text_content=jetstream_pb2.DecodeRequest.TextContent(text="x"), max_tokens=11)
+    request = jetstream_pb2.DecodeRequest(
+        text_content=jetstream_pb2.DecodeRequest.TextContent(text="x"), max_tokens=11
+    )
     with serving(generator_of(engine), tokenizer=tokenizer) as (_, stub):
         tokens, text, messages = streamed(stub, request)
         assert (tokens, text, messages) == (told, "aé€𝄞.", 11)
@@ -162,7 +169,9 @@ def test_text_is_whole_wherever_token_borders_fall():
 
 def test_bad_requests_are_refused_and_the_server_goes_on():
     engine = CountableEngine()
-    text = jetstream_pb2.DecodeRequest(text_content=jetstream_pb2.DecodeRequest.TextContent(text="hello"))
+    text = jetstream_pb2.DecodeRequest(
+        text_content=jetstream_pb2.DecodeRequest.TextContent(text="hello")
+    )
     named = tokens_request([3])
     named.session_cache = "chat-7"
     refused = {
@@ -205,11 +214,17 @@ def test_a_deadline_ends_a_request_and_frees_its_slot(whose):
     engine = busy_for_long()
     prompt, generator = [4, 5, 6], generator_of(engine)
     limit = SamplingParams(
-        max_new_tokens=8, temperature=0.0, seed=0, deadline_seconds=0.2 if whose == "server" else None
+        max_new_tokens=8,
+        temperature=0.0,
+        seed=0,
+        deadline_seconds=0.2 if whose == "server" else None,
     )
     with serving(generator, limit) as (_, stub):
         patience = 0.2 if whose == "client" else HANG_SECONDS
-        assert refusal(stub, tokens_request(prompt, 900), timeout=patience)[0] == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert (
+            refusal(stub, tokens_request(prompt, 900), timeout=patience)[0]
+            == grpc.StatusCode.DEADLINE_EXCEEDED
+        )
         assert eventually(lambda: generator.statistics.running == 0)
     assert_nothing_is_held(generator)
 
@@ -229,9 +244,9 @@ def test_a_client_that_goes_away_makes_room(waiting):
         if not waiting:
             engine.seconds = 0.0
         if not waiting:
-            assert [id for part in queued for id in part.stream_content.samples[0].token_ids] == by_hand(
-                engine, [4, 5], 9
-            )
+            assert [
+                id for part in queued for id in part.stream_content.samples[0].token_ids
+            ] == by_hand(engine, [4, 5], 9)
         running.cancel()
         assert eventually(lambda: generator.statistics.running == 0)
         engine.seconds = 0.0
@@ -268,7 +283,9 @@ def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
         watching.result()
         refused = results.count(grpc.StatusCode.RESOURCE_EXHAUSTED)
         answered = [
-            (prompt, result) for prompt, result in zip(prompts, results, strict=True) if isinstance(result, list)
+            (prompt, result)
+            for prompt, result in zip(prompts, results, strict=True)
+            if isinstance(result, list)
         ]
         assert len(answered) + refused == callers
         assert len(answered) >= generator.capacity and refused > 0
@@ -277,7 +294,9 @@ def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
         assert most[0] <= generator.capacity
         assert server.statistics.refused == refused
         assert server._orchestrator._under_way == 0
-        assert streamed(stub, tokens_request([3, 4], 9))[0] == by_hand(engine, [3, 4], 9), "and it goes on"
+        assert streamed(stub, tokens_request([3, 4], 9))[0] == by_hand(engine, [3, 4], 9), (
+            "and it goes on"
+        )
     assert_nothing_is_held(generator)
 
 
@@ -311,10 +330,14 @@ def test_the_server_is_read_by_prometheus():
             streamed(stub, tokens_request([3, 4], 5))
             refusal(stub, tokens_request([]))
             refusal(stub, jetstream_pb2.DecodeRequest(session_cache="x"))
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=HANG_SECONDS) as answer:
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{port}/metrics", timeout=HANG_SECONDS
+            ) as answer:
                 lines = answer.read().decode().splitlines()
         finally:
             close()
     assert "mujica_requests_total 1.0" in lines and "mujica_refused_total 2.0" in lines
-    generated = len(engine.by_hand([3, 4], SamplingParams(max_new_tokens=5, temperature=0.0, seed=0))[0])
+    generated = len(
+        engine.by_hand([3, 4], SamplingParams(max_new_tokens=5, temperature=0.0, seed=0))[0]
+    )
     assert f"mujica_generated_tokens_total {generated}.0" in lines and "mujica_running 0.0" in lines

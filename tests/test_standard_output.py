@@ -48,15 +48,23 @@ def run(program: str, *shell: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&-"])
 def test_a_program_with_closed_streams_runs(closed, tmp_path):
     written = tmp_path / "written"
-    body = f"main = lambda: (print('x'), print('y', file=sys.stderr), open('{written}', 'w').write('z'), 0)[3]"
+    body = (
+        f"main = lambda: (print('x'), print('y', file=sys.stderr), open('{written}', "
+        "'w').write('z'), 0)[3]"
+    )
     ended = run(f"{body}; sys.exit(run_program(main))", closed)
     assert ended.returncode == 0, ended.stderr
-    assert written.read_text() == "z", "nothing that is printed lands in a file that was opened later"
+    assert written.read_text() == "z", (
+        "nothing that is printed lands in a file that was opened later"
+    )
 
 
 def test_a_run_goes_on_where_its_output_goes_to_a_full_disk():
     lines = "p = Progress(); main = lambda: (p.line('one'), p.line('two'), 0)[2]"
-    ended = run(f"from mujica_jax.report.progress import Progress; {lines}; sys.exit(run_program(main))", ">/dev/full")
+    ended = run(
+        f"from mujica_jax.report.progress import Progress; {lines}; sys.exit(run_program(main))",
+        ">/dev/full",
+    )
     assert ended.returncode == 0
     assert ended.stderr.count("the output cannot be written (No space left on device)") == 1
 
@@ -64,4 +72,7 @@ def test_a_run_goes_on_where_its_output_goes_to_a_full_disk():
 def test_a_program_whose_product_is_its_output_says_that_the_disk_is_full():
     ended = run("sys.exit(run_program(lambda: (print('hit'), 0)[1]))", ">/dev/full")
     assert ended.returncode == 2
-    assert ended.stderr == "error: the output cannot be written (No space left on device): send it elsewhere\n"
+    assert (
+        ended.stderr
+        == "error: the output cannot be written (No space left on device): send it elsewhere\n"
+    )

@@ -9,16 +9,29 @@ from hypothesis import strategies as st
 from mujica_jax.inference.stops import StopMatcher, before_stop, first_stop
 
 # Letters, whole and torn characters of two and three bytes, and a token that has no text.
-PIECES = [b"a", b"b", b"ab", b"aab", b"", "é".encode(), "é".encode()[:1], "é".encode()[1:], "語".encode()[:2], b"\x9e"]
+PIECES = [
+    b"a",
+    b"b",
+    b"ab",
+    b"aab",
+    b"",
+    "é".encode(),
+    "é".encode()[:1],
+    "é".encode()[1:],
+    "語".encode()[:2],
+    b"\x9e",
+]
 STOPS = ["a", "ab", "ba", "aab", "abab", "é", "aé", "語b"]
 
 pieces = st.lists(st.sampled_from(PIECES), max_size=12)
 stops = st.lists(st.sampled_from(STOPS), min_size=1, max_size=3)
 
 
-def by_hand(texts: list[bytes], stops: list[str], *, is_open: bool = False) -> tuple[int, str] | None:
-    """(tokens read until a stop string is complete outside of thoughts, that stop string): the text grows by one byte
-    at a time."""
+def by_hand(
+    texts: list[bytes], stops: list[str], *, is_open: bool = False
+) -> tuple[int, str] | None:
+    """(tokens read until a stop string is complete outside of thoughts, that stop string): the text
+    grows by one byte at a time."""
     text = b"".join(texts)
     for end in range(1, len(text) + 1):
         if text[:end].lower().endswith(b"<think>"):
@@ -27,14 +40,21 @@ def by_hand(texts: list[bytes], stops: list[str], *, is_open: bool = False) -> t
             is_open = False
         complete = [stop for stop in stops if text[:end].endswith(stop.encode())]
         if complete and not is_open:
-            tokens = next(count for count in range(len(texts) + 1) if len(b"".join(texts[:count])) >= end)
+            tokens = next(
+                count for count in range(len(texts) + 1) if len(b"".join(texts[:count])) >= end
+            )
             return tokens, max(complete, key=len)
     return None
 
 
-def streamed(texts: list[bytes], stops: list[str], *, is_open: bool = False) -> tuple[int, str] | None:
+def streamed(
+    texts: list[bytes], stops: list[str], *, is_open: bool = False
+) -> tuple[int, str] | None:
     matcher = StopMatcher(stops, thought_open=is_open)
-    return next(((n, stop) for n, text in enumerate(texts, 1) if (stop := matcher.push(text)) is not None), None)
+    return next(
+        ((n, stop) for n, text in enumerate(texts, 1) if (stop := matcher.push(text)) is not None),
+        None,
+    )
 
 
 @given(texts=pieces, stops=stops)
@@ -62,7 +82,19 @@ def test_of_two_stop_strings_the_one_that_ends_first_counts_and_the_longer_of_tw
 
 thinking = st.lists(
     st.sampled_from(
-        ["<think>", "</think>", "<THINK>", "</Think>", "</answer>", "<answer>", "Obs:", "a", "<", "/", ">"]
+        [
+            "<think>",
+            "</think>",
+            "<THINK>",
+            "</Think>",
+            "</answer>",
+            "<answer>",
+            "Obs:",
+            "a",
+            "<",
+            "/",
+            ">",
+        ]
     ),
     max_size=10,
 ).map("".join)
@@ -80,7 +112,9 @@ def test_the_stop_of_a_stream_is_that_of_the_whole_text(text, is_open, cuts):
     expected = by_hand(texts, stops, is_open=is_open)
     assert streamed(texts, stops, is_open=is_open) == expected
     ending = first_stop(whole, [stop.encode() for stop in stops], thought_open=is_open)
-    single_bytes = by_hand([whole[place : place + 1] for place in range(len(whole))], stops, is_open=is_open)
+    single_bytes = by_hand(
+        [whole[place : place + 1] for place in range(len(whole))], stops, is_open=is_open
+    )
     assert ending == (None if single_bytes is None else (single_bytes[0], single_bytes[1].encode()))
 
 
@@ -110,4 +144,7 @@ def test_the_end_of_a_thought_may_be_a_stop_string_and_its_beginning_is_none():
 def test_what_stands_before_a_stop_string_of_a_whole_turn():
     assert before_stop("<think> Obs: </think> é Obs: b", "Obs:") == "<think> Obs: </think> é "
     assert before_stop("Obs: </think> a", "Obs:") == "Obs: </think> a"
-    assert before_stop("Obs: </think> Obs: </think> a Obs: b", "Obs:") == "Obs: </think> Obs: </think> a "
+    assert (
+        before_stop("Obs: </think> Obs: </think> a Obs: b", "Obs:")
+        == "Obs: </think> Obs: </think> a "
+    )

@@ -29,7 +29,9 @@ def trajectory(number: int = 0, tokens: int = 6, workers: int = 2) -> Trajectory
     random = np.random.default_rng(number)
 
     def turn(role: str, trained: bool = False) -> Turn:
-        logprobs = tuple(float(value) for value in -random.exponential(size=tokens).astype(np.float32))
+        logprobs = tuple(
+            float(value) for value in -random.exponential(size=tokens).astype(np.float32)
+        )
         return Turn(
             role=role,  # pyright: ignore[reportArgumentType]
             token_ids=tuple(int(token) for token in random.integers(0, 150_000, tokens)),
@@ -55,8 +57,14 @@ def trajectory(number: int = 0, tokens: int = 6, workers: int = 2) -> Trajectory
         policy_version=2,
         seed=2**62 + number,
         conversations=(
-            Conversation(role="planner", turns=(turn("context"), turn("model", trained=True), turn("context"))),
-            *(Conversation(role="worker", turns=(turn("context"), turn("model", True))) for _ in range(workers)),
+            Conversation(
+                role="planner",
+                turns=(turn("context"), turn("model", trained=True), turn("context")),
+            ),
+            *(
+                Conversation(role="worker", turns=(turn("context"), turn("model", True)))
+                for _ in range(workers)
+            ),
         ),
         answer="Ada Crane",
         reward=0.1 + number,
@@ -70,7 +78,8 @@ def trajectory(number: int = 0, tokens: int = 6, workers: int = 2) -> Trajectory
 
 @pytest.fixture(params=["disk", "bucket"])
 def root(request, tmp_path, monkeypatch) -> RunPath:
-    """A run directory that is not there yet; every test that takes it runs on local disk and on gs://."""
+    """A run directory that is not there yet; every test that takes it runs on local disk and on
+    gs://."""
     if request.param == "disk":
         return tmp_path / "run"
     use(monkeypatch)
@@ -130,7 +139,9 @@ def test_a_writer_killed_in_the_middle_leaves_no_object(tmp_path):
         "os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"create(pathlib.Path({str(tmp_path)!r}) / 'x', b'never whole')\n"
     )
-    killed = subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parents[1], check=False)
+    killed = subprocess.run(
+        [sys.executable, "-c", program], cwd=Path(__file__).parents[1], check=False
+    )
     assert killed.returncode < 0
     store = Store(tmp_path)
     assert not store.exists("x")
@@ -143,7 +154,9 @@ def test_json_comes_back(store):
     assert store.read_json("a.json") == {"x": [1, 2.5, None, "é"]}
 
 
-@pytest.mark.parametrize(("content", "complaint"), [("{", "is not JSON"), ("[1]", "holds no JSON object")])
+@pytest.mark.parametrize(
+    ("content", "complaint"), [("{", "is not JSON"), ("[1]", "holds no JSON object")]
+)
 def test_json_that_was_changed_is_named(store, content, complaint):
     (store.root / "a.json").write_text(content)
     with pytest.raises(StoreError, match=rf"a\.json {complaint}"):
@@ -174,7 +187,9 @@ def test_trajectories_come_back(store, rows):
 @pytest.mark.parametrize(
     "odd",
     [
-        dataclasses.replace(trajectory(), conversations=(), searches=(), rewards_by_part={}, counts={}, answer=""),
+        dataclasses.replace(
+            trajectory(), conversations=(), searches=(), rewards_by_part={}, counts={}, answer=""
+        ),
         dataclasses.replace(trajectory(), conversations=(Conversation(role="single", turns=()),)),
         dataclasses.replace(
             trajectory(),
@@ -209,7 +224,13 @@ def test_a_shard_without_trajectories_comes_back(store):
     reward=st.floats(allow_nan=False),
 )
 def test_float32_logprobs_and_everything_else_are_exact(logprobs, text, seed, reward):
-    turn = Turn(role="model", token_ids=tuple(range(len(logprobs))), text=text, logprobs=tuple(logprobs), trained=True)
+    turn = Turn(
+        role="model",
+        token_ids=tuple(range(len(logprobs))),
+        text=text,
+        logprobs=tuple(logprobs),
+        trained=True,
+    )
     row = dataclasses.replace(
         trajectory(),
         conversations=(Conversation(role="planner", turns=(turn, turn)),),
@@ -261,7 +282,9 @@ def changed_contents() -> Iterator[Trajectory]:
     yield dataclasses.replace(row, stop_reason=StopReason.NO_ACTION)
     yield dataclasses.replace(row, conversations=row.conversations[:2])
     yield dataclasses.replace(row, searches=row.searches[:1])
-    yield dataclasses.replace(row, searches=(dataclasses.replace(row.searches[0], selected=()), row.searches[1]))
+    yield dataclasses.replace(
+        row, searches=(dataclasses.replace(row.searches[0], selected=()), row.searches[1])
+    )
     for changed in (
         dataclasses.replace(second, token_ids=second.token_ids[::-1]),
         dataclasses.replace(second, logprobs=tuple(value - 1 for value in second.logprobs or ())),
@@ -308,7 +331,9 @@ def test_a_shard_of_another_schema_is_refused(monkeypatch, rows):
     monkeypatch.setattr(shards, "SCHEMA_VERSION", "7")
     data = shards.encode(rows)
     monkeypatch.undo()
-    with pytest.raises(StoreError, match="shard-x has schema version 7 and this program reads 2 and 3"):
+    with pytest.raises(
+        StoreError, match="shard-x has schema version 7 and this program reads 2 and 3"
+    ):
         shards.decode(data, "shard-x")
 
 
@@ -324,7 +349,8 @@ def test_a_turn_that_a_limit_cut_stays_marked(store):
 
 
 def test_a_shard_that_does_not_say_which_turns_were_cut_is_read(monkeypatch, rows):
-    """As schema version 2 wrote it: without the column, so that no turn of it counts as cut. Its digest is the same."""
+    """As schema version 2 wrote it: without the column, so that no turn of it counts as cut. Its
+    digest is the same."""
     before = shards.content_sha256(rows)
     schema = shards._schema()
     place = schema.get_field_index("conversations")
@@ -332,9 +358,16 @@ def test_a_shard_that_does_not_say_which_turns_were_cut_is_read(monkeypatch, row
     turn = conversation.field("turns").type.value_type
     kept = [field for field in turn if field.name != "cut"]
     old = pyarrow.list_(
-        pyarrow.struct([conversation.field("role"), pyarrow.field("turns", pyarrow.list_(pyarrow.struct(kept)))])
+        pyarrow.struct(
+            [
+                conversation.field("role"),
+                pyarrow.field("turns", pyarrow.list_(pyarrow.struct(kept))),
+            ]
+        )
     )
-    monkeypatch.setattr(shards, "_schema", lambda: schema.set(place, pyarrow.field("conversations", old)))
+    monkeypatch.setattr(
+        shards, "_schema", lambda: schema.set(place, pyarrow.field("conversations", old))
+    )
     monkeypatch.setattr(shards, "SCHEMA_VERSION", "2")
     data = shards.encode(rows)
     monkeypatch.undo()
@@ -396,7 +429,10 @@ def test_the_same_shard_may_be_quarantined_twice(store, rows):
 def test_a_plan_is_written_once(store):
     assert store.write_plan(3, {"policy_version": 2, "shards": [["q1"], ["q2"]]})
     assert not store.write_plan(3, {"policy_version": 3})
-    assert store.read_json("rounds/0003/plan.json") == {"policy_version": 2, "shards": [["q1"], ["q2"]]}
+    assert store.read_json("rounds/0003/plan.json") == {
+        "policy_version": 2,
+        "shards": [["q1"], ["q2"]],
+    }
 
 
 def test_a_round_is_done_once(store, rows):
@@ -419,7 +455,11 @@ def test_a_done_file_with_other_fields_is_named(store):
 def test_shards_are_listed_by_round_and_by_the_policy_that_sampled_them(store, rows):
     assert store.shards() == []
     later = [dataclasses.replace(row, policy_version=3) for row in rows]
-    entries = [store.write_shard(1, 0, rows), store.write_shard(1, 1, later), store.write_shard(2, 0, [*rows, *later])]
+    entries = [
+        store.write_shard(1, 0, rows),
+        store.write_shard(1, 1, later),
+        store.write_shard(2, 0, [*rows, *later]),
+    ]
     assert [entry.policy_versions for entry in entries] == [(2,), (3,), (2, 3)]
     store.write_done(1, entries[:2], mean_reward=0.5, threshold=0.7)
     assert store.shards() == entries[:2], "a round that is not done has no shards that count"
@@ -494,7 +534,9 @@ def test_a_policy_without_committed_is_no_policy(store):
     store.commit_policy(1, write_weights)
     store.create("policies/000002/params/weights", b"01234")
     assert store.policies() == [1]
-    with pytest.raises(StoreError, match=r"000002 is no committed policy; the versions that are: \[1\]"):
+    with pytest.raises(
+        StoreError, match=r"000002 is no committed policy; the versions that are: \[1\]"
+    ):
         store.policy_path(2)
 
 
@@ -543,8 +585,9 @@ def test_another_configuration_is_refused_with_both_values_of_every_key(root):
     with pytest.raises(RunMismatch) as caught:
         open_run(root, other)
     assert str(caught.value) == (
-        f"{root} was begun with another configuration: seed was 0 and is now 1; task.paraphrases was 3 and is now 1; "
-        "task.missing was 'unset' and is now 0.5; repeat the old values or choose another --run directory"
+        f"{root} was begun with another configuration: seed was 0 and is now 1; task.paraphrases "
+        "was 3 and is now 1; task.missing was 'unset' and is now 0.5; repeat the old values or "
+        "choose another --run directory"
     )
 
 
@@ -562,22 +605,32 @@ def test_a_section_that_became_empty_is_a_difference():
     ]
 
 
-@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://", "gs:///run", "gs://Bucket/run", "gs://b/run"])
+@pytest.mark.parametrize(
+    "address", ["s3://bucket/run", "gs://", "gs:///run", "gs://Bucket/run", "gs://b/run"]
+)
 def test_what_is_no_address_of_a_bucket_is_refused(address):
-    with pytest.raises(UserError, match=rf"^{address} is neither a local directory nor gs://BUCKET/NAME"):
+    with pytest.raises(
+        UserError, match=rf"^{address} is neither a local directory nor gs://BUCKET/NAME"
+    ):
         open_run(address, CONFIG)
 
 
 def test_a_file_in_the_place_of_the_run_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "run"):
-        with pytest.raises(UserError, match=r"cannot use .*file.*: a file stands where a directory is needed"):
+        with pytest.raises(
+            UserError, match=r"cannot use .*file.*: a file stands where a directory is needed"
+        ):
             open_run(root, CONFIG)
 
 
 @pytest.mark.parametrize(
     ("code", "sentence"),
-    [(errno.ENOSPC, "no space is left"), (errno.EROFS, "read-only"), (errno.EACCES, "permission is denied")],
+    [
+        (errno.ENOSPC, "no space is left"),
+        (errno.EROFS, "read-only"),
+        (errno.EACCES, "permission is denied"),
+    ],
 )
 def test_a_disk_that_cannot_be_written_is_one_sentence(on_disk, monkeypatch, code, sentence):
     store = on_disk
@@ -586,7 +639,9 @@ def test_a_disk_that_cannot_be_written_is_one_sentence(on_disk, monkeypatch, cod
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(UserError, match=rf"cannot use .*config\.json: .*{sentence}.*--run directory"):
+    with pytest.raises(
+        UserError, match=rf"cannot use .*config\.json: .*{sentence}.*--run directory"
+    ):
         open_run(store.root, CONFIG)
     with pytest.raises(UserError, match=rf"cannot use .*000001: .*{sentence}"):
         store.commit_policy(1, write_weights)
@@ -607,6 +662,9 @@ def test_importing_the_store_loads_no_arrow_and_nothing_of_google():
     heavy = "{'pyarrow', 'jax', 'google.cloud', 'google.auth', 'etils', 'requests'}"
     program = f"import sys, mujica_jax.trajectories.store; print({heavy} & sys.modules.keys())"
     shown = subprocess.run(
-        [sys.executable, "-c", program], cwd=Path(__file__).parents[1], capture_output=True, text=True
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
     )
     assert shown.stdout == "set()\n"

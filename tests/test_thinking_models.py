@@ -1,5 +1,5 @@
-"""Every agent played by a model that thinks: over an endpoint, and by an engine that stops while it samples, under chat
-templates that open thoughts and that do not."""
+"""Every agent played by a model that thinks: over an endpoint, and by an engine that stops while it
+samples, under chat templates that open thoughts and that do not."""
 
 import asyncio
 from collections.abc import Sequence
@@ -54,7 +54,9 @@ def play(kind: str, policy: Policy, words: Tokenizer) -> Trajectory:
 
 
 @pytest.mark.parametrize("kind", ["direct", "react", "single", "decex", "mujica"])
-@pytest.mark.parametrize("thought", [*THOUGHTS, "the template opened it: <answer> Rome </answer> </think>\n"])
+@pytest.mark.parametrize(
+    "thought", [*THOUGHTS, "the template opened it: <answer> Rome </answer> </think>\n"]
+)
 def test_a_thought_of_an_endpoint_s_model_ends_no_turn(kind, thought):
     message = {"role": "assistant", "content": thought + said(kind)}
     reply = {"choices": [{"message": message, "finish_reason": "stop"}]}
@@ -63,12 +65,14 @@ def test_a_thought_of_an_endpoint_s_model_ends_no_turn(kind, thought):
         trajectory = play(kind, EnginePolicy(RemoteGenerator(remote, tokenizer())), tokenizer())
     assert (trajectory.answer, trajectory.stop_reason) == ("Ghent", StopReason.ANSWERED)
     assert all("stop" not in request.body for request in endpoint.requests)
-    assert trajectory.conversations[0].turns[1].text.startswith(thought), "the thought is recorded whole"
+    assert trajectory.conversations[0].turns[1].text.startswith(thought), (
+        "the thought is recorded whole"
+    )
 
 
 class Sampling:
-    """Samples these turns token by token, as an engine does: a stop string ends a turn with the token that completes
-    it."""
+    """Samples these turns token by token, as an engine does: a stop string ends a turn with the
+    token that completes it."""
 
     version = 0
 
@@ -122,17 +126,24 @@ def test_a_conversation_with_searches_is_one_run_of_tokens_under_every_template(
     assert second[: len(first) + len(sampled)] == (*first, *sampled)
     assert conversation.token_ids == [*second, *conversation.turns[3].token_ids]
     assert [turn.trained for turn in conversation.turns] == [False, True, False, True]
-    assert words.decode(sampled).endswith("</search>"), "the stop string ended the turn behind the thought"
+    assert words.decode(sampled).endswith("</search>"), (
+        "the stop string ended the turn behind the thought"
+    )
 
 
-@pytest.mark.parametrize("name", [name for name, words in TOKENIZERS.items() if words.opened_thought])
+@pytest.mark.parametrize(
+    "name", [name for name, words in TOKENIZERS.items() if words.opened_thought]
+)
 def test_an_opened_thought_that_never_ends_holds_no_action(name):
     """The turn is sampled as it is here, and not moved into the opened thought."""
     words = TOKENIZERS[name]
 
     class Endless(Sampling):
         async def generate(self, prompt, params, *, state, continues):
-            ids = (*words.encode_model("I could write <answer> Ghent </answer> now"), words.end_of_turn_id)
+            ids = (
+                *words.encode_model("I could write <answer> Ghent </answer> now"),
+                words.end_of_turn_id,
+            )
             return Completion(token_ids=ids, logprobs=None, finish_reason="stop")
 
     for kind in ("direct", "mujica", "single"):

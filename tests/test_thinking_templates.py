@@ -1,5 +1,5 @@
-"""Chat templates that open, strip or empty thoughts, against `apply_chat_template`. Written by hand after the lines of
-the published templates that decide about thoughts."""
+"""Chat templates that open, strip or empty thoughts, against `apply_chat_template`. Written by hand
+after the lines of the published templates that decide about thoughts."""
 
 import pytest
 from hypothesis import given, settings
@@ -12,33 +12,32 @@ from mujica_jax.inference.requests import Completion
 from mujica_jax.models.thoughts import outside_thoughts
 from mujica_jax.models.tokenizer import Tokenizer
 
-# Qwen's: turns before the last question lose their thought, later ones (between calls of tools) keep it.
+# Qwen's: turns before the last question lose their thought, later ones (between calls of tools)
+# keep it.
 QWEN_TURNS = (
-    "{%- if messages[0].role == 'system' %}"
-    "{{- '<|im_start|>system\\n' + messages[0].content TRIM + '<|im_end|>\\n' }}{%- endif %}"
-    "{%- set ns = namespace(last=messages|length - 1, asked=false) %}"
-    "{%- for message in messages[::-1] %}{%- if message.role == 'user' and not ns.asked %}"
-    "{%- set ns.asked = true %}{%- set ns.last = messages|length - 1 - loop.index0 %}{%- endif %}{%- endfor %}"
-    "{%- if not ns.asked %}{{- raise_exception('No user query found in messages.') }}{%- endif %}"
-    "{%- for message in messages %}{%- set content = message.content TRIM %}{%- if message.role == 'user' %}"
-    "{{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}{%- elif message.role == 'assistant' %}"
-    "{%- set thought = '' %}{%- if '</think>' in content %}"
-    "{%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}"
-    "{%- set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}"
-    "{{- '<|im_start|>assistant\\n' }}"
-    "{%- if loop.index0 > ns.last %}{{- '<think>\\n' + thought + '\\n</think>\\n\\n' }}{%- endif %}"
-    "{{- content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
+    "{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content TRIM "
+    "+ '<|im_end|>\\n' }}{%- endif %}{%- set ns = namespace(last=messages|length - 1, asked=false) "
+    "%}{%- for message in messages[::-1] %}{%- if message.role == 'user' and not ns.asked %}{%- "
+    "set ns.asked = true %}{%- set ns.last = messages|length - 1 - loop.index0 %}{%- endif %}{%- "
+    "endfor %}{%- if not ns.asked %}{{- raise_exception('No user query found in messages.') }}{%- "
+    "endif %}{%- for message in messages %}{%- set content = message.content TRIM %}{%- if "
+    "message.role == 'user' %}{{- '<|im_start|>user\\n' + content + '<|im_end|>\\n' }}{%- elif "
+    "message.role == 'assistant' %}{%- set thought = '' %}{%- if '</think>' in content %}{%- set "
+    "thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}{%- "
+    "set content = content.split('</think>')[-1].lstrip('\\n') %}{%- endif %}{{- "
+    "'<|im_start|>assistant\\n' }}{%- if loop.index0 > ns.last %}{{- '<think>\\n' + thought + "
+    "'\\n</think>\\n\\n' }}{%- endif %}{{- content + '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
 )
 R1_TURNS = (
-    "{% set ns = namespace(system='') %}{%- for message in messages %}{%- if message['role'] == 'system' %}"
-    "{% set ns.system = message['content'] %}{%- endif %}{%- endfor %}{{ bos_token }}{{ ns.system }}"
-    "{%- for message in messages %}{%- if message['role'] == 'user' %}"
-    "{{ '<\uff5cUser\uff5c>' + message['content'] }}{%- elif message['role'] == 'assistant' %}"
-    "{% set content = message['content'] %}{% if '</think>' in content %}"
-    "{% set content = content.split('</think>')[-1] %}{% endif %}"
-    "{{ '<\uff5cAssistant\uff5c>' + content + '<\uff5cend\u2581of\u2581sentence\uff5c>' }}{%- endif %}{%- endfor -%}"
-    "{% if add_generation_prompt %}{{ '<\uff5cAssistant\uff5c><think>\\n' }}{% endif %}"
+    "{% set ns = namespace(system='') %}{%- for message in messages %}{%- if message['role'] == "
+    "'system' %}{% set ns.system = message['content'] %}{%- endif %}{%- endfor %}{{ bos_token }}{{ "
+    "ns.system }}{%- for message in messages %}{%- if message['role'] == 'user' %}{{ "
+    "'<\uff5cUser\uff5c>' + message['content'] }}{%- elif message['role'] == 'assistant' %}{% set "
+    "content = message['content'] %}{% if '</think>' in content %}{% set content = "
+    "content.split('</think>')[-1] %}{% endif %}{{ '<\uff5cAssistant\uff5c>' + content + "
+    "'<\uff5cend\u2581of\u2581sentence\uff5c>' }}{%- endif %}{%- endfor -%}{% if "
+    "add_generation_prompt %}{{ '<\uff5cAssistant\uff5c><think>\\n' }}{% endif %}"
 )
 R1_TOKENS = [
     f"<\uff5c{name}\uff5c>"
@@ -48,7 +47,11 @@ R1_TOKENS = [
 WRITES_EMPTY = "{{- '<think>\\n\\n</think>\\n\\n' }}"
 OPENS = "{{- '<think>\\n' }}{%- endif %}"
 EMPTY = WRITES_EMPTY + "{%- endif %}"
-LEAVES = "{%- if enable_thinking is defined and enable_thinking is false %}" + WRITES_EMPTY + "{%- endif %}{%- endif %}"
+LEAVES = (
+    "{%- if enable_thinking is defined and enable_thinking is false %}"
+    + WRITES_EMPTY
+    + "{%- endif %}{%- endif %}"
+)
 TAGS = ["<think>", "</think>"]
 
 
@@ -79,7 +82,9 @@ SAID = "<answer> Ann Lee </answer>"
 
 def rendered(name: str, *messages: tuple[str, str]) -> str:
     dictionaries = [{"role": role, "content": content} for role, content in messages]
-    return WRAPPED[name][0].apply_chat_template(dictionaries, add_generation_prompt=True, tokenize=False)
+    return WRAPPED[name][0].apply_chat_template(
+        dictionaries, add_generation_prompt=True, tokenize=False
+    )
 
 
 def ids_of(name: str, text: str) -> list[int]:
@@ -102,8 +107,9 @@ def test_the_tokenizer_knows_whether_a_thought_is_open(name):
 @every_template
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_conversation_grows_by_appending_and_keeps_its_thoughts(name, stopped):
-    """The template writes the first turn without its thought once a question follows. Here that turn stays as it was
-    sampled, after the prompt that it was sampled from; all else is as the template has it."""
+    """The template writes the first turn without its thought once a question follows. Here that
+    turn stays as it was sampled, after the prompt that it was sampled from; all else is as the
+    template has it."""
     tokenizer = TOKENIZERS[name]
     turn = "I know. </think>\n\n" + SAID if WRAPPED[name][1] else SAID
     ids = tokenizer.open_conversation(SYSTEM, USER) + tokenizer.encode_model(turn)
@@ -136,8 +142,13 @@ def test_a_whole_turn_goes_on_inside_of_the_opened_thought(name):
     tokenizer = TOKENIZERS[name]
     opened = WRAPPED[name][1]
     expected = " I know. </think>\n" if opened else "<think> I know. </think>\n"
-    assert tokenizer.decode(tokenizer.encode_turn("<think> I know. </think>\n" + SAID)) == expected + SAID
-    assert tokenizer.decode(tokenizer.encode_turn(SAID)) == ("</think>\n\n" if opened else "") + SAID
+    assert (
+        tokenizer.decode(tokenizer.encode_turn("<think> I know. </think>\n" + SAID))
+        == expected + SAID
+    )
+    assert (
+        tokenizer.decode(tokenizer.encode_turn(SAID)) == ("</think>\n\n" if opened else "") + SAID
+    )
 
 
 words = st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "Obs:", " a", "é", "\n"])
@@ -161,7 +172,9 @@ def test_ids_are_only_appended_whatever_a_thinking_model_writes(texts):
             mask += [True] * len(ids)
         record = spoken.record()
         assert record.token_ids == spoken.token_ids and record.loss_mask == mask
-        assert [turn.text for turn in record.turns if turn.role == "model"] == texts, "records hold what was sampled"
+        assert [turn.text for turn in record.turns if turn.role == "model"] == texts, (
+            "records hold what was sampled"
+        )
 
 
 @every_template
@@ -169,9 +182,13 @@ def test_an_observation_of_its_own_is_left_out_where_it_stands_outside_of_the_th
     tokenizer = TOKENIZERS[name]
     spoken = Dialogue(tokenizer, "planner", SYSTEM)
     spoken.add_user(USER)
-    thought = "Obs: comes next. </think>" if WRAPPED[name][1] else "<think> Obs: comes next. </think>"
+    thought = (
+        "Obs: comes next. </think>" if WRAPPED[name][1] else "<think> Obs: comes next. </think>"
+    )
     ids = tuple(tokenizer.encode_model(f"{thought} <search> a </search>\nObs:"))
-    sampled = Completion(token_ids=ids, logprobs=None, finish_reason="stop_string", stop_string="Obs:")
+    sampled = Completion(
+        token_ids=ids, logprobs=None, finish_reason="stop_string", stop_string="Obs:"
+    )
     text = spoken.add_model(sampled, cut_at="Obs:")
     assert outside_thoughts(text).strip() == "<search> a </search>"
     kept = spoken.record().turns[-1].token_ids
@@ -190,11 +207,16 @@ def test_a_demonstration_is_a_turn_that_the_model_could_have_written(name):
 
 @every_template
 def test_the_rest_of_a_turn_goes_on_where_its_beginning_ended(name):
-    """A turn that is written in parts: the thought that is open after the first one is open in the second one."""
+    """A turn that is written in parts: the thought that is open after the first one is open in the
+    second one."""
     tokenizer = TOKENIZERS[name]
 
     def part(text: str) -> Completion:
-        return Completion(token_ids=tuple(tokenizer.encode_model(text)), logprobs=None, finish_reason="stop_string")
+        return Completion(
+            token_ids=tuple(tokenizer.encode_model(text)),
+            logprobs=None,
+            finish_reason="stop_string",
+        )
 
     spoken = Dialogue(tokenizer, "decex", SYSTEM)
     spoken.add_user(USER)

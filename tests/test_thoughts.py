@@ -1,4 +1,5 @@
-"""What a model says is what stands outside of its thoughts: worked out by hand, and for any text."""
+"""What a model says is what stands outside of its thoughts: worked out by hand, and for any
+text."""
 
 import re
 
@@ -47,19 +48,32 @@ def test_the_first_thought_is_the_one_that_is_closed_first():
 
 
 def test_a_thought_that_the_turn_did_not_open_ends_before_the_first_that_it_opens():
-    assert end_of_unopened_thought("a </think> b </think> <think> c </think>") == len("a </think> b </think>")
-    assert {end_of_unopened_thought(text) for text in ("a", "<think> a </think> b </think>", "<think> a")} == {0}
+    assert end_of_unopened_thought("a </think> b </think> <think> c </think>") == len(
+        "a </think> b </think>"
+    )
+    assert {
+        end_of_unopened_thought(text)
+        for text in ("a", "<think> a </think> b </think>", "<think> a")
+    } == {0}
 
 
 def test_a_generation_prompt_may_open_a_thought():
     assert opened_thought("<|im_start|>assistant\n<think>\n") == "<think>\n"
     assert opened_thought("assistant<think>") == "<think>"
-    assert opened_thought("assistant\n<think>\n\n</think>\n\n") == opened_thought("assistant\n") == ""
+    assert (
+        opened_thought("assistant\n<think>\n\n</think>\n\n") == opened_thought("assistant\n") == ""
+    )
 
 
 def test_a_thought_is_open_behind_its_last_tag():
-    assert is_open_after("a <think> b") and is_open_after("</think> <Think>") and is_open_after("a", was_open=True)
-    assert not any(is_open_after(text, was_open=True) for text in ("a </think> b", "<think> a </THINK>"))
+    assert (
+        is_open_after("a <think> b")
+        and is_open_after("</think> <Think>")
+        and is_open_after("a", was_open=True)
+    )
+    assert not any(
+        is_open_after(text, was_open=True) for text in ("a </think> b", "<think> a </THINK>")
+    )
     assert not is_open_after("a")
 
 

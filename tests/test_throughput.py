@@ -12,7 +12,12 @@ from mujica_jax.trajectories.packing import pack
 
 # Two rows of 8 slots, 7 and 6 of them full; 5 and 3 tokens are trained.
 ROWS = pack(
-    [conversation((1, 2), (3, 4, 5)), conversation((6,), (7,)), conversation((1,), (2, 3)), conversation((4, 5), (6,))],
+    [
+        conversation((1, 2), (3, 4, 5)),
+        conversation((6,), (7,)),
+        conversation((1,), (2, 3)),
+        conversation((4, 5), (6,)),
+    ],
     row_tokens=8,
     seed=0,
 )
@@ -33,7 +38,8 @@ def told(monkeypatch):
 
 
 def test_speeds_are_those_since_the_step_before(told):
-    """A step sees each of the two rows twice: 26 tokens. 5 steps took 2 seconds, and the next 10 as long."""
+    """A step sees each of the two rows twice: 26 tokens. 5 steps took 2 seconds, and the next 10 as
+    long."""
     figures, clock = told
     clock["seconds"] += 2.0
     first = figures.of(step(15))
@@ -44,7 +50,9 @@ def test_speeds_are_those_since_the_step_before(told):
     assert second["tokens_per_second"] == pytest.approx(10 * tokens / 2)
     assert first["tokens_per_second_per_device"] == first["tokens_per_second"], "one device"
     pairs = 2 * (15 + 3 + 6 + 6)
-    operations = training_flops(MODEL, slots=32, trained_tokens=2 * ROWS.trained_tokens, pairs=pairs)
+    operations = training_flops(
+        MODEL, slots=32, trained_tokens=2 * ROWS.trained_tokens, pairs=pairs
+    )
     assert first["mfu"] == pytest.approx(5 * operations / 2 / PEAK)
 
 

@@ -39,7 +39,11 @@ def world() -> TinyWorld:
 
 def all_questions(world: TinyWorld) -> list[Question]:
     held_out = [*world.questions("dev"), *world.questions("test")]
-    return [*world.questions("train"), *(question for question, _ in world.demonstrations()), *held_out]
+    return [
+        *world.questions("train"),
+        *(question for question, _ in world.demonstrations()),
+        *held_out,
+    ]
 
 
 def labels(world: TinyWorld, part: Part) -> list[str]:
@@ -49,7 +53,8 @@ def labels(world: TinyWorld, part: Part) -> list[str]:
 
 
 def answer_by_reading(question: Question) -> str:
-    """The answer from the words of the question and the evidences alone, without the world's templates."""
+    """The answer from the words of the question and the evidences alone, without the world's
+    templates."""
     objects = [evidence.object for evidence in question.evidences]
     if len(question.candidates) == 1:
         return objects[-1]
@@ -71,7 +76,10 @@ def pieces(world: TinyWorld) -> Iterator[object]:
         questions = world.questions(split)
         yield len(questions)
         for question in questions:
-            yield question, [world.graph.materials(candidate.id) for candidate in question.candidates]
+            yield (
+                question,
+                [world.graph.materials(candidate.id) for candidate in question.candidates],
+            )
     yield [question for question, _ in world.demonstrations()]
 
 
@@ -117,9 +125,13 @@ def test_every_field_changes_something(world, change):
 
 
 def test_every_field_is_perturbed_above():
-    changed = {next(iter(case)) for case in test_every_field_changes_something.pytestmark[0].args[1]}
+    changed = {
+        next(iter(case)) for case in test_every_field_changes_something.pytestmark[0].args[1]
+    }
     of_passages = {"environment", "top_k"}  # test_scripted.py
-    assert changed | {"kind"} | of_passages == {field.name for field in dataclasses.fields(TinyWorldConfig)}
+    assert changed | {"kind"} | of_passages == {
+        field.name for field in dataclasses.fields(TinyWorldConfig)
+    }
 
 
 def test_training_size_leaves_the_held_out_questions_alone(world):
@@ -131,7 +143,9 @@ def test_training_size_leaves_the_held_out_questions_alone(world):
 @pytest.mark.parametrize("common_knowledge", [0.0, 0.5])
 def test_fewer_questions_are_a_beginning_of_more(common_knowledge):
     shorter, longer = (
-        build(dataclasses.replace(CONFIG, common_knowledge=common_knowledge, test_questions=count)).questions("test")
+        build(
+            dataclasses.replace(CONFIG, common_knowledge=common_knowledge, test_questions=count)
+        ).questions("test")
         for count in (150, 400)
     )
     assert longer[:150] == list(shorter)
@@ -176,7 +190,9 @@ def test_copies_ask_the_same_of_other_names(world):
             assert all(copied.graph.materials(candidate.id) for candidate in other.candidates)
             if question.answers[0] in ("yes", "no"):
                 assert other.answers == question.answers
-    assert shared < 0.02 * len(originals)  # both draw from all pairs of learning, so now and then the same one
+    assert shared < 0.02 * len(
+        originals
+    )  # both draw from all pairs of learning, so now and then the same one
 
 
 def test_question_ids_are_unique_and_stable(world):
@@ -207,7 +223,9 @@ def test_text_names_all_candidates_in_their_order(world):
     for question in all_questions(world):
         places = [question.text.index(candidate.label) for candidate in question.candidates]
         assert places == sorted(places)
-        assert question.answers[0] in question.text or question.answers[0] not in {c.label for c in question.candidates}
+        assert question.answers[0] in question.text or question.answers[0] not in {
+            c.label for c in question.candidates
+        }
 
 
 def test_every_evidence_is_found_by_searching_its_subject(world):
@@ -234,9 +252,15 @@ def test_search_returns_two_to_facts_per_entity_triples_gold_not_always_first(wo
     first_places, sizes = [], set()
     for question in world.questions("train"):
         for evidence in question.evidences:
-            found = asyncio.run(world.graph.search("anything", Entity(id=evidence.subject_id, label=evidence.subject)))
+            found = asyncio.run(
+                world.graph.search(
+                    "anything", Entity(id=evidence.subject_id, label=evidence.subject)
+                )
+            )
             sizes.add(len(found))
-            first_places.append(found[0].text == f"{evidence.subject}, {evidence.relation}, {evidence.object}")
+            first_places.append(
+                found[0].text == f"{evidence.subject}, {evidence.relation}, {evidence.object}"
+            )
     assert sizes == set(range(2, CONFIG.facts_per_entity + 1))
     assert 0.1 < sum(first_places) / len(first_places) < 0.4  # about one in the number of materials
 
@@ -268,15 +292,22 @@ def test_searching_without_an_entity_is_refused(world):
 
 def test_missing_facts_are_gone_from_both_ends_and_the_questions_stay(world):
     poorer = build(dataclasses.replace(CONFIG, missing_facts=0.3))
-    own, others = ([dataclasses.replace(q, gold_passages=()) for q in of.questions("test")] for of in (poorer, world))
+    own, others = (
+        [dataclasses.replace(q, gold_passages=()) for q in of.questions("test")]
+        for of in (poorer, world)
+    )
     assert own == others, "but for their passages, which say what the graph says"
     lost, kept = 0, 0
     for question in world.questions("test"):
         for evidence in question.evidences:
             text = f"{evidence.subject}, {evidence.relation}, {evidence.object}"
             ends = [evidence.subject_id, evidence.object_id]
-            found = text in {material.text for end in ends for material in poorer.graph.materials(end)}
-            found_from_subject = text in {material.text for material in poorer.graph.materials(evidence.subject_id)}
+            found = text in {
+                material.text for end in ends for material in poorer.graph.materials(end)
+            }
+            found_from_subject = text in {
+                material.text for material in poorer.graph.materials(evidence.subject_id)
+            }
             assert found == found_from_subject
             lost, kept = lost + (not found), kept + found
     assert 0.2 < lost / (lost + kept) < 0.4
@@ -284,7 +315,9 @@ def test_missing_facts_are_gone_from_both_ends_and_the_questions_stay(world):
 
 def test_without_any_fact_every_search_is_empty():
     world = build(dataclasses.replace(CONFIG, missing_facts=1.0))
-    assert all(world.graph.materials(c.id) == () for q in world.questions("test") for c in q.candidates)
+    assert all(
+        world.graph.materials(c.id) == () for q in world.questions("test") for c in q.candidates
+    )
 
 
 def test_kinds_come_in_the_shares_of_2wiki():
@@ -295,11 +328,17 @@ def test_kinds_come_in_the_shares_of_2wiki():
     closed = Counter(q.answers[0] for q in questions if q.answers[0] in ("yes", "no"))
     assert closed["yes"] / closed.total() == pytest.approx(0.5, abs=0.08)
     named = [q for q in questions if len(q.candidates) == 2 and q.answers[0] not in ("yes", "no")]
-    assert sum(q.answers[0] == q.candidates[0].label for q in named) / len(named) == pytest.approx(0.5, abs=0.06)
+    assert sum(q.answers[0] == q.candidates[0].label for q in named) / len(named) == pytest.approx(
+        0.5, abs=0.06
+    )
 
 
 def test_paraphrases_count_the_wordings_of_a_template():
-    template_of = {wording.format(a="x", b="x"): template.id for template in TEMPLATES for wording in template.wordings}
+    template_of = {
+        wording.format(a="x", b="x"): template.id
+        for template in TEMPLATES
+        for wording in template.wordings
+    }
     for paraphrases in (1, 3):
         world = build(dataclasses.replace(CONFIG, train_questions=3000, paraphrases=paraphrases))
         wordings: dict[str, set[str]] = {}
@@ -321,7 +360,9 @@ def test_wordings_are_all_different():
 def test_distractor_names_make_pairs_share_words():
     shares = []
     for distractor_names in (0.0, 1.0):
-        questions = build(dataclasses.replace(CONFIG, distractor_names=distractor_names)).questions("train")
+        questions = build(dataclasses.replace(CONFIG, distractor_names=distractor_names)).questions(
+            "train"
+        )
         pairs = [
             [set(c.label.split()) - {"The", "Her", "Our"} for c in q.candidates]
             for q in questions
@@ -367,11 +408,18 @@ def test_lives_are_possible(world):
 
 
 def test_tokenizer_text_is_bounded_and_free_of_test_names(world):
-    lines = list(build(dataclasses.replace(CONFIG, train_questions=5000, demonstrations=2000)).tokenizer_text())
+    lines = list(
+        build(
+            dataclasses.replace(CONFIG, train_questions=5000, demonstrations=2000)
+        ).tokenizer_text()
+    )
     assert 2000 < len(lines) < 10_000
     text = "\n".join(lines)
     people_and_films = [
-        c for q in world.questions("test") for c in q.candidates if q.evidences[0].relation != "country"
+        c
+        for q in world.questions("test")
+        for c in q.candidates
+        if q.evidences[0].relation != "country"
     ]
     assert not any(candidate.label in text for candidate in people_and_films)
     assert all(word in text for word in ("Song", "Simon", "Shaw", "date of birth", "Who is older"))
@@ -382,7 +430,10 @@ def test_gold_passages_say_what_the_evidences_say(world):
         passages = {passage.title: passage.text for passage in question.gold_passages}
         assert passages.keys() == {evidence.subject for evidence in question.evidences}
         for evidence in question.evidences:
-            assert f"The {evidence.relation} of {evidence.subject} is {evidence.object}." in passages[evidence.subject]
+            assert (
+                f"The {evidence.relation} of {evidence.subject} is {evidence.object}."
+                in passages[evidence.subject]
+            )
 
 
 @pytest.mark.parametrize(
@@ -398,14 +449,17 @@ def test_gold_passages_say_what_the_evidences_say(world):
 )
 def test_values_out_of_bounds_are_refused(change, named):
     with pytest.raises(
-        UserError, match=f"{named} from .* to .*, and the configuration says {next(iter(change.values()))}"
+        UserError,
+        match=f"{named} from .* to .*, and the configuration says {next(iter(change.values()))}",
     ):
         build(dataclasses.replace(CONFIG, **change))
 
 
 def test_a_world_without_enough_questions_says_so():
     with pytest.raises(UserError, match=r"ran out of inference questions after .* of 60000"):
-        build(dataclasses.replace(CONFIG, test_questions=60_000, facts_per_entity=4)).questions("test")
+        build(dataclasses.replace(CONFIG, test_questions=60_000, facts_per_entity=4)).questions(
+            "test"
+        )
 
 
 @hypothesis.settings(max_examples=3, deadline=None)
@@ -415,8 +469,12 @@ def test_a_world_without_enough_questions_says_so():
     paraphrases=st.integers(1, 4),
     seed=st.integers(0, 10**6),
 )
-def test_any_world_is_answerable_and_disjoint(facts_per_entity, distractor_names, paraphrases, seed):
-    counts = dict.fromkeys(("train_questions", "demonstrations", "dev_questions", "test_questions"), 60)
+def test_any_world_is_answerable_and_disjoint(
+    facts_per_entity, distractor_names, paraphrases, seed
+):
+    counts = dict.fromkeys(
+        ("train_questions", "demonstrations", "dev_questions", "test_questions"), 60
+    )
     options = {"distractor_names": distractor_names, "paraphrases": paraphrases, "seed": seed}
     world = build(TinyWorldConfig(facts_per_entity=facts_per_entity, **counts, **options))
     for question in all_questions(world):
@@ -434,18 +492,35 @@ def test_any_world_is_answerable_and_disjoint(facts_per_entity, distractor_names
 def test_common_knowledge_is_read_in_pretraining_and_asked_about_in_every_split(world):
     common = build(dataclasses.replace(CONFIG, common_knowledge=0.5, augmented_copies=1))
     demonstrations = [question for question, _ in common.demonstrations()]
-    originals, copies = demonstrations[: CONFIG.demonstrations], demonstrations[CONFIG.demonstrations :]
-    assert copies and not any(question.is_known for question in copies), "no document states their facts"
-    asked = {split: list(common.questions(split)) for split in ("train", "dev", "test")} | {"demonstration": originals}
+    originals, copies = (
+        demonstrations[: CONFIG.demonstrations],
+        demonstrations[CONFIG.demonstrations :],
+    )
+    assert copies and not any(question.is_known for question in copies), (
+        "no document states their facts"
+    )
+    asked = {split: list(common.questions(split)) for split in ("train", "dev", "test")} | {
+        "demonstration": originals
+    }
     for part, questions in asked.items():
-        assert labels(common, part) == labels(world, part), "the same world is asked about otherwise"
+        assert labels(common, part) == labels(world, part), (
+            "the same world is asked about otherwise"
+        )
         share = sum(question.is_known for question in questions) / len(questions)
         assert 0.35 < share < 0.65, "one in two, as far as a kind has them"
-    documents = [next(reading) for reading in [common.pretraining_documents(0)] for _ in range(20_000)]
+    documents = [
+        next(reading) for reading in [common.pretraining_documents(0)] for _ in range(20_000)
+    ]
     read = [text for text in documents if ":" not in text]
-    said = [fact for text in read for fact in re.findall(r"The ([a-z ]+) of ([^.]+?) is ([^.]+)\.", text)]
+    said = [
+        fact
+        for text in read
+        for fact in re.findall(r"The ([a-z ]+) of ([^.]+?) is ([^.]+)\.", text)
+    ]
     unknown = [fact[:2] for fact in said if fact[2] == "unknown"]
-    assert 0.4 < len(unknown) / len(said) < 0.5, "half of the names are recombined, and some of those are known"
+    assert 0.4 < len(unknown) / len(said) < 0.5, (
+        "half of the names are recombined, and some of those are known"
+    )
     known = {
         (fact.relation, fact.subject, fact.object)
         for questions in asked.values()
@@ -455,7 +530,9 @@ def test_common_knowledge_is_read_in_pretraining_and_asked_about_in_every_split(
     }
     assert {fact for fact in said if fact[2] != "unknown"} == known
     assert not set(unknown) & {fact[:2] for fact in known}
-    answers = re.compile(r"What is the (?:[a-z ]+ of )?the ([^?]+)\? The \1 is|What is the ([^?]+)\? The \2 is")
+    answers = re.compile(
+        r"What is the (?:[a-z ]+ of )?the ([^?]+)\? The \1 is|What is the ([^?]+)\? The \2 is"
+    )
     assert sum(bool(answers.search(text)) for text in read) > 0.8 * len(read)
     plain = [next(reading) for reading in [world.pretraining_documents(0)] for _ in range(50)]
     assert [text for text in documents if ":" in text][:50] == plain

@@ -1,4 +1,5 @@
-"""Conversations are token-true to the chat templates of three families, and no text can smuggle a token in."""
+"""Conversations are token-true to the chat templates of three families, and no text can smuggle a
+token in."""
 
 import functools
 
@@ -12,60 +13,88 @@ from mujica_jax.errors import UserError
 from mujica_jax.models.tokenizer import PROTOCOL_TAGS, TAG_PATTERN, Tokenizer, neutralise
 
 CORPUS = [
-    "Who directed the film that was released in 1987? <search>director of the film</search> You are a helpful planner.",
-    "system user assistant\n\nAnswer in one line.\n Paris, Rome and New York were founded in 753, 1624 and 1987.",
+    "Who directed the film that was released in 1987? <search>director of the film</search> You "
+    "are a helpful planner.",
+    "system user assistant\n"
+    "\n"
+    "Answer in one line.\n"
+    " Paris, Rome and New York were founded in 753, 1624 and 1987.",
 ] * 3
 
 QWEN2_5_TEMPLATE = (
-    "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}"
-    "{%- else %}{{- '<|im_start|>system\\nYou are Qwen.<|im_end|>\\n' }}{%- endif %}"
-    "{%- for message in messages %}{%- if message.role == 'user' or (message.role == 'system' and not loop.first) "
-    "or message.role == 'assistant' %}"
-    "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    "{%- if messages[0]['role'] == 'system' %}{{- '<|im_start|>system\\n' + messages[0]['content'] "
+    "+ '<|im_end|>\\n' }}{%- else %}{{- '<|im_start|>system\\nYou are Qwen.<|im_end|>\\n' }}{%- "
+    "endif %}{%- for message in messages %}{%- if message.role == 'user' or (message.role == "
+    "'system' and not loop.first) or message.role == 'assistant' %}{{- '<|im_start|>' + "
+    "message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}{%- endif %}{%- endfor %}{%- "
+    "if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-QWEN3_TEMPLATE = (  # a think block is written only for turns after the last user message, and only if there is thought
-    "{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}{%- "
-    "endif %}"
-    "{%- for message in messages %}{%- if message.role == 'user' %}"
-    "{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}{%- elif message.role == 'assistant' %}"
-    "{%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}"
-    "{%- if loop.last %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + content }}"
-    "{%- else %}{{- '<|im_start|>assistant\\n' + content }}{%- endif %}{{- '<|im_end|>\\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif "
-    "%}{%- endif %}"
+# a think block is written only for turns after the last user message, and only if there is thought
+QWEN3_TEMPLATE = (
+    "{%- if messages[0].role == 'system' %}{{- '<|im_start|>system\\n' + messages[0].content + "
+    "'<|im_end|>\\n' }}{%- endif %}{%- for message in messages %}{%- if message.role == 'user' %}"
+    "{{- '<|im_start|>user\\n' + message.content + '<|im_end|>\\n' }}{%- elif message.role == "
+    "'assistant' %}{%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}{%- if "
+    "loop.last %}{{- '<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n' + content }}{%- else "
+    "%}{{- '<|im_start|>assistant\\n' + content }}{%- endif %}{{- '<|im_end|>\\n' }}{%- endif "
+    "%}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if "
+    "enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' "
+    "}}{%- endif %}{%- endif %}"
 )
 LLAMA3_TEMPLATE = (
-    "{{- bos_token }}{% for message in messages %}"
-    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + "
-    "'<|eot_id|>' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
+    "{{- bos_token }}{% for message in messages %}{{- '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\\n\\n' + message['content'] | trim + '<|eot_id|>' }}{% endfor %}{% if "
+    "add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif "
+    "%}"
 )
 NO_SYSTEM_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}"
-    "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{{ '<start_of_turn>' + message['role'].replace('assistant', 'model') + '\\n' + message['content'] + "
-    "'<end_of_turn>\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'system' %}{{ "
+    "raise_exception('System role not supported') }}{% endif %}{{ '<start_of_turn>' + "
+    "message['role'].replace('assistant', 'model') + '\\n' + message['content'] + "
+    "'<end_of_turn>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' "
+    "}}{% endif %}"
 )
 CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-LLAMA3_TOKENS = ["<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+LLAMA3_TOKENS = [
+    "<|begin_of_text|>",
+    "<|end_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN_SPLIT = LLAMA3_SPLIT.replace(r"\p{N}{1,3}", r"\p{N}")
-# name: template, special tokens, non-special added tokens, word pattern, begin, end of text, specials in the model's
-# vocabulary
+# name: template, special tokens, non-special added tokens, word pattern, begin, end of text,
+# specials in the model's vocabulary
 FAMILIES = {
     "qwen2": (QWEN2_5_TEMPLATE, CHATML_TOKENS, [], QWEN_SPLIT, None, "<|im_end|>", False),
-    "qwen3": (QWEN3_TEMPLATE, CHATML_TOKENS, ["<think>", "</think>"], QWEN_SPLIT, None, "<|im_end|>", False),
-    "llama3": (LLAMA3_TEMPLATE, LLAMA3_TOKENS, [], LLAMA3_SPLIT, "<|begin_of_text|>", "<|end_of_text|>", True),
+    "qwen3": (
+        QWEN3_TEMPLATE,
+        CHATML_TOKENS,
+        ["<think>", "</think>"],
+        QWEN_SPLIT,
+        None,
+        "<|im_end|>",
+        False,
+    ),
+    "llama3": (
+        LLAMA3_TEMPLATE,
+        LLAMA3_TOKENS,
+        [],
+        LLAMA3_SPLIT,
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        True,
+    ),
 }
 
 
-def _wrapped(template, special, added, pattern, begin, end, in_vocabulary) -> PreTrainedTokenizerFast:
+def _wrapped(
+    template, special, added, pattern, begin, end, in_vocabulary
+) -> PreTrainedTokenizerFast:
     """A small byte-level BPE with the special tokens and the template of a family."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
@@ -120,13 +149,17 @@ USERS = ["Who directed it in 1987?", "  Rome? \n", "\n\nParis", "été – 東�
 def _expected(name: str, messages: list[tuple[str, str]]) -> list[int]:
     """What transformers makes of the whole conversation at once."""
     dictionaries = [{"role": role, "content": content} for role, content in messages]
-    return WRAPPED[name].apply_chat_template(dictionaries, add_generation_prompt=True, return_dict=False)
+    return WRAPPED[name].apply_chat_template(
+        dictionaries, add_generation_prompt=True, return_dict=False
+    )
 
 
 @every_family
 @pytest.mark.parametrize("user", USERS)
 def test_an_opening_is_what_the_chat_template_gives(name, user):
-    assert TOKENIZERS[name].open_conversation(SYSTEM, user) == _expected(name, [("system", SYSTEM), ("user", user)])
+    assert TOKENIZERS[name].open_conversation(SYSTEM, user) == _expected(
+        name, [("system", SYSTEM), ("user", user)]
+    )
 
 
 @every_family
@@ -142,9 +175,13 @@ def test_turns_appended_one_by_one_equal_the_whole_conversation(name, user):
 
 def test_a_template_without_system_role_gets_the_system_text_in_the_user_message():
     special = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
-    tokenizer = Tokenizer(_wrapped(NO_SYSTEM_TEMPLATE, special, [], QWEN_SPLIT, "<bos>", "<end_of_turn>", False))
+    tokenizer = Tokenizer(
+        _wrapped(NO_SYSTEM_TEMPLATE, special, [], QWEN_SPLIT, "<bos>", "<end_of_turn>", False)
+    )
     text = tokenizer.decode(tokenizer.open_conversation("Be brief.", "Who?"))
-    assert text == "<bos><start_of_turn>user\nBe brief.\n\nWho?<end_of_turn>\n<start_of_turn>model\n"
+    assert (
+        text == "<bos><start_of_turn>user\nBe brief.\n\nWho?<end_of_turn>\n<start_of_turn>model\n"
+    )
 
 
 model_texts = st.text(max_size=20) | st.sampled_from(
@@ -157,7 +194,10 @@ stopped_turns = st.lists(st.tuples(model_texts, hostile_texts, st.integers(0, 2)
 @settings(max_examples=150, deadline=None)
 def test_messages_are_what_the_conversation_was_rendered_from(system, user, turns):
     """However a model's turn ended: cut by a limit (0), or by either of its stop tokens."""
-    for tokenizer, stripped in [*((t, name == "llama3") for name, t in TOKENIZERS.items()), (TRAINED, False)]:
+    for tokenizer, stripped in [
+        *((t, name == "llama3") for name, t in TOKENIZERS.items()),
+        (TRAINED, False),
+    ]:
 
         def content(text, stripped=stripped):
             return text.strip() if stripped else text
@@ -165,25 +205,41 @@ def test_messages_are_what_the_conversation_was_rendered_from(system, user, turn
         ids = tokenizer.open_conversation(system, user)
         expected = [("system", content(system)), ("user", content(neutralise(user)))]
         for said, heard, ending in turns:
-            end = [tokenizer.stop_token_ids[ending % len(tokenizer.stop_token_ids)]] if ending else []
-            ids = [*ids, *tokenizer.encode_model(said), *end, *tokenizer.continue_conversation(heard, bool(end))]
+            end = (
+                [tokenizer.stop_token_ids[ending % len(tokenizer.stop_token_ids)]] if ending else []
+            )
+            ids = [
+                *ids,
+                *tokenizer.encode_model(said),
+                *end,
+                *tokenizer.continue_conversation(heard, bool(end)),
+            ]
             expected += [("assistant", said), ("user", content(neutralise(heard)))]
-        assert tokenizer.messages(ids) == [{"role": role, "content": content} for role, content in expected]
+        assert tokenizer.messages(ids) == [
+            {"role": role, "content": content} for role, content in expected
+        ]
 
 
 @every_family
 @pytest.mark.parametrize("user", USERS)
 def test_transformers_renders_the_messages_to_the_same_tokens(name, user):
     tokenizer = TOKENIZERS[name]
-    ids = tokenizer.open_conversation(SYSTEM, user) + tokenizer.encode_model("Ask for the director.")
+    ids = tokenizer.open_conversation(SYSTEM, user) + tokenizer.encode_model(
+        "Ask for the director."
+    )
     ids += tokenizer.continue_conversation(user, stopped=False)
     messages = tokenizer.messages(ids)
-    assert WRAPPED[name].apply_chat_template(messages, add_generation_prompt=True, return_dict=False) == ids
+    assert (
+        WRAPPED[name].apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        == ids
+    )
 
 
 def test_messages_of_a_template_without_system_role():
     special = ["<bos>", "<start_of_turn>", "<end_of_turn>"]
-    tokenizer = Tokenizer(_wrapped(NO_SYSTEM_TEMPLATE, special, [], QWEN_SPLIT, "<bos>", "<end_of_turn>", False))
+    tokenizer = Tokenizer(
+        _wrapped(NO_SYSTEM_TEMPLATE, special, [], QWEN_SPLIT, "<bos>", "<end_of_turn>", False)
+    )
     ids = tokenizer.open_conversation("Be brief.", "Who?") + tokenizer.encode_model("He.")
     assert tokenizer.messages(ids + tokenizer.continue_conversation("Why?", stopped=False)) == [
         {"role": "user", "content": "Be brief.\n\nWho?"},
@@ -206,10 +262,9 @@ def test_tokens_that_are_no_conversation_have_no_messages():
 
 def test_a_template_that_parts_messages_by_text_has_no_messages():
     template = (
-        "[INST] {{ messages[0]['content'] }} || {{ messages[1]['content'] }} [/INST]{% for message in messages[2:] %}"
-        "{% if message['role'] == 'user' %} [INST]{{ message['content'] }} [/INST]{% else %}{{ message['content'] "
-        "}}</s>"
-        "{% endif %}{% endfor %}"
+        "[INST] {{ messages[0]['content'] }} || {{ messages[1]['content'] }} [/INST]{% for message "
+        "in messages[2:] %}{% if message['role'] == 'user' %} [INST]{{ message['content'] }} "
+        "[/INST]{% else %}{{ message['content'] }}</s>{% endif %}{% endfor %}"
     )
     tokenizer = Tokenizer(_wrapped(template, ["</s>"], [], QWEN_SPLIT, None, "</s>", False))
     with pytest.raises(UserError, match="where text could say the same"):
@@ -217,7 +272,9 @@ def test_a_template_that_parts_messages_by_text_has_no_messages():
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused():
-    template = QWEN2_5_TEMPLATE.replace("message.content +", "(message.content if loop.last else '') +")
+    template = QWEN2_5_TEMPLATE.replace(
+        "message.content +", "(message.content if loop.last else '') +"
+    )
     with pytest.raises(UserError, match=r"cannot grow by appending"):
         Tokenizer(_wrapped(template, CHATML_TOKENS, [], QWEN_SPLIT, None, "<|im_end|>", False))
 
@@ -247,7 +304,9 @@ def test_a_user_message_adds_no_special_token_to_the_conversation(text):
         def special(ids, added=added):
             return [id for id in ids if id in added]
 
-        assert special(tokenizer.open_conversation("s", text)) == special(tokenizer.open_conversation("s", "u"))
+        assert special(tokenizer.open_conversation("s", text)) == special(
+            tokenizer.open_conversation("s", "u")
+        )
         assert special(tokenizer.continue_conversation(text, True)) == special(
             tokenizer.continue_conversation("u", True)
         )
@@ -269,7 +328,12 @@ def test_tags_are_neutralised_in_any_spelling_and_other_brackets_stay():
 def test_tags_are_tokens_in_the_model_s_words_and_text_in_the_system_prompt():
     ids = TRAINED.encode_model("<think>Rome</think>\n<search>a < b</search>")
     shown = [TRAINED.decode([id]) for id in ids]
-    assert [t for t in shown if t.startswith("<") and len(t) > 1] == ["<think>", "</think>", "<search>", "</search>"]
+    assert [t for t in shown if t.startswith("<") and len(t) > 1] == [
+        "<think>",
+        "</think>",
+        "<search>",
+        "</search>",
+    ]
     trusted = TRAINED.encode_trusted("Reply as <answer>text</answer>.")
     assert TRAINED.decode(trusted) == "Reply as <answer>text</answer>."
     assert max(trusted) < TRAINED.encode_model("<think>")[0]
@@ -299,7 +363,9 @@ def test_a_trained_tokenizer_comes_back_from_disk(tmp_path):
     loaded = Tokenizer.load(tmp_path)
     for text in USERS:
         assert loaded.open_conversation(SYSTEM, text) == TRAINED.open_conversation(SYSTEM, text)
-    assert loaded.encode_model("<answer>Rome</answer>") == TRAINED.encode_model("<answer>Rome</answer>")
+    assert loaded.encode_model("<answer>Rome</answer>") == TRAINED.encode_model(
+        "<answer>Rome</answer>"
+    )
     assert (loaded.vocab_size, loaded.stop_token_ids, loaded.pad_token_id) == (
         TRAINED.vocab_size,
         TRAINED.stop_token_ids,
@@ -332,7 +398,8 @@ def test_a_directory_without_tokenizer_is_refused(tmp_path):
 @given(text=st.text(max_size=30))
 @settings(max_examples=40, deadline=None)
 def test_the_bytes_of_tokens_are_those_of_their_text(kind, text):
-    """Characters that are spread over several tokens too: stop strings are looked for in these bytes."""
+    """Characters that are spread over several tokens too: stop strings are looked for in these
+    bytes."""
     tokenizer = Tokenizer(WRAPPED[kind]) if kind in FAMILIES else _trained()
     ids = tokenizer.encode_trusted(text)
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
@@ -341,16 +408,26 @@ def test_the_bytes_of_tokens_are_those_of_their_text(kind, text):
 
 
 def test_the_bytes_of_tokens_of_another_kind_of_vocabulary():
-    """SentencePiece's way: a space is U+2581, and a byte outside the alphabet has a token of its own. Ids that nobody
-    has add nothing."""
+    """SentencePiece's way: a space is U+2581, and a byte outside the alphabet has a token of its
+    own. Ids that nobody has add nothing."""
     vocabulary = {"<unk>": 0, "\u2581Paris": 1, "s": 2, "<0x0A>": 3, "<0xC3>": 4, "<0xA9>": 5}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)
+    )
     backend.decoder = tokenizers.decoders.Sequence(
-        [tokenizers.decoders.Replace("\u2581", " "), tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()]
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+        ]
     )
     tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
     ids = [1, 2, 3, 4, 5]
-    assert b"".join(map(tokenizer.token_bytes, ids)) == " Pariss\n\u00e9".encode() == tokenizer.decode(ids).encode()
+    assert (
+        b"".join(map(tokenizer.token_bytes, ids))
+        == " Pariss\n\u00e9".encode()
+        == tokenizer.decode(ids).encode()
+    )
     assert tokenizer.token_bytes(99) == b""
 
 

@@ -1,7 +1,8 @@
-"""Training steps and engine programs of published models compile for real TPU topologies and fit their memory, on a
-machine without a TPU.
+"""Training steps and engine programs of published models compile for real TPU topologies and fit
+their memory, on a machine without a TPU.
 
-`make test-slow` installs the TPU compiler (libtpu) into a folder of its own beside the environment."""
+`make test-slow` installs the TPU compiler (libtpu) into a folder of its own beside the environment.
+"""
 
 import functools
 import importlib.util
@@ -18,7 +19,8 @@ from mujica_jax.runtime.chips import CHIPS
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = ROOT / ".venv" / "tpu"
-CONFIGS = {  # checkpoint and topology of one configuration for each program: others have the same, which
+# checkpoint and topology of one configuration for each program: others have the same, which
+CONFIGS = {
     # tests/test_configurations.py holds
     "two_wiki_text_v5e": ("qwen2.5-7b", "v5e:4x8"),
     "two_wiki_text_qwen3_8b_v5e": ("qwen3-8b", "v5e:4x8"),
@@ -59,7 +61,8 @@ def test_every_phase_of_a_configuration_fits(config):
     documented = {
         cells[2]: cells[3:]
         for line in (ROOT / "docs" / "memory.md").read_text().splitlines()
-        if len(cells := [cell.strip(" `") for cell in line.split("|")]) > 3 and cells[1] == f"{config}.py"
+        if len(cells := [cell.strip(" `") for cell in line.split("|")]) > 3
+        and cells[1] == f"{config}.py"
     }
     assert documented.keys() == found["phases"].keys()
     for phase, parts in found["phases"].items():
@@ -72,8 +75,8 @@ def test_every_phase_of_a_configuration_fits(config):
 
 @pytest.mark.parametrize("config", WHOLE_ROWS)
 def test_weights_are_gathered_layer_by_layer(config):
-    """And the head once. What a scan over layers gathers at a time is one matrix of one layer, never the stack of
-    them."""
+    """And the head once. What a scan over layers gathers at a time is one matrix of one layer,
+    never the stack of them."""
     found = trained(config)
     gathered = [one for one in found["collectives"] if one["kind"] == "all-gather"]
     in_layers = [one["bytes"] for one in gathered if one["loops"]]
@@ -84,15 +87,21 @@ def test_weights_are_gathered_layer_by_layer(config):
 
 @pytest.mark.parametrize("config", WHOLE_ROWS)
 def test_gradients_are_reduce_scattered(config):
-    """Each device is sent its part of a matrix's gradient and no whole one: by a reduce-scatter, or by a ring of parts
-    that the TPU compiler makes of a product and its sum. Norms and biases, which are kept whole, are summed whole."""
+    """Each device is sent its part of a matrix's gradient and no whole one: by a reduce-scatter, or
+    by a ring of parts that the TPU compiler makes of a product and its sum. Norms and biases, which
+    are kept whole, are summed whole."""
     found = trained(config)
     in_parts = {
         one["bytes"]
         for one in found["collectives"]
-        if one["kind"] in ("reduce-scatter", "collective-permute") and "transpose" in one["source"] and one["loops"]
+        if one["kind"] in ("reduce-scatter", "collective-permute")
+        and "transpose" in one["source"]
+        and one["loops"]
     }
-    parts = {name: COMPUTE_BYTES * size // found["fsdp"] for name, size in found["layer_matrices"].items()}
+    parts = {
+        name: COMPUTE_BYTES * size // found["fsdp"]
+        for name, size in found["layer_matrices"].items()
+    }
     assert {name for name, size in parts.items() if size not in in_parts} == set()
     summed_whole = [one["bytes"] for one in found["collectives"] if one["kind"] == "all-reduce"]
     head = [size for size in summed_whole if size > PARAMETER_BYTES * found["layer_vector"]]
@@ -112,10 +121,13 @@ def test_a_step_of_adapters_takes_half_of_the_memory():
 
 
 def test_a_step_over_two_slices_compiles_and_fits():
-    """The data axis crosses the network between them: no weight is gathered from the other slice."""
+    """The data axis crosses the network between them: no weight is gathered from the other
+    slice."""
     found = trained("two_wiki_text_v5e", "0", "2")
     assert found["bytes"] < memory_bytes("v5e:4x8")
-    gathered = [one["bytes"] for one in found["collectives"] if one["kind"] == "all-gather" and one["loops"]]
+    gathered = [
+        one["bytes"] for one in found["collectives"] if one["kind"] == "all-gather" and one["loops"]
+    ]
     assert max(gathered) <= COMPUTE_BYTES * max(found["layer_matrices"].values())
 
 
@@ -124,13 +136,21 @@ def test_a_step_over_two_slices_compiles_and_fits():
     [
         ("qwen2.5-7b", "v5e:2x4", "4", "8", ()),
         ("qwen2.5-7b", "v6e:2x2", "4", "20", ()),
-        ("qwen2.5-7b", "v5e:2x4", "2", "4", ("int8", "int8", "filtered")),  # cache, weights; top-k, top-p and min-p
+        (
+            "qwen2.5-7b",
+            "v5e:2x4",
+            "2",
+            "4",
+            ("int8", "int8", "filtered"),
+        ),  # cache, weights; top-k, top-p and min-p
         ("qwen2.5-7b", "v6e:2x2", "2", "10", ("fp8", "fp8", "filtered")),
         ("qwen2.5-7b", "v5e:2x4", "4", "8", ("bfloat16", "w8a8")),
         ("qwen3-4b", "v5e:2x2", "4", "2", ()),  # configs/*_qwen3_4b_v5e.py
     ],
 )
-def test_the_engine_compiles_with_its_kernel_fits_and_works_in_place(model, topology, tensor, gigabytes, kept):
+def test_the_engine_compiles_with_its_kernel_fits_and_works_in_place(
+    model, topology, tensor, gigabytes, kept
+):
     """Heads split over four chips (on v5e:2x4 two engines stand side by side) or two.
 
     The engine behind JetStream's interface runs these two programs and no other one.
@@ -150,13 +170,17 @@ def test_one_head_a_chip_in_eight_bits_is_more_than_the_kernel_can():
         compiled("engine", "qwen2.5-7b", "v6e:2x2", "4", "10", "int8")
 
 
-@pytest.mark.parametrize(("storage", "recall_target"), [("bfloat16", ()), ("bfloat16", ("0.95",)), ("int8", ())])
+@pytest.mark.parametrize(
+    ("storage", "recall_target"), [("bfloat16", ()), ("bfloat16", ("0.95",)), ("int8", ())]
+)
 def test_the_search_of_a_whole_wikipedia_compiles_and_fits(storage, recall_target):
     """21 million passages of 1,024 numbers; what the program needs beside them is a few scores."""
     found = compiled("search", "21000000", "1024", "v5e:4x8", storage, *recall_target)
     assert found["chips"] == 32 and found["embedding_bytes"] < 1.4e9
     assert found["temporaries"] < 0.5e9
-    assert found["bytes"] < memory_bytes("v5e:4x8") / 2, "the encoder and its activations have the rest"
+    assert found["bytes"] < memory_bytes("v5e:4x8") / 2, (
+        "the encoder and its activations have the rest"
+    )
 
 
 def memory_bytes(topology: str) -> int:
@@ -168,12 +192,15 @@ def memory_bytes(topology: str) -> int:
 def trained(config: str, *lora_rank_and_slices: str) -> dict:
     model, topology = (CONFIGS | OTHER_LOSSES)[config]
     found = compiled("train", model, topology, f"configs/{config}.py", *lora_rank_and_slices)
-    assert found["splash"] and found["kernels"] >= 3, "forward, and the gradients of queries and of keys and values"
+    assert found["splash"] and found["kernels"] >= 3, (
+        "forward, and the gradients of queries and of keys and values"
+    )
     return found
 
 
 def memory(config: str) -> dict:
-    """Bytes of each phase by part, with the temporaries of the programs that are compiled for it."""
+    """Bytes of each phase by part, with the temporaries of the programs that are compiled for
+    it."""
     (model, topology), file = CONFIGS[config], f"configs/{config}.py"
     asked = compiled("plan", model, topology, file, "0", "0")
     programs = compiled("engine", model, HOST, str(asked["tensor"]), asked["cache"])

@@ -13,7 +13,15 @@ from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.mle import MLE
 from mujica_jax.learning.optimizer import decayed, schedule
-from mujica_jax.learning.trainer import FitResult, NotFinite, StepMetrics, Trainer, TrainState, fit, steps_of_epochs
+from mujica_jax.learning.trainer import (
+    FitResult,
+    NotFinite,
+    StepMetrics,
+    Trainer,
+    TrainState,
+    fit,
+    steps_of_epochs,
+)
 from mujica_jax.trajectories.batches import rows_of_step
 from mujica_jax.trajectories.packing import pack
 
@@ -27,7 +35,9 @@ def trainer():
 
 
 def run(trainer: Trainer, state: TrainState, steps: int = 8, **changes) -> FitResult:
-    return fit(trainer, state, ROWS, **({"schedule": SCHEDULE, "steps": steps, "seed": 3} | changes))
+    return fit(
+        trainer, state, ROWS, **({"schedule": SCHEDULE, "steps": steps, "seed": 3} | changes)
+    )
 
 
 def assert_same(left, right, tolerance: float = 0.0) -> None:
@@ -39,12 +49,16 @@ def test_a_step_is_adamw_on_the_gradient_of_the_loss(trainer, decoder):
     graph, params = nnx.split(decoder)
     reference = optax.chain(
         optax.clip_by_global_norm(TRAINER.clip_norm),
-        optax.adamw(5e-3, b1=TRAINER.b1, b2=TRAINER.b2, weight_decay=TRAINER.weight_decay, mask=decayed),
+        optax.adamw(
+            5e-3, b1=TRAINER.b1, b2=TRAINER.b2, weight_decay=TRAINER.weight_decay, mask=decayed
+        ),
     )
 
     @jax.jit
     def step(params):
-        loss, gradient = jax.value_and_grad(lambda params: MLE()(nnx.merge(graph, params), batch)[0])(params)
+        loss, gradient = jax.value_and_grad(
+            lambda params: MLE()(nnx.merge(graph, params), batch)[0]
+        )(params)
         updates, _ = reference.update(gradient, reference.init(params), params)
         return optax.apply_updates(params, updates), loss, optax.global_norm(gradient)
 
@@ -101,7 +115,12 @@ def test_the_order_of_the_loop(trainer, decoder, monkeypatch):
         return train_step(state, batch, schedule)
 
     monkeypatch.setattr(trainer, "train_step", recorded)
-    run(trainer, trainer.initial_state(decoder), 3, on_step=lambda metrics: events.append(f"read {metrics.step}"))
+    run(
+        trainer,
+        trainer.initial_state(decoder),
+        3,
+        on_step=lambda metrics: events.append(f"read {metrics.step}"),
+    )
     assert events == ["dispatch", "dispatch", "read 1", "dispatch", "read 2", "read 3"]
 
 
@@ -154,13 +173,17 @@ def test_a_decoder_given_or_taken_has_its_own_memory(trainer, decoder):
 def test_scores_are_those_of_the_loss_also_in_a_last_short_batch(trainer, decoder):
     assert ROWS.num_rows % TRAINER.rows_per_step
     expected = jax.jit(lambda batch: token_log_probs(decoder, batch))(ROWS.batch(slice(None)))
-    np.testing.assert_allclose(trainer.score(trainer.initial_state(decoder), ROWS), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        trainer.score(trainer.initial_state(decoder), ROWS), expected, atol=1e-5
+    )
 
 
 def test_compute_in_bfloat16_keeps_float32_parameters(trainer, decoder):
     narrow = Trainer(MODEL, dataclasses.replace(TRAINER, dtype="bfloat16"))
     state = narrow.initial_state(decoder)
-    assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state[1].mu))} == {jnp.dtype(jnp.float32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves((state.params, state.opt_state[1].mu))} == {
+        jnp.dtype(jnp.float32)
+    }
     difference = np.abs(narrow.score(state, ROWS) - trainer.score(state, ROWS)).max()
     assert 0 < difference < 0.3
 
@@ -170,7 +193,8 @@ def changed(**fields) -> Trainer:
 
 
 def test_parts_of_a_batch_add_up_to_the_whole(trainer, decoder):
-    """Over two steps, of parts that hold more and fewer trained tokens: a mean over parts would weigh them alike."""
+    """Over two steps, of parts that hold more and fewer trained tokens: a mean over parts would
+    weigh them alike."""
     mask = ROWS.loss_mask.copy()
     mask[::2, 4:] = False
     uneven = dataclasses.replace(ROWS, loss_mask=mask)
@@ -178,7 +202,9 @@ def test_parts_of_a_batch_add_up_to_the_whole(trainer, decoder):
 
     def two_steps(one: Trainer) -> TrainState:
         start = one.initial_state(decoder)
-        return fit(one, start, uneven, schedule=SCHEDULE, steps=2, seed=3, on_step=seen.append).state
+        return fit(
+            one, start, uneven, schedule=SCHEDULE, steps=2, seed=3, on_step=seen.append
+        ).state
 
     whole, in_parts = two_steps(trainer), two_steps(changed(accumulation_steps=4))
     assert_same(in_parts.params, whole.params, 1e-6)
@@ -199,22 +225,32 @@ def test_parts_of_a_batch_take_less_memory():
 
 
 def test_parts_that_rows_do_not_divide_into_are_refused():
-    with pytest.raises(UserError, match=r"rows_per_step 8 cannot be split into trainer.accumulation_steps 3 parts"):
+    with pytest.raises(
+        UserError, match=r"rows_per_step 8 cannot be split into trainer.accumulation_steps 3 parts"
+    ):
         changed(accumulation_steps=3)
     with pytest.raises(
-        UserError, match=r"accumulation_steps 4 parts of as many rows on data x fsdp = 4 .* multiple of 16"
+        UserError,
+        match=r"accumulation_steps 4 parts of as many rows on data x fsdp = 4 .* multiple of 16",
     ):
         changed(accumulation_steps=4, fsdp=4)
 
 
 def kept_types(state: TrainState) -> list[set[str]]:
     moments = state.opt_state[1]
-    return [{str(leaf.dtype) for leaf in jax.tree.leaves(part)} for part in (state.params, moments.mu, moments.nu)]
+    return [
+        {str(leaf.dtype) for leaf in jax.tree.leaves(part)}
+        for part in (state.params, moments.mu, moments.nu)
+    ]
 
 
 def test_types_of_what_is_kept_between_steps():
     assert kept_types(changed().abstract_state()) == [{"float32"}] * 3
-    assert kept_types(changed(parameter_dtype="bfloat16").abstract_state()) == [{"bfloat16"}, {"float32"}, {"float32"}]
+    assert kept_types(changed(parameter_dtype="bfloat16").abstract_state()) == [
+        {"bfloat16"},
+        {"float32"},
+        {"float32"},
+    ]
     assert kept_types(changed(first_moment_dtype="bfloat16").abstract_state()) == [
         {"float32"},
         {"bfloat16"},
@@ -223,7 +259,9 @@ def test_types_of_what_is_kept_between_steps():
 
 
 @pytest.mark.slow
-def test_narrow_types_learn_nearly_the_same_and_come_back_from_a_checkpoint(trainer, decoder, tmp_path):
+def test_narrow_types_learn_nearly_the_same_and_come_back_from_a_checkpoint(
+    trainer, decoder, tmp_path
+):
     narrow = changed(parameter_dtype="bfloat16", first_moment_dtype="bfloat16")
     state, wide_state = (run(one, one.initial_state(decoder)).state for one in (narrow, trainer))
     assert kept_types(state) == [{"bfloat16"}, {"bfloat16"}, {"float32"}]
@@ -240,7 +278,12 @@ def test_narrow_types_learn_nearly_the_same_and_come_back_from_a_checkpoint(trai
 
 def test_the_z_loss_and_the_parts_reach_the_step():
     assert (
-        len({changed(**fields).lower_step().as_text() for fields in ({}, {"z_loss": 0.01}, {"accumulation_steps": 2})})
+        len(
+            {
+                changed(**fields).lower_step().as_text()
+                for fields in ({}, {"z_loss": 0.01}, {"accumulation_steps": 2})
+            }
+        )
         == 3
     )
 
@@ -248,8 +291,18 @@ def test_the_z_loss_and_the_parts_reach_the_step():
 def test_the_run_resumes_over_the_same_rows_or_not_at_all(trainer, decoder):
     first = run(trainer, trainer.initial_state(decoder), 3)
     fewer = pack(random_conversations(20), row_tokens=TRAINER.row_tokens, seed=0)
-    with pytest.raises(UserError, match=rf"a place in {ROWS.num_rows} rows, .* this run has {fewer.num_rows} rows"):
-        fit(trainer, first.state, fewer, schedule=SCHEDULE, steps=8, seed=3, input_state=first.input_state)
+    with pytest.raises(
+        UserError, match=rf"a place in {ROWS.num_rows} rows, .* this run has {fewer.num_rows} rows"
+    ):
+        fit(
+            trainer,
+            first.state,
+            fewer,
+            schedule=SCHEDULE,
+            steps=8,
+            seed=3,
+            input_state=first.input_state,
+        )
 
 
 def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own():
@@ -257,14 +310,18 @@ def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own():
     first, second = order[:10].tolist(), order[10:].tolist()
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
-    assert not np.array_equal(order, np.concatenate([rows_of_step(10, 4, seed=2, step=step) for step in range(5)]))
+    assert not np.array_equal(
+        order, np.concatenate([rows_of_step(10, 4, seed=2, step=step) for step in range(5)])
+    )
 
 
 def test_fewer_rows_than_a_step_needs_are_seen_several_times():
     assert np.bincount(rows_of_step(3, 8, seed=0, step=5)).min() >= 2
 
 
-@pytest.mark.parametrize(("num_rows", "epochs", "steps"), [(16, 1, 2), (17, 1, 3), (3, 2, 1), (16, 3, 6)])
+@pytest.mark.parametrize(
+    ("num_rows", "epochs", "steps"), [(16, 1, 2), (17, 1, 3), (3, 2, 1), (16, 3, 6)]
+)
 def test_steps_of_some_epochs(num_rows, epochs, steps):
     assert steps_of_epochs(num_rows, 8, epochs) == steps
 
@@ -276,5 +333,7 @@ def test_no_rows_are_refused(trainer, decoder):
 
 
 def test_rows_that_devices_cannot_share_are_refused():
-    with pytest.raises(UserError, match=r"rows_per_step 8 cannot be split over data x fsdp = 3 devices"):
+    with pytest.raises(
+        UserError, match=r"rows_per_step 8 cannot be split over data x fsdp = 3 devices"
+    ):
         Trainer(MODEL, dataclasses.replace(TRAINER, data=3))

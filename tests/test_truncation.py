@@ -34,7 +34,9 @@ HARD = [
 
 def like_bert() -> Tokenizer:
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *PIECES]
-    tokenizer = Tokenizer(models.WordPiece({name: place for place, name in enumerate(names)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(
+        models.WordPiece({name: place for place, name in enumerate(names)}, unk_token="[UNK]")
+    )
     tokenizer.normalizer = normalizers.BertNormalizer()
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
@@ -57,7 +59,11 @@ for made in TOKENIZERS.values():
 
 
 @pytest.mark.parametrize("tokenizer", TOKENIZERS.values(), ids=TOKENIZERS)
-@given(texts=st.lists(st.lists(st.sampled_from([*HARD, *LETTERS, "abcd"]), max_size=60).map("".join), max_size=4))
+@given(
+    texts=st.lists(
+        st.lists(st.sampled_from([*HARD, *LETTERS, "abcd"]), max_size=60).map("".join), max_size=4
+    )
+)
 def test_the_tokens_are_those_of_the_whole_text(tokenizer, texts):
     expected = [entry.ids for entry in tokenizer.encode_batch(texts)]
     for characters in (1, 2, 16):

@@ -36,10 +36,16 @@ from mujica_jax.tasks.environment import GraphEnvironment
 from mujica_jax.tasks.two_wiki import task as two_wiki
 from mujica_jax.tasks.two_wiki.augmentation import KEPT_WORDS
 from mujica_jax.tasks.two_wiki.chains import follows_from_evidence, parse_date
-from mujica_jax.tasks.two_wiki.records import QUESTION_FILES, data_files, mentions, read_questions, with_known_ids
+from mujica_jax.tasks.two_wiki.records import (
+    QUESTION_FILES,
+    data_files,
+    mentions,
+    read_questions,
+    with_known_ids,
+)
 
-# Three questions with everything that makes the real records hard: a bridge under two names, Q-ids that only
-# `entity_ids` gives, and evidences whose ids are listed in another order.
+# Three questions with everything that makes the real records hard: a bridge under two names, Q-ids
+# that only `entity_ids` gives, and evidences whose ids are listed in another order.
 ABDULLAH = {
     "_id": "a1",
     "type": "compositional",
@@ -59,7 +65,12 @@ TAXI = {
     "type": "bridge_comparison",
     "question": "Which film has the director who died later, Taxi! or What Price Hollywood??",
     "entity_ids": "Q11_Q12_Q13_Q14",
-    "supporting_facts": [["Taxi!", 0], ["What Price Hollywood?", 0], ["Roy Del Ruth", 0], ["George Cukor", 0]],
+    "supporting_facts": [
+        ["Taxi!", 0],
+        ["What Price Hollywood?", 0],
+        ["Roy Del Ruth", 0],
+        ["George Cukor", 0],
+    ],
     "evidences": [
         ["Taxi!", "director", "Roy Del Ruth"],
         ["What Price Hollywood?", "director", "George Cukor"],
@@ -100,7 +111,8 @@ def config(data_dir, **changes) -> TwoWikiConfig:
         "dev_questions": 300,
         "test_questions": 300,
         "top_k": 10,
-        "split_dev_files": data_dir == TWO_WIKI,  # the sample holds questions of the official dev file alone
+        "split_dev_files": data_dir
+        == TWO_WIKI,  # the sample holds questions of the official dev file alone
     } | changes
     return TwoWikiConfig(**fields)
 
@@ -111,15 +123,17 @@ def search(environment, query, entity):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A data folder of the three questions, with the triples as the real file has them: ids only where the record lists
-    them, in the record's order."""
+    """A data folder of the three questions, with the triples as the real file has them: ids only
+    where the record lists them, in the record's order."""
     (tmp_path / "dev.json").write_text(json.dumps(RECORDS))
     rows = ["subject\trelation\tobject\tsubject_qid\tobject_qid"]
     for record in RECORDS:
         ids = record["evidences_id"] or [("", "", "")] * len(record["evidences"])
         rows += [
             f"{subject}\t{relation}\t{found}\t{subject_id}\t{object_id}"
-            for (subject, relation, found), (subject_id, _, object_id) in zip(record["evidences"], ids, strict=True)
+            for (subject, relation, found), (subject_id, _, object_id) in zip(
+                record["evidences"], ids, strict=True
+            )
         ]
     (tmp_path / "triples.tsv").write_text("\n".join(rows) + "\n")
     corpus = [
@@ -135,12 +149,15 @@ def folder(tmp_path):
         "supporting_facts": ["Taxi!"],
     }
     elsewhere = asked | {"id": "e5", "supporting_facts": ["Nowhere"]}
-    (tmp_path / "questions.jsonl").write_text(json.dumps(asked) + "\n" + json.dumps(elsewhere) + "\n")
+    (tmp_path / "questions.jsonl").write_text(
+        json.dumps(asked) + "\n" + json.dumps(elsewhere) + "\n"
+    )
     return tmp_path
 
 
 def play(question, environment) -> bool:
-    """Whether the gold chain can be walked by exact names, as a planner with perfect workers would."""
+    """Whether the gold chain can be walked by exact names, as a planner with perfect workers
+    would."""
     known = {entity.id: entity for entity in question.candidates}
     for evidence in question.evidences:
         entity = known.get(evidence.subject_id)
@@ -173,7 +190,10 @@ def world_of(task):
 
 def test_candidates_are_the_topics_the_question_names_and_never_bridge_or_answer(folder):
     task = two_wiki.build(config(folder))
-    assert {question.id: [entity.label for entity in question.candidates] for question in all_questions(task)} == {
+    assert {
+        question.id: [entity.label for entity in question.candidates]
+        for question in all_questions(task)
+    } == {
         "a1": ["Faisal bin Abdullah"],
         "b2": ["Taxi!", "What Price Hollywood?"],
         "c3": ["A Lego Brickumentary", "The Night Sitter"],
@@ -191,8 +211,13 @@ def test_a_bridge_is_shown_under_the_name_it_was_found_by(folder):
     (found,) = search(world_of(task), "Who is the father?", question.candidates[0])
     assert found.text == "Faisal bin Abdullah, father, King Abdullah"
     assert found.entities == (question.candidates[0], Entity(id="Q2", label="King Abdullah"))
-    texts = [material.text for material in search(world_of(task), "When did he die?", found.entities[1])]
-    assert texts == ["King Abdullah, date of death, 23 January 2015", "Faisal bin Abdullah, father, King Abdullah"]
+    texts = [
+        material.text for material in search(world_of(task), "When did he die?", found.entities[1])
+    ]
+    assert texts == [
+        "King Abdullah, date of death, 23 January 2015",
+        "Faisal bin Abdullah, father, King Abdullah",
+    ]
 
 
 def test_a_date_is_no_entity(folder):
@@ -242,10 +267,16 @@ def test_an_index_with_prefixes_of_its_own_is_searched_with_them(folder, monkeyp
     embedder, out = str(tiny_embedder(tmp_path / "embedder")), str(tmp_path / "index")
     made = ["--corpus", str(folder / "corpus.json"), "--kind", "exact", "--embedder", embedder]
     assert index.main(["build", *made, "--prefixes", "e5", "--out", out]) == 0
-    task = two_wiki.build(config(folder, environment="text", top_k=1, retriever="dense", index=out, embedder=embedder))
+    task = two_wiki.build(
+        config(folder, environment="text", top_k=1, retriever="dense", index=out, embedder=embedder)
+    )
     model = find_embedder(embedder, "e5").load()
-    scores = model.embed(["Taxi!\nA film by Roy Del Ruth.", "Roy Del Ruth\nHe died in 1961."], "passage")
-    expected = ["Taxi!", "Roy Del Ruth"][int((scores @ model.embed(["Who died?"], "query")[0]).argmax())]
+    scores = model.embed(
+        ["Taxi!\nA film by Roy Del Ruth.", "Roy Del Ruth\nHe died in 1961."], "passage"
+    )
+    expected = ["Taxi!", "Roy Del Ruth"][
+        int((scores @ model.embed(["Who died?"], "query")[0]).argmax())
+    ]
     assert [found.title for found in search(world_of(task), "Who died?", None)] == [expected]
 
 
@@ -255,28 +286,58 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
     embedder = str(tiny_embedder(tmp_path / "embedder"))
     corpus, dense, words = (str(folder / name) for name in ("corpus.json", "dense", "words"))
     built = ["build", "--corpus", corpus, "--kind", "exact", "--embedder", embedder, "--out", dense]
-    assert index.main(built) == index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words]) == 0
-    chosen = {"environment": "text", "top_k": 1, "retriever": "dense", "index": dense, "embedder": embedder}
+    assert (
+        index.main(built)
+        == index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words])
+        == 0
+    )
+    chosen = {
+        "environment": "text",
+        "top_k": 1,
+        "retriever": "dense",
+        "index": dense,
+        "embedder": embedder,
+    }
     task = two_wiki.build(config(folder, **chosen))
     model = find_embedder(embedder).load()
-    vectors = model.embed(["Taxi!\nA film by Roy Del Ruth.", "Roy Del Ruth\nHe died in 1961."], "passage")
+    vectors = model.embed(
+        ["Taxi!\nA film by Roy Del Ruth.", "Roy Del Ruth\nHe died in 1961."], "passage"
+    )
     for asked in ("Who died in 1961?", "Who made Taxi!?"):
-        expected = ["Taxi!", "Roy Del Ruth"][int((vectors @ model.embed([asked], "query")[0]).argmax())]
+        expected = ["Taxi!", "Roy Del Ruth"][
+            int((vectors @ model.embed([asked], "query")[0]).argmax())
+        ]
         assert [found.title for found in search(world_of(task), asked, None)] == [expected]
     again = two_wiki.build(config(folder, **chosen))
     search(world_of(again), "Who died in 1961?", None)
     assert world_of(again).retriever.statistics.cached == 1
     by_words = two_wiki.build(config(folder, environment="text", top_k=1, index=words))
-    assert [found.title for found in search(world_of(by_words), "Who died in 1961?", None)] == ["Roy Del Ruth"]
-    assert {question.id for question in all_questions(by_words)} == {question.id for question in all_questions(task)}
+    assert [found.title for found in search(world_of(by_words), "Who died in 1961?", None)] == [
+        "Roy Del Ruth"
+    ]
+    assert {question.id for question in all_questions(by_words)} == {
+        question.id for question in all_questions(task)
+    }
     for changes, said in (
-        ({"index": None}, r"retriever is dense and index is None: make an index .*mujica_jax\.index build"),
+        (
+            {"index": None},
+            r"retriever is dense and index is None: make an index .*mujica_jax\.index build",
+        ),
         ({"index": words}, "retriever is dense and the index .*words is of kind bm25"),
         ({"retriever": "bm25"}, "retriever is bm25 and the index .*dense is of kind exact"),
         ({"top_k": 3}, "top_k is 3 and the index .* holds 2 passages"),
-        ({"index_rows": "job", "index": "http://localhost:1"}, "index_rows is job and index is http://localhost:1"),
-        ({"index_rows": "job", "index": words, "retriever": "bm25"}, "index_rows is job and the index .* of kind bm25"),
-        ({"embedder": str(tiny_embedder(tmp_path / "other", seed=1))}, "was built with the embedder"),
+        (
+            {"index_rows": "job", "index": "http://localhost:1"},
+            "index_rows is job and index is http://localhost:1",
+        ),
+        (
+            {"index_rows": "job", "index": words, "retriever": "bm25"},
+            "index_rows is job and the index .* of kind bm25",
+        ),
+        (
+            {"embedder": str(tiny_embedder(tmp_path / "other", seed=1))},
+            "was built with the embedder",
+        ),
     ):
         with pytest.raises(UserError, match=said):
             two_wiki.build(config(folder, **chosen | changes))
@@ -287,24 +348,38 @@ def test_passages_are_searched_at_the_service_that_is_named(folder):
     corpus, words = str(folder / "corpus.json"), str(folder / "words")
     assert index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words]) == 0
     command = [sys.executable, "-m", "mujica_jax.index", "serve", "--index", words, "--port", "0"]
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {
+        "PYTHONPATH": str(Path(__file__).resolve().parent.parent),
+        "JAX_PLATFORMS": "cpu",
+    }
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().split()[-1]
             asked = until_well(
-                functools.partial(two_wiki.build, config(folder, environment="text", top_k=1, index=address))
+                functools.partial(
+                    two_wiki.build, config(folder, environment="text", top_k=1, index=address)
+                )
             )
             here = two_wiki.build(config(folder, environment="text", top_k=1, index=words))
             assert world_of(asked).retriever.version == world_of(here).retriever.index.version
             for question in ("Who died in 1961?", "A film by Roy Del Ruth", "nothing of it"):
-                assert search(world_of(asked), question, None) == search(world_of(here), question, None)
+                assert search(world_of(asked), question, None) == search(
+                    world_of(here), question, None
+                )
             assert {question.id for question in all_questions(asked)} == {
                 question.id for question in all_questions(here)
             }
-            with pytest.raises(UserError, match=f"retriever is dense and {address} serves an index of kind bm25"):
-                two_wiki.build(config(folder, environment="text", top_k=1, retriever="dense", index=address))
-            with pytest.raises(UserError, match=f"top_k is 3 and {address} serves an index of 2 passages: lower top_k"):
+            with pytest.raises(
+                UserError, match=f"retriever is dense and {address} serves an index of kind bm25"
+            ):
+                two_wiki.build(
+                    config(folder, environment="text", top_k=1, retriever="dense", index=address)
+                )
+            with pytest.raises(
+                UserError,
+                match=f"top_k is 3 and {address} serves an index of 2 passages: lower top_k",
+            ):
                 two_wiki.build(config(folder, environment="text", top_k=3, index=address))
         finally:
             process.kill()
@@ -330,14 +405,25 @@ def test_copies_of_text_questions_are_refused(folder):
 
 @needs_data
 def test_in_the_distractor_setting_a_question_is_answered_from_its_own_passages():
-    task = two_wiki.build(config(TWO_WIKI, environment="text", augmented_copies=0, setting="distractor", top_k=20))
-    given = {of.id: of for of in read_questions(data_files(TWO_WIKI, ("dev_with_context*.jsonl",), "questions"))}
+    task = two_wiki.build(
+        config(TWO_WIKI, environment="text", augmented_copies=0, setting="distractor", top_k=20)
+    )
+    given = {
+        of.id: of
+        for of in read_questions(data_files(TWO_WIKI, ("dev_with_context*.jsonl",), "questions"))
+    }
     asked = all_questions(task)
     assert len(asked) > 100 and {question.id for question in asked} <= given.keys()
     for question in asked[:20]:
-        found = {material.title for material in search(task.environment(question), question.text, None)}
+        found = {
+            material.title for material in search(task.environment(question), question.text, None)
+        }
         own = {passage.title for passage in given[question.id].context}
-        assert found <= own and {gold.title for gold in question.gold_passages} <= own and 4 <= len(own) <= 10
+        assert (
+            found <= own
+            and {gold.title for gold in question.gold_passages} <= own
+            and 4 <= len(own) <= 10
+        )
 
 
 def test_evidences_are_the_graph_where_there_are_no_triples(folder):
@@ -357,11 +443,19 @@ def test_missing_folder_and_files_are_named(folder, tmp_path):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"question": ""}, {"_id": None}, {"answer": ["x"]}, {"evidences": [["a", "b"]]}, {"supporting_facts": [3]}],
+    [
+        {"question": ""},
+        {"_id": None},
+        {"answer": ["x"]},
+        {"evidences": [["a", "b"]]},
+        {"supporting_facts": [3]},
+    ],
 )
 def test_a_malformed_question_is_refused_with_its_line(folder, changes):
     (folder / "dev.json").unlink()
-    (folder / "dev.jsonl").write_text(json.dumps(TAXI) + "\n" + json.dumps(ABDULLAH | changes) + "\n")
+    (folder / "dev.jsonl").write_text(
+        json.dumps(TAXI) + "\n" + json.dumps(ABDULLAH | changes) + "\n"
+    )
     with pytest.raises(UserError, match=r"dev\.jsonl, line 2: "):
         two_wiki.build(config(folder))
 
@@ -372,7 +466,11 @@ def test_mentions_are_found_in_title_case_by_title_and_longest_first():
     assert found is not None
     assert [text[place.start : place.end] for place in found] == ["Love (1927 Film)", "Love Story"]
     assert (
-        mentions("Where was the director of film The Devil (1972 Film) born?", ["Diabeł"], ["The Devil (1972 film)"])
+        mentions(
+            "Where was the director of film The Devil (1972 Film) born?",
+            ["Diabeł"],
+            ["The Devil (1972 film)"],
+        )
         is not None
     )
     assert mentions("Who is older, Ann or Bob?", ["Ann", "Cid"], ["Bob"]) is None
@@ -382,7 +480,10 @@ def test_mentions_are_found_in_title_case_by_title_and_longest_first():
 
 
 def test_a_crowded_entity_shows_what_shares_words_with_the_query():
-    films = [Triple(subject=f"Film {n}", relation="director", object="Ann", object_id="Q1") for n in range(20)]
+    films = [
+        Triple(subject=f"Film {n}", relation="director", object="Ann", object_id="Q1")
+        for n in range(20)
+    ]
     born = Triple(subject="Ann", relation="place of birth", object="Rome", subject_id="Q1")
     died = Triple(subject="Ann", relation="date of death", object="1 May 1999", subject_id="Q1")
     environment = GraphEnvironment(TripleGraph([*films, born, died]), top_k=3)
@@ -393,7 +494,10 @@ def test_a_crowded_entity_shows_what_shares_words_with_the_query():
         "Film 0, director, Ann",
     ]
     roomy = GraphEnvironment(TripleGraph([*films, born, died]), top_k=22)
-    assert search(roomy, "date of death", Entity(id="Q1", label="Ann"))[0].text == "Ann, place of birth, Rome"
+    assert (
+        search(roomy, "date of death", Entity(id="Q1", label="Ann"))[0].text
+        == "Ann, place of birth, Rome"
+    )
 
 
 def test_a_crowded_entity_shows_what_the_embedder_finds_nearest(folder, tmp_path):
@@ -403,9 +507,14 @@ def test_a_crowded_entity_shows_what_the_embedder_finds_nearest(folder, tmp_path
         file.write("\n".join(rows) + "\n")
     changes = {"retriever": "dense", "embedder": str(embedder), "top_k": 3}
     task = two_wiki.build(config(folder, **changes))
-    found = [material.text for material in search(world_of(task), "word7", Entity(id="Q1", label="Ann"))]
+    found = [
+        material.text for material in search(world_of(task), "word7", Entity(id="Q1", label="Ann"))
+    ]
     by_words = two_wiki.build(config(folder, top_k=100))
-    texts = [material.text for material in search(world_of(by_words), "word7", Entity(id="Q1", label="Ann"))]
+    texts = [
+        material.text
+        for material in search(world_of(by_words), "word7", Entity(id="Q1", label="Ann"))
+    ]
     assert len(texts) >= 12
     model = find_embedder(str(embedder)).load()
     scores = model.embed(texts, "passage") @ model.embed(["word7"], "query")[0]
@@ -436,7 +545,11 @@ def demonstrations(real):
 
 @pytest.fixture(scope="module")
 def copies(demonstrations):
-    return [(question, environment) for question, environment in demonstrations if "-renamed-" in question.id]
+    return [
+        (question, environment)
+        for question, environment in demonstrations
+        if "-renamed-" in question.id
+    ]
 
 
 @needs_data
@@ -454,7 +567,9 @@ def test_splits_share_no_question_and_keep_their_order(real):
 
 @needs_data
 def test_every_real_gold_chain_can_be_walked(real):
-    assert [question.text for question in all_questions(real) if not play(question, world_of(real))] == []
+    assert [
+        question.text for question in all_questions(real) if not play(question, world_of(real))
+    ] == []
 
 
 @needs_data
@@ -477,8 +592,12 @@ def test_every_copy_can_be_walked_and_its_answer_follows(copies):
 
 
 @needs_data
-def test_almost_every_training_question_is_demonstrated_and_all_of_these_copied(real, demonstrations):
-    originals = next(n for n, (question, _) in enumerate(demonstrations) if "-renamed-" in question.id)
+def test_almost_every_training_question_is_demonstrated_and_all_of_these_copied(
+    real, demonstrations
+):
+    originals = next(
+        n for n, (question, _) in enumerate(demonstrations) if "-renamed-" in question.id
+    )
     assert originals > 0.99 * len(real.questions("train"))
     assert sum(1 for _ in real.demonstrations()) == 4 * originals
 
@@ -493,7 +612,10 @@ def test_copies_keep_the_wording_and_change_the_names(real, copies):
             evidence.relation for evidence in original.evidences
         ]
         assert copy.text.split()[0] == original.text.split()[0]
-        kept += sum(old.label == new.label for old, new in zip(original.candidates, copy.candidates, strict=True))
+        kept += sum(
+            old.label == new.label
+            for old, new in zip(original.candidates, copy.candidates, strict=True)
+        )
     assert kept < 0.01 * len(copies)  # "The Film" has no word to change
 
 
@@ -503,7 +625,9 @@ def test_copies_hold_no_word_of_held_out_names(real, copies):
         return set(re.findall(r"[^\W\d_]+", " ".join(texts).casefold()))
 
     names = words(entity.label for question in held_out(real) for entity in question.candidates)
-    secret = names - words(real.tokenizer_text()) - KEPT_WORDS - {"serbia"}  # a country that copies make up themselves
+    secret = (
+        names - words(real.tokenizer_text()) - KEPT_WORDS - {"serbia"}
+    )  # a country that copies make up themselves
     assert len(secret) > 100
     for copy, environment in copies:
         shown = words([copy.text, *(triple.text for triple in environment.graph.triples)])
@@ -513,7 +637,9 @@ def test_copies_hold_no_word_of_held_out_names(real, copies):
 @needs_data
 def test_tokenizer_text_holds_nothing_that_only_held_out_questions_use(real):
     text = set(real.tokenizer_text())
-    train_triples = {evidence for question in real.questions("train") for evidence in question.evidences}
+    train_triples = {
+        evidence for question in real.questions("train") for evidence in question.evidences
+    }
     for question in held_out(real):
         assert question.text not in text
         for evidence in question.evidences:
@@ -552,20 +678,29 @@ def test_text_task_on_the_real_corpus():
     assert {question.id for question in questions} > set(asked) and len(asked) == 685
     assert {question.id for question in held_out(task)} < set(asked), "others are learnt from only"
     assert len(search(world_of(task), questions[0].text, None)) == 5
-    own = next(question for question in questions if task.environment(question) is not world_of(task))
+    own = next(
+        question for question in questions if task.environment(question) is not world_of(task)
+    )
     titles = {passage.title for passage in own.gold_passages}
     assert titles & {material.title for material in search(task.environment(own), own.text, None)}
 
 
 @needs_data
 def test_demonstrations_over_passages_read_what_a_search_returned():
-    """Every answer scores EM 1, and every sentence says what stands in the passage that its worker chose."""
+    """Every answer scores EM 1, and every sentence says what stands in the passage that its worker
+    chose."""
     task = two_wiki.build(config(TWO_WIKI, environment="text", top_k=5))
-    limits = {"max_turn_tokens": 2000, "max_trajectory_tokens": 20_000, "max_observation_tokens": 10_000}
+    limits = {
+        "max_turn_tokens": 2000,
+        "max_trajectory_tokens": 20_000,
+        "max_observation_tokens": 10_000,
+    }
     answered = 0
     for question, environment in itertools.islice(task.demonstrations(), 40):
         policy = ScriptedPolicy(tokenizer())
-        one = asyncio.run(agent(**limits).run(attempt(question, temperature=0.0), environment, policy))
+        one = asyncio.run(
+            agent(**limits).run(attempt(question, temperature=0.0), environment, policy)
+        )
         if one.stop_reason is not StopReason.ANSWERED:
             assert not one.searches[-1].found
             continue
@@ -586,25 +721,42 @@ def test_questions_whose_passages_nobody_has_are_demonstrated_over_triples():
     assert {question.id for question in all_questions(task)} == asked
     added = [pair for pair in task.demonstrations() if pair[0].id not in asked]
     assert len(added) == 30
-    assert {two_wiki.split_of(question.id, task.config.hold_out_percent) for question, _ in added} == {"train"}
-    limits = {"max_turn_tokens": 2000, "max_trajectory_tokens": 20_000, "max_observation_tokens": 10_000}
+    assert {
+        two_wiki.split_of(question.id, task.config.hold_out_percent) for question, _ in added
+    } == {"train"}
+    limits = {
+        "max_turn_tokens": 2000,
+        "max_trajectory_tokens": 20_000,
+        "max_observation_tokens": 10_000,
+    }
     run = MagicMock(
-        agent=agent(**limits), tokenizer=tokenizer(), reward=find_reward("f1", task.rule), faults=FaultGuard()
+        agent=agent(**limits),
+        tokenizer=tokenizer(),
+        reward=find_reward("f1", task.rule),
+        faults=FaultGuard(),
     )
     run.config.warmup.miss_rate = 0.0
     run.config.seed = 0
     run.task = MagicMock(spec=two_wiki.TwoWiki, rule=task.rule)
     run.task.demonstrations.return_value = [next(task.demonstrations()), *added]
     (over_passages, *others), kept = supervised._scripted(run)
-    assert {conversation.role for conversation in over_passages.conversations} == {"planner", "worker"}
-    assert [conversation.role for one in others for conversation in one.conversations] == ["planner"] * 30
+    assert {conversation.role for conversation in over_passages.conversations} == {
+        "planner",
+        "worker",
+    }
+    assert [conversation.role for one in others for conversation in one.conversations] == [
+        "planner"
+    ] * 30
     assert len(kept) > 25
 
 
 def test_official_files_alone_are_enough_for_passages(folder):
     for name in ("corpus.json", "questions.jsonl"):
         (folder / name).unlink()
-    context = [["Taxi!", ["A film by Roy Del Ruth. "]], ["Roy Del Ruth", ["He died in 1961.", "He directed."]]]
+    context = [
+        ["Taxi!", ["A film by Roy Del Ruth. "]],
+        ["Roy Del Ruth", ["He died in 1961.", "He directed."]],
+    ]
     longer = TAXI | {"supporting_facts": [["Taxi!", 0], ["Roy Del Ruth", 0]], "context": context}
     (folder / "dev.json").write_text(json.dumps([longer]))
     task = two_wiki.build(config(folder, environment="text", top_k=1))
@@ -619,15 +771,24 @@ def test_official_files_alone_are_enough_for_passages(folder):
 
 def test_names_hold_no_double_quote_and_no_double_space(folder):
     (folder / "dev.json").unlink()
-    evidences = [['"Weird  Al" Yankovic', "father", 'Nick "Y"'], ['Nick "Y"', "place of death", "Fallbrook"]]
+    evidences = [
+        ['"Weird  Al" Yankovic', "father", 'Nick "Y"'],
+        ['Nick "Y"', "place of death", "Fallbrook"],
+    ]
     quoted = {
         "question": 'Where did "Weird Al" Yankovic\'s father die?',
         "evidences": evidences,
         "supporting_facts": ['"Weird Al" Yankovic'],
     }
-    (folder / "dev.jsonl").write_text(json.dumps(ABDULLAH | quoted | {"answer": "Fallbrook", "evidences_id": []}))
-    rows = "\n".join("\t".join([*cells, "", ""]) for cells in (["subject", "relation", "object"], *evidences))
-    (folder / "triples.tsv").write_text(rows.replace("object\t\t", "object\tsubject_qid\tobject_qid"))
+    (folder / "dev.jsonl").write_text(
+        json.dumps(ABDULLAH | quoted | {"answer": "Fallbrook", "evidences_id": []})
+    )
+    rows = "\n".join(
+        "\t".join([*cells, "", ""]) for cells in (["subject", "relation", "object"], *evidences)
+    )
+    (folder / "triples.tsv").write_text(
+        rows.replace("object\t\t", "object\tsubject_qid\tobject_qid")
+    )
     task = two_wiki.build(config(folder))
     (question,) = all_questions(task)
     assert question.candidates[0].label == "'Weird Al' Yankovic"
@@ -646,6 +807,8 @@ def test_pretraining_documents_are_endless_repeatable_and_without_held_out_names
     assert documents == read(seed=0) != read(seed=1)
     names = words(entity.label for question in held_out(real) for entity in question.candidates)
     shown = (
-        words(real.tokenizer_text()) | KEPT_WORDS | {"none", "materials", "years", "the", "in", "order", "and", "of"}
+        words(real.tokenizer_text())
+        | KEPT_WORDS
+        | {"none", "materials", "years", "the", "in", "order", "and", "of"}
     )
     assert not (names - shown) & words(documents)

@@ -58,8 +58,14 @@ def _same(one: Decoder, other: Decoder) -> bool:
 
 def test_a_checkpoint_comes_back_as_it_was(decoder, directory):
     assert _same(load_checkpoint(directory), decoder)
-    assert sorted(p.name for p in directory.iterdir()) == ["config.json", "generation_config.json", "model.safetensors"]
-    assert [p.name for p in directory.parent.iterdir()] == ["model"], "no partial directory may stay behind"
+    assert sorted(p.name for p in directory.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    assert [p.name for p in directory.parent.iterdir()] == ["model"], (
+        "no partial directory may stay behind"
+    )
 
 
 def test_a_large_checkpoint_is_split_and_comes_back(decoder, tmp_path, monkeypatch):
@@ -100,7 +106,9 @@ def test_an_existing_checkpoint_is_not_overwritten(decoder, directory):
         ("model.norm.weight", (15,), r".* shape \(15,\) .* \(16,\)"),
     ],
 )
-def test_a_tensor_that_is_not_expected_or_of_another_shape_is_refused(directory, name, shape, sentence):
+def test_a_tensor_that_is_not_expected_or_of_another_shape_is_refused(
+    directory, name, shape, sentence
+):
     _rewrite(directory, lambda tensors: tensors.update({name: np.ones(shape, np.float32)}))
     with pytest.raises(UserError, match=f"{name} {sentence}"):
         load_checkpoint(directory)
@@ -130,8 +138,12 @@ def test_a_truncated_file_is_named(directory):
 
 def test_a_file_that_the_index_names_must_exist(directory):
     (directory / "model.safetensors").unlink()
-    (directory / "model.safetensors.index.json").write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}')
-    with pytest.raises(UserError, match=r"model-00001-of-00002.safetensors is named by .* but missing"):
+    (directory / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"x": "model-00001-of-00002.safetensors"}}'
+    )
+    with pytest.raises(
+        UserError, match=r"model-00001-of-00002.safetensors is named by .* but missing"
+    ):
         load_checkpoint(directory)
 
 
@@ -147,9 +159,14 @@ def test_a_directory_without_checkpoint_is_refused(tmp_path):
 
 
 def test_a_second_copy_of_a_tied_embedding_is_ignored_and_another_head_is_not(decoder, directory):
-    _rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}))
+    _rewrite(
+        directory,
+        lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"]}),
+    )
     assert _same(load_checkpoint(directory), decoder)
-    _rewrite(directory, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1}))
+    _rewrite(
+        directory, lambda tensors: tensors.update({"lm_head.weight": tensors["lm_head.weight"] + 1})
+    )
     with pytest.raises(UserError, match=r"lm_head.weight .* its config.json does not expect it"):
         load_checkpoint(directory)
 
@@ -158,7 +175,12 @@ def test_bfloat16_tensors_are_read_as_float32(decoder, directory):
     import ml_dtypes
 
     narrow = {}
-    _rewrite(directory, lambda tensors: narrow.update({n: v.astype(ml_dtypes.bfloat16) for n, v in tensors.items()}))
+    _rewrite(
+        directory,
+        lambda tensors: narrow.update(
+            {n: v.astype(ml_dtypes.bfloat16) for n, v in tensors.items()}
+        ),
+    )
     save_file(narrow, directory / "model.safetensors")
     loaded = load_checkpoint(directory)
     assert loaded.embedding[...].dtype == np.float32

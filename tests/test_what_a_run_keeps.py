@@ -1,5 +1,5 @@
-"""What a run leaves on disk while it goes on: checkpoints of the phase it is in, the newest policies, in the compute
-type; and how often it saves."""
+"""What a run leaves on disk while it goes on: checkpoints of the phase it is in, the newest
+policies, in the compute type; and how often it saves."""
 
 import dataclasses
 import itertools
@@ -46,8 +46,8 @@ def opened(tmp_path, monkeypatch) -> Iterator[Opener]:
 
 
 def learn_phases(run: Run, *names: str) -> list[list[str]]:
-    """Learns the phases one after another, from each other, and commits each one's policy. Returns the folders with
-    checkpoints after each."""
+    """Learns the phases one after another, from each other, and commits each one's policy. Returns
+    the folders with checkpoints after each."""
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
     state, left = run.initial_state, []
     for version, name in enumerate(names):
@@ -58,7 +58,11 @@ def learn_phases(run: Run, *names: str) -> list[list[str]]:
 
 
 def test_checkpoints_leave_when_the_next_policy_is_committed(opened, config):
-    assert learn_phases(opened(config), "warm-up", "round 1", "round 2") == [["warm-up"], ["round-1"], ["round-2"]]
+    assert learn_phases(opened(config), "warm-up", "round 1", "round 2") == [
+        ["warm-up"],
+        ["round-1"],
+        ["round-2"],
+    ]
 
 
 def test_the_warm_up_stays_for_the_control_that_begins_with_it(opened, config):
@@ -77,20 +81,30 @@ def test_the_newest_policies_stay(opened, config, keep, expected):
 def test_policies_are_written_in_the_compute_type(opened, config):
     run = opened(config)
     learn_phases(run, "warm-up")
-    with safe_open(run.store.policy_path(0) / "model" / "model.safetensors", framework="numpy") as file:
+    with safe_open(
+        run.store.policy_path(0) / "model" / "model.safetensors", framework="numpy"
+    ) as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
 
 
 @pytest.mark.parametrize(("save_seconds", "expected"), [(1e-6, [1, 2, 3]), (1e6, [3]), (0.0, [3])])
-def test_saves_come_as_often_as_the_configuration_says(opened, config, monkeypatch, save_seconds, expected):
+def test_saves_come_as_often_as_the_configuration_says(
+    opened, config, monkeypatch, save_seconds, expected
+):
     """Without a word of it not before a quarter of a minute: this phase saves at its end alone."""
     saved = []
     save = Checkpoints.save
     monkeypatch.setattr(
-        Checkpoints, "save", lambda self, state, about: saved.append(int(state.step)) or save(self, state, about)
+        Checkpoints,
+        "save",
+        lambda self, state, about: saved.append(int(state.step)) or save(self, state, about),
     )
     monkeypatch.setattr("mujica_jax.methods.learning_phase.STEPS_A_STRETCH", 1)
-    run = opened(dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, save_seconds=save_seconds)))
+    run = opened(
+        dataclasses.replace(
+            config, trainer=dataclasses.replace(config.trainer, save_seconds=save_seconds)
+        )
+    )
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
     run.learn("warm-up", run.initial_state, lambda: rows, steps=3, peak=0.1, end_value=0.1)
     assert saved == expected
@@ -99,7 +113,9 @@ def test_saves_come_as_often_as_the_configuration_says(opened, config, monkeypat
 def test_saves_that_take_long_come_seldom(opened, config, monkeypatch):
     """At most a twentieth of the time: after one of a minute none is due for twenty minutes."""
     saved = []
-    looks = itertools.count(0, 100)  # every look at the clock is 100 seconds later: one at each step and at each save
+    looks = itertools.count(
+        0, 100
+    )  # every look at the clock is 100 seconds later: one at each step and at each save
     save = Checkpoints.save
 
     def slow(self: Checkpoints, state: object, about: dict) -> None:
@@ -112,6 +128,8 @@ def test_saves_that_take_long_come_seldom(opened, config, monkeypatch):
     monkeypatch.setattr("mujica_jax.methods.learning_phase.STEPS_A_STRETCH", 1)
     run = opened(config)
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
-    monkeypatch.setattr("mujica_jax.methods.learning_phase.time", SimpleNamespace(monotonic=lambda: next(looks)))
+    monkeypatch.setattr(
+        "mujica_jax.methods.learning_phase.time", SimpleNamespace(monotonic=lambda: next(looks))
+    )
     run.learn("warm-up", run.initial_state, lambda: rows, steps=30, peak=0.1, end_value=0.1)
     assert saved == [1, 14, 27, 30]

@@ -1,5 +1,5 @@
-"""A random BERT embedder of a few thousand parameters in the sentence-transformers layout, and a corpus over its
-words."""
+"""A random BERT embedder of a few thousand parameters in the sentence-transformers layout, and a
+corpus over its words."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,9 @@ def tiny_embedder(folder: Path, *, seed: int = 0, **changes: object) -> Path:
         for name, weight in weight_table(config).names()
     }
     save_file(tensors, folder / "model.safetensors")
-    vocabulary = {token: id for id, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    vocabulary = {
+        token: id for id, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -48,7 +50,9 @@ def write_corpus(path: Path, passages: int, seed: int = 0) -> Path:
     """JSON Lines of passages whose titles are `title N`."""
     draw = np.random.default_rng(seed)
     lines = [
-        json.dumps({"title": f"title {number}", "text": " ".join(draw.choice(WORDS, draw.integers(3, 12)))})
+        json.dumps(
+            {"title": f"title {number}", "text": " ".join(draw.choice(WORDS, draw.integers(3, 12)))}
+        )
         for number in range(passages)
     ]
     path.write_text("\n".join(lines) + "\n")

@@ -42,7 +42,8 @@ def make_engine(
     pages: int = SLOTS * PAGES_A_SLOT,
     cache_dtype: Any = None,
 ) -> Engine:
-    # Read once, by the constructor. With rows read by XLA, of 128 tokens at least, 192 positions have two widths.
+    # Read once, by the constructor. With rows read by XLA, of 128 tokens at least, 192 positions
+    # have two widths.
     with mock.patch.object(contiguous, "MIN_WIDTH_TOKENS", 128):
         return contiguous.ContiguousEngine(
             decoder() if of is None else of,

@@ -10,9 +10,11 @@ from mujica_jax.models.families import DecoderConfig
 
 
 def filled_decoder(config: DecoderConfig, **options) -> Decoder:
-    """A decoder with weights drawn by numpy: compiling the real initialisers would take most of a test's time.
+    """A decoder with weights drawn by numpy: compiling the real initialisers would take most of a
+    test's time.
 
-    Norms scatter around one and biases around zero, so that a weight that is swapped or left out shows."""
+    Norms scatter around one and biases around zero, so that a weight that is swapped or left out
+    shows."""
     draw = np.random.default_rng(0)
     decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **options))
 

@@ -1,4 +1,5 @@
-"""Compile programs of one model for a TPU topology that is not here; prints JSON. Started by `test_tpu_compile.py`.
+"""Compile programs of one model for a TPU topology that is not here; prints JSON. Started by
+`test_tpu_compile.py`.
 
 python tests/tpu_programs.py train MODEL TOPOLOGY CONFIG [LORA_RANK [SLICES]]
     with the loss of the configuration's method, over so many slices of the topology, each with its rows
@@ -49,10 +50,15 @@ SLOTS, POSITIONS, PAGE_TOKENS, PREFILL_TOKENS, DECODE_STEPS = 128, 4096, 32, 409
 
 
 def train(name: str, topology: str, config: str, lora_rank: str = "0", slices: str = "1") -> dict:
-    """Bytes on each chip, kernels, and what the chips send each other beside the sizes of what there is to send."""
+    """Bytes on each chip, kernels, and what the chips send each other beside the sizes of what
+    there is to send."""
     method = load_config(config).method
-    configured = dataclasses.replace(load_config(config).trainer, lora_rank=int(lora_rank), data=int(slices))
-    configured = dataclasses.replace(configured, rows_per_step=int(slices) * configured.rows_per_step)
+    configured = dataclasses.replace(
+        load_config(config).trainer, lora_rank=int(lora_rank), data=int(slices)
+    )
+    configured = dataclasses.replace(
+        configured, rows_per_step=int(slices) * configured.rows_per_step
+    )
     model = from_hugging_face(PUBLISHED[name])
     loss = None
     if isinstance(method, GrpoConfig | DapoConfig):
@@ -72,7 +78,8 @@ def train(name: str, topology: str, config: str, lora_rank: str = "0", slices: s
         "layer_matrices": {weight.name: math.prod(weight.shape) for weight in projections(model)},
         "layer_vector": max(model.hidden_size, model.num_heads * model.head_dim),
         "optimizer_bytes": sum(
-            leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(trainer.abstract_state().opt_state)
+            leaf.size * leaf.dtype.itemsize
+            for leaf in jax.tree.leaves(trainer.abstract_state().opt_state)
         ),
         "collectives": [dataclasses.asdict(one) for one in collectives(compiled.as_text())],
     }
@@ -92,7 +99,9 @@ def engine(
     mesh = make_mesh(1, 1, int(tensor), devices_of(topology)[: int(tensor)])
     of = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
     graph, weights = nnx.split(of)
-    weights = jax.eval_shape(lambda weights: engine_weights(weights, model, storage, jnp.bfloat16), weights)
+    weights = jax.eval_shape(
+        lambda weights: engine_weights(weights, model, storage, jnp.bfloat16), weights
+    )
 
     def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
@@ -113,10 +122,20 @@ def engine(
     state = jax.tree.map(lambda leaf: whole(leaf.shape, leaf.dtype), SlotState.idle(SLOTS))
     found: dict[str, Any] = {"page_bytes": layout.num_pages * size}
     with jax.set_mesh(mesh):
-        scales = jax.eval_shape(functools.partial(calibrate_scales, graph), weights) if cache == "int8" else None
+        scales = (
+            jax.eval_shape(functools.partial(calibrate_scales, graph), weights)
+            if cache == "int8"
+            else None
+        )
         given = (graph, weights, scales, pages)
         decode = ragged._decode.lower(
-            *given, state, tables, whole((1,)), layout=layout, steps=DECODE_STEPS, filtered=bool(filtered)
+            *given,
+            state,
+            tables,
+            whole((1,)),
+            layout=layout,
+            steps=DECODE_STEPS,
+            filtered=bool(filtered),
         )
         prefill = ragged._prefill.lower(*given, tokens, tokens, tokens, sequences, layout=layout)
     for kind, lowered in (("decode", decode), ("prefill", prefill)):
@@ -126,9 +145,15 @@ def engine(
 
 
 def plan(name: str, topology: str, config: str, step: str, calls: str) -> dict:
-    configured, model, devices = load_config(config), from_hugging_face(PUBLISHED[name]), devices_of(topology)
+    configured, model, devices = (
+        load_config(config),
+        from_hugging_face(PUBLISHED[name]),
+        devices_of(topology),
+    )
     trainer = Trainer(model, configured.trainer, devices=devices)
-    found = phases(configured, model, trainer, step=int(step), calls=int(calls), retrieval=EMBEDDER_BYTES)
+    found = phases(
+        configured, model, trainer, step=int(step), calls=int(calls), retrieval=EMBEDDER_BYTES
+    )
     hosts = {device.process_index for device in devices}
     return {
         "phases": {phase.name: dict(phase.parts) for phase in found},
@@ -144,7 +169,9 @@ def search(rows: str, dimension: str, topology: str, storage: str, recall_target
     program = search_program(mesh, block, 20, float(recall_target) if recall_target else None)
     split, everywhere = (NamedSharding(mesh, PartitionSpec(axis)) for axis in (ROWS, None))
     vectors = jax.ShapeDtypeStruct((padded, int(dimension)), storage, sharding=split)
-    scales = jax.ShapeDtypeStruct((padded,), jnp.float32, sharding=split) if storage == "int8" else None
+    scales = (
+        jax.ShapeDtypeStruct((padded,), jnp.float32, sharding=split) if storage == "int8" else None
+    )
     queries = jax.ShapeDtypeStruct((MAX_QUERIES, int(dimension)), jnp.float32, sharding=everywhere)
     found = sizes(program.lower(vectors, scales, queries, int(rows)).compile())
     return found | {
@@ -154,16 +181,34 @@ def search(rows: str, dimension: str, topology: str, storage: str, recall_target
 
 
 def devices_of(topology: str, slices: int = 1) -> list:
-    return topologies.get_topology_desc(topology_name=topology, platform="tpu", num_slices=slices).devices
+    return topologies.get_topology_desc(
+        topology_name=topology, platform="tpu", num_slices=slices
+    ).devices
 
 
 def sizes(compiled: Any) -> dict[str, int]:
     """Bytes on each chip."""
     memory = compiled.memory_analysis()
-    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
-    used += memory.output_size_in_bytes - memory.alias_size_in_bytes  # what is donated is written in its own place
-    return {"bytes": used, "in_place": memory.alias_size_in_bytes, "temporaries": memory.temp_size_in_bytes}
+    used = (
+        memory.argument_size_in_bytes
+        + memory.temp_size_in_bytes
+        + memory.generated_code_size_in_bytes
+    )
+    used += (
+        memory.output_size_in_bytes - memory.alias_size_in_bytes
+    )  # what is donated is written in its own place
+    return {
+        "bytes": used,
+        "in_place": memory.alias_size_in_bytes,
+        "temporaries": memory.temp_size_in_bytes,
+    }
 
 
 if __name__ == "__main__":
-    print(json.dumps({"train": train, "engine": engine, "plan": plan, "search": search}[sys.argv[1]](*sys.argv[2:])))
+    print(
+        json.dumps(
+            {"train": train, "engine": engine, "plan": plan, "search": search}[sys.argv[1]](
+                *sys.argv[2:]
+            )
+        )
+    )

@@ -13,11 +13,16 @@ from mujica_jax.inference.scheduler import BatchedGenerator
 
 PATIENCE_SECONDS = 90.0  # a request that is forgotten would wait for ever
 
-FAR = 1000.0  # seconds: a request with a deadline is waited for, so prompts are read in chunks beside it
+# seconds: a request with a deadline is waited for, so prompts are read in chunks beside it
+FAR = 1000.0
 
 
-def params(max_new_tokens: int = 8, temperature: float = 1.0, seed: int = 0, **others: Any) -> SamplingParams:
-    return SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, **others)
+def params(
+    max_new_tokens: int = 8, temperature: float = 1.0, seed: int = 0, **others: Any
+) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, **others
+    )
 
 
 def letter(token: int) -> bytes:
@@ -34,7 +39,11 @@ def make_generator(
 ) -> BatchedGenerator:
     """Its tokens are letters: 0 is "a", 1 is "b"."""
     return BatchedGenerator(
-        engine, prefix_reuse=prefix_reuse, queue_size=queue_size, token_bytes=token_bytes, policy_version=policy_version
+        engine,
+        prefix_reuse=prefix_reuse,
+        queue_size=queue_size,
+        token_bytes=token_bytes,
+        policy_version=policy_version,
     )
 
 
@@ -72,11 +81,15 @@ def assert_nothing_is_held(generator: BatchedGenerator) -> None:
     assert all(node.users == 0 for node in nodes_of(pages))
 
 
-def complete_all(generator: Generator, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+def complete_all(
+    generator: Generator, requests: Sequence[tuple[Sequence[int], SamplingParams]]
+) -> list[Completion]:
     """All at once; results in the order of the requests."""
 
     async def main() -> list[Completion]:
-        return await asyncio.gather(*(generator.generate(prompt, wanted) for prompt, wanted in requests))
+        return await asyncio.gather(
+            *(generator.generate(prompt, wanted) for prompt, wanted in requests)
+        )
 
     return run(main())
 

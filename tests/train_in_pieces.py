@@ -1,11 +1,11 @@
-"""Twenty steps with a save after every seventh, on virtual devices, killed by SIGKILL where that is asked for. Started
-by `test_resume.py`.
+"""Twenty steps with a save after every seventh, on virtual devices, killed by SIGKILL where that is
+asked for. Started by `test_resume.py`.
 
 python tests/train_in_pieces.py DIRECTORY DATA FSDP [none|loop|save]
 
-Goes on from the newest checkpoint in DIRECTORY. `loop` ends it in the ninth step, two after the save; `save` in the
-middle of the second save, when the arrays are written and COMMITTED is not. DIRECTORY/samples.jsonl gets a line a step:
-which conversations it trained on."""
+Goes on from the newest checkpoint in DIRECTORY. `loop` ends it in the ninth step, two after the
+save; `save` in the middle of the second save, when the arrays are written and COMMITTED is not.
+DIRECTORY/samples.jsonl gets a line a step: which conversations it trained on."""
 
 import dataclasses
 import json
@@ -39,7 +39,10 @@ def main(directory: str, data: int, fsdp: int, kill: str) -> None:
     train_step = trainer.train_step
 
     def logged(state, batch, rate):
-        line = {"step": int(state.step) + 1, "samples": [samples[row.tobytes()] for row in batch.tokens]}
+        line = {
+            "step": int(state.step) + 1,
+            "samples": [samples[row.tobytes()] for row in batch.tokens],
+        }
         log.write(json.dumps(line) + "\n")
         log.flush()
         if kill == "loop" and line["step"] == 9:
@@ -60,11 +63,17 @@ def main(directory: str, data: int, fsdp: int, kill: str) -> None:
 
     with checkpoints:
         found = checkpoints.restore_latest(trainer.abstract_state())
-        state, place = (trainer.initial_state(tiny_decoder()), None) if found is None else (found[0], found[1]["place"])
+        state, place = (
+            (trainer.initial_state(tiny_decoder()), None)
+            if found is None
+            else (found[0], found[1]["place"])
+        )
         rates = schedule(peak=1e-2, end_value=1e-3, total_steps=STEPS)
         while (done := int(state.step)) < STEPS:
             until = min(STEPS, done + SAVE_EVERY)
-            result = fit(trainer, state, rows, schedule=rates, steps=until, seed=0, input_state=place)
+            result = fit(
+                trainer, state, rows, schedule=rates, steps=until, seed=0, input_state=place
+            )
             state, place = result.state, result.input_state
             checkpoints.save(state, {"place": place})
         restored, _ = checkpoints.restore_latest(trainer.abstract_state()) or (None, None)

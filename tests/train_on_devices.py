@@ -2,9 +2,10 @@
 
     python train_on_devices.py DIRECTORY PROCESSES PROCESS PORT STEPS DEADLINE_SECONDS [SECONDS_A_STEP]
 
-Each process writes DIRECTORY/PROCESS.json: the losses, and which packed rows it read. The last state is saved as a
-checkpoint, and its policy as a Hugging Face directory; DIRECTORY/PROCESS-engine-N.npz holds the policy as an engine
-over N devices of this process gets it. With SECONDS_A_STEP it is slow enough to be killed between two steps."""
+Each process writes DIRECTORY/PROCESS.json: the losses, and which packed rows it read. The last
+state is saved as a checkpoint, and its policy as a Hugging Face directory;
+DIRECTORY/PROCESS-engine-N.npz holds the policy as an engine over N devices of this process gets it.
+With SECONDS_A_STEP it is slow enough to be killed between two steps."""
 
 import dataclasses
 import json
@@ -43,13 +44,26 @@ class RecordedRows(PackedRows):
         return super().batch(rows, columns)
 
 
-def main(directory: str, processes: int, process: int, port: int, steps: int, deadline: int, pause: float = 0) -> None:
+def main(
+    directory: str,
+    processes: int,
+    process: int,
+    port: int,
+    steps: int,
+    deadline: int,
+    pause: float = 0,
+) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8 // processes)
     if processes > 1:
         coordinator = f"localhost:{port}"
         distributed.start(
-            DistributedConfig(coordinator=coordinator, processes=processes, process=process, deadline_seconds=deadline),
+            DistributedConfig(
+                coordinator=coordinator,
+                processes=processes,
+                process=process,
+                deadline_seconds=deadline,
+            ),
             Preemption().on_notice,
         )
     assert (len(jax.devices()), len(jax.local_devices())) == (8, 8 // processes)
@@ -69,25 +83,32 @@ def main(directory: str, processes: int, process: int, port: int, steps: int, de
 
     of_state = jax.tree.leaves((result.state.params, result.state.opt_state))
     split = [array for array in of_state if array.addressable_shards[0].data.size < array.size]
-    assert len(split) == 3 * 8, "every matrix is split over fsdp or tensor, and so are both its moments"
+    assert len(split) == 3 * 8, (
+        "every matrix is split over fsdp or tensor, and so are both its moments"
+    )
     with Checkpoints(Path(directory) / "learning", keep=1) as checkpoints:
         checkpoints.save(result.state, {})
     for tensor in (1, 2):
         mesh = make_mesh(1, 1, tensor, jax.local_devices()) if tensor > 1 else None
         handed = jax.tree.leaves(sync_weights(trainer.policy(result.state), mesh))
-        assert {frozenset(array.sharding.device_set) for array in handed} == {frozenset(jax.local_devices()[:tensor])}
+        assert {frozenset(array.sharding.device_set) for array in handed} == {
+            frozenset(jax.local_devices()[:tensor])
+        }
         np.savez(Path(directory) / f"{process}-engine-{tensor}.npz", *map(np.asarray, handed))
     decoder = trainer.decoder(result.state)
     if distributed.is_primary():
         save_checkpoint(decoder, Path(directory) / "policy")
     else:
         gather_checkpoint(decoder)
-    (Path(directory) / f"{process}.json").write_text(json.dumps({"losses": losses, "read": rows.read}))
+    (Path(directory) / f"{process}.json").write_text(
+        json.dumps({"losses": losses, "read": rows.read})
+    )
     distributed.finish()
 
 
 def guarded() -> None:
-    """What `train.main` does with errors: give the heartbeat the time to say which process is lost."""
+    """What `train.main` does with errors: give the heartbeat the time to say which process is
+    lost."""
     try:
         main(sys.argv[1], *map(int, sys.argv[2:7]), *map(float, sys.argv[7:]))
     except Exception:

@@ -1,8 +1,9 @@
-"""A clock that a test turns, for code that waits in an event loop: how busy the machine is does not matter then.
+"""A clock that a test turns, for code that waits in an event loop: how busy the machine is does not
+matter then.
 
-The thread that makes the clock sees it as `time.monotonic` and in its event loops, so that time-outs of asyncio follow
-it. A coroutine that sleeps turns the clock itself and goes on at once. Other threads, such as those of a test's server,
-keep the real clock.
+The thread that makes the clock sees it as `time.monotonic` and in its event loops, so that
+time-outs of asyncio follow it. A coroutine that sleeps turns the clock itself and goes on at once.
+Other threads, such as those of a test's server, keep the real clock.
 """
 
 import asyncio
@@ -32,7 +33,8 @@ class TurnedClock:
         with self._lock:
             self.now = max(self.now, now)
         for loop in list(self._loops):
-            # A loop that waits for its next time-out looks at the clock again. One that is closed does not.
+            # A loop that waits for its next time-out looks at the clock again. One that is closed
+            # does not.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(lambda: None)
 

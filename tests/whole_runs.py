@@ -1,7 +1,7 @@
 """Starting whole runs, and comparing what they leave.
 
-Scores of a model this small are zeros, so outcomes are compared by what was sampled and learnt too: content checksums
-of all shards and evaluations, and checksums of all policy files."""
+Scores of a model this small are zeros, so outcomes are compared by what was sampled and learnt too:
+content checksums of all shards and evaluations, and checksums of all policy files."""
 
 import dataclasses
 import fcntl
@@ -27,13 +27,15 @@ TWO_WIKI_CONFIG = ROOT / "tests" / "loops" / "smoke_two_wiki_config.py"
 TRAIN = [sys.executable, "-m", "mujica_jax.train", str(CONFIG)]
 EVAL = [sys.executable, "-m", "mujica_jax.eval"]
 DISTURBED = [sys.executable, str(ROOT / "tests" / "loops" / "disturbed_train.py")]
-# One cache for all of them, kept between test runs, and programs as users compile them: compiling takes longer than
-# everything else.
+# One cache for all of them, kept between test runs, and programs as users compile them: compiling
+# takes longer than everything else.
 ENVIRONMENT = {
     "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
     "JAX_PLATFORMS": "cpu",
     "PYTHONPATH": str(ROOT),
-    **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")},
+    **{
+        name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "XLA_FLAGS")
+    },
 }
 ADDRESS = "gs://bucket/runs/smoke"  # of a run in a bucket of `fake_bucket`
 SECONDS = HANG_SECONDS
@@ -41,8 +43,8 @@ PORT_LOCKS: list[IO[str]] = []
 
 
 def free_port() -> int:
-    """A port that no other test gets while this process lives. It is below those that a system gives to connections,
-    for it may be used minutes later."""
+    """A port that no other test gets while this process lives. It is below those that a system
+    gives to connections, for it may be used minutes later."""
     while True:
         port = random.randrange(20_000, 32_000)
         lock = open(Path(tempfile.gettempdir()) / f"mujica_jax-test-port-{port}", "w")  # noqa: SIM115 - it stays open
@@ -58,7 +60,9 @@ def free_port() -> int:
 
 
 def start(command: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS)
+    return subprocess.run(
+        command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=SECONDS
+    )
 
 
 def finished(command: list[str], cwd: Path = ROOT) -> str:
@@ -75,7 +79,9 @@ class Ended:
     status: int  # the exit status, or minus the signal
     output: str
     messages: str
-    cpu_seconds_after_signal: float | None  # by a clock that stands still while other programs have the machine
+    cpu_seconds_after_signal: (
+        float | None
+    )  # by a clock that stands still while other programs have the machine
 
 
 def disturbed(
@@ -126,21 +132,29 @@ def summary(directory: Path) -> dict:
 def outcome(directory: Path) -> dict:
     """All that must not depend on what happened on the way."""
     rounds = [json.loads(file.read_text()) for file in sorted(directory.glob("rounds/*/DONE.json"))]
-    committed = [json.loads(file.read_text()) for file in sorted(directory.glob("policies/*/COMMITTED"))]
+    committed = [
+        json.loads(file.read_text()) for file in sorted(directory.glob("policies/*/COMMITTED"))
+    ]
     evaluated = sorted(directory.glob("eval/*.parquet"))
     lines = json_lines(directory / "metrics.jsonl")
     return {
         "summary": summary(directory),
-        "shards": {entry["name"]: entry["content_sha256"] for done in rounds for entry in done["shards"]},
+        "shards": {
+            entry["name"]: entry["content_sha256"] for done in rounds for entry in done["shards"]
+        },
         "thresholds": [done["threshold"] for done in rounds],
         "evaluations": {
-            file.name: shards.content_sha256(shards.decode(file.read_bytes(), file.name)) for file in evaluated
+            file.name: shards.content_sha256(shards.decode(file.read_bytes(), file.name))
+            for file in evaluated
         },
         "policies": {
-            policy["version"]: {file["name"]: file["sha256"] for file in policy["files"]} for policy in committed
+            policy["version"]: {file["name"]: file["sha256"] for file in policy["files"]}
+            for policy in committed
         },
         # Every line once: nothing is counted twice. Their order is that of the run's starts.
-        "metrics": sorted((line["phase"], line["step"], line.get("loss"), line.get("k")) for line in lines),
+        "metrics": sorted(
+            (line["phase"], line["step"], line.get("loss"), line.get("k")) for line in lines
+        ),
     }
 
 

@@ -1,10 +1,10 @@
-"""sentence-transformers on the passages of `benchmarks/retrieval.py encode`, which starts it by a Python that has it;
-speaks JSON lines.
+"""sentence-transformers on the passages of `benchmarks/retrieval.py encode`, which starts it by a
+Python that has it; speaks JSON lines.
 
     sentence_encoding.py TEXTS.json FOLDER --threads N      FOLDER is the embedder; float32
 
-Each line of its input is a batch size, and asks for one pass over the texts; the answer is the seconds. After the first
-one the embeddings are in TEXTS.json.npy.
+Each line of its input is a batch size, and asks for one pass over the texts; the answer is the
+seconds. After the first one the embeddings are in TEXTS.json.npy.
 """
 
 import argparse

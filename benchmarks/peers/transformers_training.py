@@ -1,8 +1,10 @@
-"""A plain training loop of transformers (torch) on the conversations of `benchmarks/train_tokens.py`, which starts it;
-trains for as many seconds as each line of its input says and prints JSON.
+"""A plain training loop of transformers (torch) on the conversations of
+`benchmarks/train_tokens.py`, which starts it; trains for as many seconds as each line of its input
+says and prints JSON.
 
-`--rows` conversations a step, padded to the longest of them, labels of untrained tokens ignored, AdamW in float32,
-products in `--dtype`. With `--lora-rank` peft's adapters of all linear layers are trained and nothing else.
+`--rows` conversations a step, padded to the longest of them, labels of untrained tokens ignored,
+AdamW in float32, products in `--dtype`. With `--lora-rank` peft's adapters of all linear layers are
+trained and nothing else.
 """
 
 import argparse
@@ -31,7 +33,9 @@ model = transformers.AutoModelForCausalLM.from_pretrained(
 )
 if given.lora_rank:
     peft = importlib.import_module("peft")
-    model = peft.get_peft_model(model, peft.LoraConfig(r=given.lora_rank, target_modules="all-linear"))
+    model = peft.get_peft_model(
+        model, peft.LoraConfig(r=given.lora_rank, target_modules="all-linear")
+    )
 model.train()
 optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-5)
 
@@ -45,7 +49,9 @@ def step(start: int) -> tuple[int, float]:
         length = len(tokens[index])
         ids[row, :length] = torch.from_numpy(tokens[index].astype(np.int64))
         filled[row, :length] = 1
-        labels[row, :length] = torch.where(torch.from_numpy(trained[index]), ids[row, :length], -100)
+        labels[row, :length] = torch.where(
+            torch.from_numpy(trained[index]), ids[row, :length], -100
+        )
     with torch.autocast("cpu", torch.bfloat16, enabled=given.dtype == "bfloat16"):
         loss = model(input_ids=ids, attention_mask=filled, labels=labels, use_cache=False).loss
     loss.backward()
@@ -63,4 +69,6 @@ for line in sys.stdin:
         more, loss = step(done * given.rows)
         counted, steps, done = counted + more, steps + 1, done + 1
     taken = time.perf_counter() - began
-    print(json.dumps({"tokens": counted, "steps": steps, "seconds": taken, "loss": loss}), flush=True)
+    print(
+        json.dumps({"tokens": counted, "steps": steps, "seconds": taken, "loss": loss}), flush=True
+    )

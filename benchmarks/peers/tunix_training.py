@@ -1,8 +1,9 @@
-"""Tunix's PeftTrainer on the conversations of `benchmarks/train_tokens.py`, which starts it by a Python that has it;
-trains for as many seconds as each line of its input says and prints JSON.
+"""Tunix's PeftTrainer on the conversations of `benchmarks/train_tokens.py`, which starts it by a
+Python that has it; trains for as many seconds as each line of its input says and prints JSON.
 
-`--rows` conversations a step, padded to the longest there may be: it compiles for every shape it meets and packs
-nothing. Its own loss, the mask that of the trained tokens; all weights of its Qwen2 in float32, AdamW.
+`--rows` conversations a step, padded to the longest there may be: it compiles for every shape it
+meets and packs nothing. Its own loss, the mask that of the trained tokens; all weights of its Qwen2
+in float32, AdamW.
 """
 
 import argparse
@@ -49,7 +50,11 @@ def batch(start: int) -> dict[str, np.ndarray]:
     for row in range(given.rows):
         index = (start + row) % len(tokens)
         length = len(tokens[index])
-        ids[row, :length], filled[row, :length], wanted[row, :length] = tokens[index], True, trained[index]
+        ids[row, :length], filled[row, :length], wanted[row, :length] = (
+            tokens[index],
+            True,
+            trained[index],
+        )
     return {"ids": ids, "filled": filled, "wanted": wanted}
 
 

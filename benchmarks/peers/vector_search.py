@@ -1,12 +1,12 @@
-"""Indexes of faiss and hnswlib over the vectors of `benchmarks/retrieval.py`, which starts it by a Python that has
-them; speaks JSON lines.
+"""Indexes of faiss and hnswlib over the vectors of `benchmarks/retrieval.py`, which starts it by a
+Python that has them; speaks JSON lines.
 
     vector_search.py FOLDER ENGINE --threads N --build     builds the index and saves it beside the vectors
     vector_search.py FOLDER ENGINE --threads N             loads it and answers each line of its input
 
-A line asks for one pass over a share of the queries, {"setting": efSearch, "batched": true, "share": 1.0}; the answer
-has their number and its seconds, and what was found by a batched one is in FOLDER/ENGINE.found.npy. The answer to the
-first line is {"resident_bytes": N}.
+A line asks for one pass over a share of the queries, {"setting": efSearch, "batched": true,
+"share": 1.0}; the answer has their number and its seconds, and what was found by a batched one is
+in FOLDER/ENGINE.found.npy. The answer to the first line is {"resident_bytes": N}.
 """
 
 import argparse
@@ -26,7 +26,12 @@ class Faiss:
     def __init__(self, folder: Path, engine: str, threads: int, candidates: int) -> None:
         import faiss
 
-        self._faiss, self._file, self._engine, self._candidates = faiss, str(folder / engine), engine, candidates
+        self._faiss, self._file, self._engine, self._candidates = (
+            faiss,
+            str(folder / engine),
+            engine,
+            candidates,
+        )
         faiss.omp_set_num_threads(threads)
 
     def build(self, vectors: np.ndarray) -> None:
@@ -76,7 +81,11 @@ class Hnswlib:
 
 def anonymous_bytes() -> int:
     """Memory of this process that no file backs."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("RssAnon")
+    )
     return int(line.split()[1]) * 1024
 
 
@@ -90,7 +99,9 @@ given = parser.parse_args()
 
 vectors = np.load(given.folder / "vectors.npy", mmap_mode="r")
 queries = np.load(given.folder / "queries.npy")
-engine = (Hnswlib if given.engine == "hnswlib" else Faiss)(given.folder, given.engine, given.threads, given.candidates)
+engine = (Hnswlib if given.engine == "hnswlib" else Faiss)(
+    given.folder, given.engine, given.threads, given.candidates
+)
 if given.build:
     began = time.perf_counter()
     engine.build(vectors)
@@ -111,6 +122,10 @@ for line in sys.stdin:
         for query in chosen:
             engine.search(query[None], asked["setting"])
         seconds = time.perf_counter() - began
-    said = {"resident_bytes": anonymous_bytes() - before} if loading else {"queries": len(chosen), "seconds": seconds}
+    said = (
+        {"resident_bytes": anonymous_bytes() - before}
+        if loading
+        else {"queries": len(chosen), "seconds": seconds}
+    )
     loading = False
     print(json.dumps(said), flush=True)

@@ -1,9 +1,9 @@
 """The agent door: what an agent is, whom it asks for its turns, and how episodes are played.
 
-An agent plays one episode of an `Attempt` in an environment and records it. Who writes its turns is a `Policy`, which
-is asked with token ids, sampling parameters and a state: what the agent knows at this turn as plain values, opaque to
-everything but the agent's own scripts (`scripted.py`). Evaluation, runs and methods know this file and no agent's own
-types.
+An agent plays one episode of an `Attempt` in an environment and records it. Who writes its turns is
+a `Policy`, which is asked with token ids, sampling parameters and a state: what the agent knows at
+this turn as plain values, opaque to everything but the agent's own scripts (`scripted.py`).
+Evaluation, runs and methods know this file and no agent's own types.
 """
 
 import asyncio
@@ -35,7 +35,8 @@ class Attempt:
     temperature: float
 
     def turn_seed(self, place: str) -> int:
-        """A seed for one turn: a function of run seed, question, attempt and place in the episode alone."""
+        """A seed for one turn: a function of run seed, question, attempt and place in the episode
+        alone."""
         text = f"{self.seed}/{self.question.id}/{self.number}/{place}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
@@ -46,8 +47,11 @@ class Policy(Protocol):
     @property
     def version(self) -> int: ...
 
-    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
-        """The turn after `prompt` (token ids). `state` is the agent's own. `continues`: the conversation may go on."""
+    async def generate(
+        self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
+    ) -> Completion:
+        """The turn after `prompt` (token ids). `state` is the agent's own. `continues`: the
+        conversation may go on."""
         ...
 
 
@@ -61,13 +65,16 @@ class EnginePolicy:
     def version(self) -> int:
         return getattr(self._generator, "policy_version", 0)
 
-    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
+    async def generate(
+        self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
+    ) -> Completion:
         del state  # the model reads tokens
         return await self._generator.generate(prompt, params, continues=continues)
 
 
 class TwoPolicies:
-    """One model writes as worker, another one all else: an agent's state says whose turn it is by its `role`."""
+    """One model writes as worker, another one all else: an agent's state says whose turn it is by
+    its `role`."""
 
     def __init__(self, planner: Policy, worker: Policy) -> None:
         self._planner, self._worker = planner, worker
@@ -76,7 +83,9 @@ class TwoPolicies:
     def version(self) -> int:
         return self._planner.version
 
-    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
+    async def generate(
+        self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
+    ) -> Completion:
         writes = self._worker if getattr(state, "role", "") == "worker" else self._planner
         return await writes.generate(prompt, params, state=state, continues=continues)
 
@@ -85,11 +94,13 @@ class Agent(Protocol):
     """Plays episodes; any number may run at once."""
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
-        """One episode, without its reward. A malformed turn ends it with a `StopReason`, never with an exception."""
+        """One episode, without its reward. A malformed turn ends it with a `StopReason`, never with
+        an exception."""
         ...
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
-        """Return what conversations of this role begin with, so that trajectories can be moved to another prompt."""
+        """Return what conversations of this role begin with, so that trajectories can be moved to
+        another prompt."""
         ...
 
 
@@ -108,12 +119,12 @@ async def run_episodes(
     on_episode: OnEpisode = lambda trajectory: None,
     poll: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
-    """Play all attempts, at most `concurrency` at a time, and return their rewarded trajectories in the order of
-    `attempts`.
+    """Play all attempts, at most `concurrency` at a time, and return their rewarded trajectories in
+    the order of `attempts`.
 
-    `play` plays one attempt (`faults.FaultGuard.play`); without it an attempt whose search fails is not repeated. The
-    reward is waited for outside of `concurrency`: a slow judge does not keep the engine idle. What `poll` raises ends
-    all episodes (`gather_polled`)."""
+    `play` plays one attempt (`faults.FaultGuard.play`); without it an attempt whose search fails is
+    not repeated. The reward is waited for outside of `concurrency`: a slow judge does not keep the
+    engine idle. What `poll` raises ends all episodes (`gather_polled`)."""
     gate = asyncio.Semaphore(concurrency)
 
     async def one(attempt: Attempt) -> Trajectory:
@@ -130,9 +141,11 @@ async def run_episodes(
     return await gather_polled([one(attempt) for attempt in attempts], poll)
 
 
-async def gather_polled(parts: Sequence[Coroutine[Any, Any, Result]], poll: Callable[[], None]) -> list[Result]:
-    """What all of them return. `poll` is called every POLL_SECONDS, between two calls of the engine; what it raises
-    ends them."""
+async def gather_polled(
+    parts: Sequence[Coroutine[Any, Any, Result]], poll: Callable[[], None]
+) -> list[Result]:
+    """What all of them return. `poll` is called every POLL_SECONDS, between two calls of the
+    engine; what it raises ends them."""
     playing = asyncio.gather(*parts)
     try:
         while not (await asyncio.wait([playing], timeout=POLL_SECONDS))[0]:

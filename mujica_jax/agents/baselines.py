@@ -1,4 +1,5 @@
-"""Prompt-only baselines: published ways of answering with and without retrieval, on the same records and environments.
+"""Prompt-only baselines: published ways of answering with and without retrieval, on the same
+records and environments.
 
     direct            the question alone
     chain_of_thought  the question alone, reasoning first (Wei et al., 2022)
@@ -12,9 +13,9 @@
                       al., 2023)
     skr               the model says whether it needs a search (the prompt of Wang et al., 2023)
 
-The wording of the prompts is ours, and all but ReAct close with <answer>. Each call of the model is a turn of a
-conversation of its own, the one that gave the answer first, except in Search-o1 and ReAct, which go on with theirs.
-Only what the model generated is parsed.
+The wording of the prompts is ours, and all but ReAct close with <answer>. Each call of the model is
+a turn of a conversation of its own, the one that gave the answer first, except in Search-o1 and
+ReAct, which go on with theirs. Only what the model generated is parsed.
 """
 
 import contextlib
@@ -48,13 +49,15 @@ PROMPTS = {
     "rag": _PASSAGES + _ANSWER,
     "iter_retgen": _PASSAGES + _REASON + _ANSWER,
     "ircot": (
-        f"{_PASSAGES}You are shown the reasoning so far. Write its next sentence, on one line, which names the fact "
-        f"that comes next; each sentence is used to search for more passages.\nWhen nothing is missing: {_ANSWER}"
+        f"{_PASSAGES}You are shown the reasoning so far. Write its next sentence, on one line, "
+        "which names the fact that comes next; each sentence is used to search for more passages.\n"
+        f"When nothing is missing: {_ANSWER}"
     ),
     "search_o1": (
         "You answer questions by reasoning, and may search while you do.\n"
-        "Where a fact is missing, write a query inside <search> ... </search>; you then receive what was found inside "
-        f"<information> ... </information>, and reason on.\n{_ANSWER}"
+        "Where a fact is missing, write a query inside <search> ... </search>; you then receive "
+        "what was found inside <information> ... </information>, and reason on.\n"
+        f"{_ANSWER}"
     ),
     "react": (
         "You answer questions by turns of thought and action. Each turn is two lines:\n"
@@ -66,16 +69,21 @@ PROMPTS = {
         f"{_PASSAGES}You are shown the reasoning so far. Write its next sentence, on one line.\n"
         f"When nothing is missing: {_ANSWER}"
     ),
-    "skr": ("Do you need to look something up to answer the question? Write Yes or No inside <answer> ... </answer>."),
+    "skr": (
+        "Do you need to look something up to answer the question? Write Yes or No inside <answer> "
+        "... </answer>."
+    ),
 }
 READ_DOCUMENTS = (
-    "You are shown the reasoning about a question so far, the query that it led to, and the passages found. Write what "
-    "the passages say that helps, in one or two sentences, inside <sentence> ... </sentence>. If nothing helps, the "
-    f"sentence is: {protocol.NOTHING_FOUND}"
+    "You are shown the reasoning about a question so far, the query that it led to, and the "
+    "passages found. Write what the passages say that helps, in one or two sentences, inside "
+    f"<sentence> ... </sentence>. If nothing helps, the sentence is: {protocol.NOTHING_FOUND}"
 )
 _ANSWERED = ("</answer>",)
 # The content may hold brackets of its own: "Finish[Amber Tide [film]]".
-_REACT = re.compile(r"Action[\s*_]*\d*[\s*_]*:\W*(Search|Finish)\s*\[((?:[^\[\]]|\[[^\[\]]*\])*)\]", re.IGNORECASE)
+_REACT = re.compile(
+    r"Action[\s*_]*\d*[\s*_]*:\W*(Search|Finish)\s*\[((?:[^\[\]]|\[[^\[\]]*\])*)\]", re.IGNORECASE
+)
 _BEGINS_LINE = re.compile(r"(?:^|\n)\W*\Z")
 OBSERVATION = "Observation:"
 OBSERVATION_LINE = f"\n{OBSERVATION}"  # a thought may name the word
@@ -113,7 +121,12 @@ class _Playing(Episode):
     """One method a kind; each returns the answer and why the episode ended."""
 
     def __init__(
-        self, tokenizer: Tokenizer, config: BaselineConfig, attempt: Attempt, environment: Environment, policy: Policy
+        self,
+        tokenizer: Tokenizer,
+        config: BaselineConfig,
+        attempt: Attempt,
+        environment: Environment,
+        policy: Policy,
     ) -> None:
         super().__init__(tokenizer, config, attempt, environment, policy)
         self._config: Any = config  # of the kind whose method is played
@@ -128,13 +141,17 @@ class _Playing(Episode):
         return _outcome(await self._ask("chain_of_thought", self._opening()))
 
     async def rag(self) -> Outcome:
-        return _outcome(await self._ask("rag", self._opening(await self.search_passages(self._question, 0))))
+        return _outcome(
+            await self._ask("rag", self._opening(await self.search_passages(self._question, 0)))
+        )
 
     async def iter_retgen(self) -> Outcome:
         written = Written(text="")
         for iteration in range(self._config.max_searches):
             query = protocol.one_line(f"{self._question} {_untagged(written.text)}")
-            written = await self._ask("iter_retgen", self._opening(await self.search_passages(query, iteration)))
+            written = await self._ask(
+                "iter_retgen", self._opening(await self.search_passages(query, iteration))
+            )
         return _outcome(written)
 
     async def ircot(self) -> Outcome:
@@ -179,12 +196,16 @@ class _Playing(Episode):
     async def search_o1(self) -> Outcome:
         with self._conversation(ANSWERS, PROMPTS["search_o1"], self._opening()) as dialogue:
             for turn in range(self._config.max_searches + 1):
-                written = await self._written(dialogue, ("</search>", "</answer>", INFORMATION), INFORMATION)
+                written = await self._written(
+                    dialogue, ("</search>", "</answer>", INFORMATION), INFORMATION
+                )
                 answer, query = parse_search(written.text)
                 if answer is not None or query is None:
                     return _outcome(written)
                 if turn < self._config.max_searches:
-                    dialogue.add_user(await self._reduced(dialogue, query, turn), tag=INFORMATION_TAG)
+                    dialogue.add_user(
+                        await self._reduced(dialogue, query, turn), tag=INFORMATION_TAG
+                    )
         return "", StopReason.ITERATION_LIMIT
 
     async def react(self) -> Outcome:
@@ -197,14 +218,22 @@ class _Playing(Episode):
                 if action[1].casefold() == "finish":
                     return said, StopReason.ANSWERED
                 if turn < self._config.max_searches:
-                    dialogue.add_user(f"{OBSERVATION} {information(await self.search_passages(said, turn))}")
+                    dialogue.add_user(
+                        f"{OBSERVATION} {information(await self.search_passages(said, turn))}"
+                    )
         return "", StopReason.ITERATION_LIMIT
 
     async def _reduced(self, dialogue: Dialogue, query: str, iteration: int) -> str:
-        """Reason-in-documents: a conversation of its own that reads the passages for the one that reasons."""
+        """Reason-in-documents: a conversation of its own that reads the passages for the one that
+        reasons."""
         found = await self.search_passages(query, iteration)
         reasoning = " ".join(turn.text for turn in dialogue.record().turns if turn.role == "model")
-        lines = [self._opening(), f"Reasoning: {protocol.one_line(reasoning)}", f"Query: {query}", information(found)]
+        lines = [
+            self._opening(),
+            f"Reasoning: {protocol.one_line(reasoning)}",
+            f"Query: {query}",
+            information(found),
+        ]
         written = await self._ask(READER, "\n".join(lines), ("</sentence>",))
         return protocol.field("sentence", written.text) or protocol.NOTHING_FOUND
 
@@ -215,10 +244,14 @@ class _Playing(Episode):
             lines.append(f"Reasoning so far: {' '.join(sentences)}")
         return "\n".join(lines)
 
-    async def _ask(self, prompt: str, text: str, stop_strings: tuple[str, ...] = _ANSWERED) -> Written:
+    async def _ask(
+        self, prompt: str, text: str, stop_strings: tuple[str, ...] = _ANSWERED
+    ) -> Written:
         """A conversation of one turn. Raises _Cut."""
         role = READER if prompt == READER else ANSWERS
-        with self._conversation(role, READ_DOCUMENTS if role == READER else PROMPTS[prompt], text) as dialogue:
+        with self._conversation(
+            role, READ_DOCUMENTS if role == READER else PROMPTS[prompt], text
+        ) as dialogue:
             return await self._written(dialogue, stop_strings)
 
     @contextlib.contextmanager
@@ -231,23 +264,33 @@ class _Playing(Episode):
         finally:
             self.conversations.append(dialogue.record())
 
-    async def _written(self, dialogue: Dialogue, stop_strings: tuple[str, ...], cut_at: str | None = None) -> Written:
+    async def _written(
+        self, dialogue: Dialogue, stop_strings: tuple[str, ...], cut_at: str | None = None
+    ) -> Written:
         """A turn; one that is cut at its observation may be followed by others."""
         place, self._asked = str(self._asked), self._asked + 1
         continues = cut_at is not None
         written = await self.write(
-            dialogue, place, state=None, stop_strings=stop_strings, cut_at=cut_at, continues=continues
+            dialogue,
+            place,
+            state=None,
+            stop_strings=stop_strings,
+            cut_at=cut_at,
+            continues=continues,
         )
         if written.cut is not None:
             raise _Cut(written.cut)
         return written
 
     def _likely(self, written: Written) -> str:
-        """The sentence without its unlikely tokens, where it has some; the question where nothing else is left."""
+        """The sentence without its unlikely tokens, where it has some; the question where nothing
+        else is left."""
         assert written.completion is not None, "a turn that is not cut was written"
         ids, logprobs = written.completion.token_ids, written.completion.logprobs
         if logprobs is None:
-            raise UserError("agent.kind is flare, which reads log-probabilities, and the endpoint gives none")
+            raise UserError(
+                "agent.kind is flare, which reads log-probabilities, and the endpoint gives none"
+            )
         pieces = [self.tokenizer.token_bytes(id) for id in ids]
         sentence = _sentence(written.text).encode()
         sampled = b"".join(pieces)
@@ -257,7 +300,11 @@ class _Playing(Episode):
         if begin < 0:  # an answer over several lines
             return ""
         ends = [0, *itertools.accumulate(map(len, pieces))]
-        inside = [at for at in range(len(ids)) if ends[at + 1] > begin and ends[at] < begin + len(sentence)]
+        inside = [
+            at
+            for at in range(len(ids))
+            if ends[at + 1] > begin and ends[at] < begin + len(sentence)
+        ]
         least = math.log(self._config.min_probability)
         kept = [ids[place] for place in inside if logprobs[place] >= least]
         if len(kept) == len(inside):
@@ -266,10 +313,13 @@ class _Playing(Episode):
 
 
 def _sentence(text: str) -> str:
-    """Return the first line outside of thoughts that says something. An answer over several lines is one line.
+    """Return the first line outside of thoughts that says something. An answer over several lines
+    is one line.
 
     A turn is not cut at its first line, because it may begin with a thought."""
-    lines = (line.strip() for line in protocol.on_one_line("answer", outside_thoughts(text)).splitlines())
+    lines = (
+        line.strip() for line in protocol.on_one_line("answer", outside_thoughts(text)).splitlines()
+    )
     return next((line for line in lines if _untagged(line).strip()), "")
 
 

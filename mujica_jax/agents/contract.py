@@ -1,8 +1,9 @@
-"""The contract that planner and workers keep: what they are shown, what they write, and how that is read.
+"""The contract that planner and workers keep: what they are shown, what they write, and how that is
+read.
 
-`Contract` is Mujica's own, which `protocol.py` holds. A paper with other tags and prompts derives from it
-(`evipath_contract.py`), and an agent's configuration chooses by `agent.protocol`. The episode (`mujica.py`), the
-scripts and the synthesis of trajectories know this object and no tags.
+`Contract` is Mujica's own, which `protocol.py` holds. A paper with other tags and prompts derives
+from it (`evipath_contract.py`), and an agent's configuration chooses by `agent.protocol`. The
+episode (`mujica.py`), the scripts and the synthesis of trajectories know this object and no tags.
 """
 
 from collections.abc import Sequence
@@ -24,33 +25,50 @@ class Contract:
     # --- what the model is shown ---
 
     def opening(
-        self, role: Role, kind: EnvironmentKind, mode: PromptMode, *, parallel: bool = True, split: bool = True
+        self,
+        role: Role,
+        kind: EnvironmentKind,
+        mode: PromptMode,
+        *,
+        parallel: bool = True,
+        split: bool = True,
     ) -> Opening:
         """Return what a conversation of this role begins with.
 
-        Without `parallel` the planner is told to search once a turn; without `split` it reads what is found itself."""
+        Without `parallel` the planner is told to search once a turn; without `split` it reads what
+        is found itself."""
         return protocol.opening(role, kind, mode, parallel=parallel, split=split)
 
     def planner_opening(self, question: str, candidates: Sequence[Entity]) -> str:
         return protocol.planner_opening(question, candidates)
 
     def observation(self, kind: EnvironmentKind) -> str:
-        """Return what a message to the planner begins with. A planner that writes it itself is cut there."""
+        """Return what a message to the planner begins with. A planner that writes it itself is cut
+        there."""
         del kind
         return protocol.OBSERVATION
 
     def planner_observation(
-        self, sentences: Sequence[str], named: Sequence[Sequence[Entity]], first: int, kind: EnvironmentKind
+        self,
+        sentences: Sequence[str],
+        named: Sequence[Sequence[Entity]],
+        first: int,
+        kind: EnvironmentKind,
     ) -> str:
         """Return the message that answers a turn of searches.
 
-        `named` holds the new candidates of each search, and `first` is the number of the first of them."""
+        `named` holds the new candidates of each search, and `first` is the number of the first of
+        them."""
         del kind
         candidates = [entity for entities in named for entity in entities]
         return protocol.planner_observation(sentences, candidates, first)
 
     def worker_opening(
-        self, query: str, materials: Sequence[Sequence[str]], kind: EnvironmentKind, mode: PromptMode
+        self,
+        query: str,
+        materials: Sequence[Sequence[str]],
+        kind: EnvironmentKind,
+        mode: PromptMode,
     ) -> str:
         return protocol.worker_opening(query, materials, kind, mode)
 
@@ -59,7 +77,9 @@ class Contract:
     def stop_strings(self, role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
         return protocol.stop_strings(role, kind)
 
-    def parse_planner(self, text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int) -> PlannerAction:
+    def parse_planner(
+        self, text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int
+    ) -> PlannerAction:
         return protocol.parse_planner(text, kind, candidates=candidates, max_searches=max_searches)
 
     def parse_worker(self, text: str, *, materials: int) -> WorkerReply:
@@ -67,7 +87,9 @@ class Contract:
 
     # --- what scripts and teachers write ---
 
-    def write_searches(self, thought: str, calls: Sequence[SearchCall], kind: EnvironmentKind) -> str:
+    def write_searches(
+        self, thought: str, calls: Sequence[SearchCall], kind: EnvironmentKind
+    ) -> str:
         write = protocol.write_graph_searches if kind == "graph" else protocol.write_text_searches
         return write(thought, calls)
 

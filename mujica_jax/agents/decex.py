@@ -1,6 +1,8 @@
-"""DecEx-RAG's process of decisions and executions (section 2.1 of the paper), in the output format of its table 3.
+"""DecEx-RAG's process of decisions and executions (section 2.1 of the paper), in the output format
+of its table 3.
 
-A turn of the model is one thought, then one search or the final answer. What a search finds is the next message:
+A turn of the model is one thought, then one search or the final answer. What a search finds is the
+next message:
 
     <think> I need the director. So, the next sub-question is: Who directed the film Amber Tide?
     I need to look this up. </think>
@@ -13,17 +15,19 @@ A turn of the model is one thought, then one search or the final answer. What a 
     She was born in Ghent. </think>
     <answer> Ghent </answer>
 
-Both decisions stand in the thought. The termination decision is a sub-question or the end of the thought with the
-final answer. The retrieval decision is what is recalled or the end of the thought with a sub-query. Each decision with
-its execution is a `Piece` of a turn. An episode is sampled turn by turn. A search tree (`methods/search_tree.py`)
-samples it piece by piece: it samples the rest of a turn and keeps the tokens of the first piece, so the pieces of a
-turn are the very tokens of that turn.
+Both decisions stand in the thought. The termination decision is a sub-question or the end of the
+thought with the final answer. The retrieval decision is what is recalled or the end of the thought
+with a sub-query. Each decision with its execution is a `Piece` of a turn. An episode is sampled
+turn by turn. A search tree (`methods/search_tree.py`) samples it piece by piece: it samples the
+rest of a turn and keeps the tokens of the first piece, so the pieces of a turn are the very tokens
+of that turn.
 
-Differences from the paper. Table 3 prints a thought without line breaks; here a line break ends a sub-question and what
-is recalled, and text without line breaks is read too. The sentences that begin an execution ("I know about this:", "I
-need to look this up.") are ours, so that a tree can ask for either branch. The paper's trees ask for each kind of
-execution under a prompt of its own (tables 4 to 8). Here the policy writes all of them under one prompt; a second model
-has those prompts (`decex_writer.py`). The wording of all prompts is ours.
+Differences from the paper. Table 3 prints a thought without line breaks; here a line break ends a
+sub-question and what is recalled, and text without line breaks is read too. The sentences that
+begin an execution ("I know about this:", "I need to look this up.") are ours, so that a tree can
+ask for either branch. The paper's trees ask for each kind of execution under a prompt of its own
+(tables 4 to 8). Here the policy writes all of them under one prompt; a second model has those
+prompts (`decex_writer.py`). The wording of all prompts is ours.
 """
 
 import copy
@@ -65,10 +69,12 @@ AFTER_THOUGHT: dict[Decided, str] = {"stop": " </think>\n<answer>", "go_on": f" 
 _THOUGHT_BEGINS = re.compile(r"\s*<think>", re.IGNORECASE)
 _THOUGHT_ENDS = re.compile(r"</think>", re.IGNORECASE)
 _SUB_QUESTION = re.compile(
-    r"(?:so, )?(?:the )?next sub-question is:[ \t]*(?P<text>\S.*?)[ \t]*(?=\n|I recall that|\Z)", re.IGNORECASE
+    r"(?:so, )?(?:the )?next sub-question is:[ \t]*(?P<text>\S.*?)[ \t]*(?=\n|I recall that|\Z)",
+    re.IGNORECASE,
 )
 _RECALLED = re.compile(
-    r"I recall that[ \t]*(?P<text>\S.*?)[ \t]*(?=\n|(?:so, )?(?:the )?next sub-question is:|\Z)", re.IGNORECASE
+    r"I recall that[ \t]*(?P<text>\S.*?)[ \t]*(?=\n|(?:so, )?(?:the )?next sub-question is:|\Z)",
+    re.IGNORECASE,
 )
 _REST_OF_LINE = re.compile(r"[ \t]*\n?")
 
@@ -79,15 +85,18 @@ class Piece:
 
     kind: PieceKind
     text: str  # the sub-question, what is recalled, the sub-query or the final answer
-    start: int  # where the decision stands in the text that was read: the end of the thought before it
+    start: (
+        int  # where the decision stands in the text that was read: the end of the thought before it
+    )
     end: int  # where the piece ends
 
 
 def first_piece(text: str, *, in_thought: bool, asked: bool) -> Piece | None:
     """Return the first piece of a turn, or of the rest of one; None where nothing can be read.
 
-    `in_thought` says that a thought is open where the text begins, `asked` that a sub-question is. A search or an
-    answer counts outside of thoughts only. An answer counts even where the turn also searches.
+    `in_thought` says that a thought is open where the text begins, `asked` that a sub-question is.
+    A search or an answer counts outside of thoughts only. An answer counts even where the turn also
+    searches.
     """
     thought_end = _end_of_thought(text, in_thought)
     question = _SUB_QUESTION.search(text, 0, thought_end)
@@ -109,21 +118,25 @@ def first_piece(text: str, *, in_thought: bool, asked: bool) -> Piece | None:
 
 
 def _end_of_thought(text: str, in_thought: bool) -> int:
-    """Return where the first thought is closed; 0 where there is none. A chat template may have opened it."""
+    """Return where the first thought is closed; 0 where there is none. A chat template may have
+    opened it."""
     closing = _THOUGHT_ENDS.search(text)
     if closing is not None:
         return closing.start()
     return len(text) if in_thought or _THOUGHT_BEGINS.match(text) else 0
 
 
-def _piece_in_thought(kind: PieceKind, text: str, match: re.Match[str], said: str, thought_end: int) -> Piece:
+def _piece_in_thought(
+    kind: PieceKind, text: str, match: re.Match[str], said: str, thought_end: int
+) -> Piece:
     end = match.start("text") + len(said)
     rest_of_line = _REST_OF_LINE.match(text, end, thought_end)
     end = rest_of_line.end() if rest_of_line is not None else end
     return Piece(kind=kind, text=protocol.one_line(said), start=match.start(), end=end)
 
 
-# --- what the model writes; demonstrations are written with these, so that writer and reader cannot drift apart ---
+# --- what the model writes; demonstrations are written with these, so that writer and reader cannot
+# drift apart ---
 
 
 def write_sub_question(thought: str, question: str) -> str:
@@ -147,31 +160,40 @@ def write_answer(thought: str, answer: str) -> str:
 _BRIEF = "Ask, recall or search, answer."
 _RULES = (
     "You answer a question by solving simpler ones, one after the other.\n"
-    "Whenever you receive something new, think inside <think> ... </think> about what is known and what is missing. As "
-    f'long as something is missing, write in your thought "{SUB_QUESTION}" and a sub-question that asks for one fact, '
+    "Whenever you receive something new, think inside <think> ... </think> about what is known and "
+    "what is missing. As "
+    f'long as something is missing, write in your thought "{SUB_QUESTION}" and a sub-question that '
+    "asks for one fact, "
     "and end the line. Then decide how to solve it.\n"
-    f'If you are sure of its answer, begin the next line with "{MEMORY}", write what you know, and end the line with '
-    f'"{RECALL}" and the answer in one sentence. Then think on.\n'
-    f'If you are not sure, write "{LOOK_UP}", close the thought, and write a query for a search engine inside <search> '
-    "... </search>. It need not repeat the sub-question, but name what the right passage would say. You then receive "
-    "passages inside <information> ... </information>.\n"
-    "When a sub-question was not solved, ask it again in other words. When the question follows from what you recalled "
-    "and found, say in your thought why, close it, and write only the final answer, as short as possible, inside "
-    "<answer> ... </answer>. Do not answer from anything that you did not recall or find before."
+    f'If you are sure of its answer, begin the next line with "{MEMORY}", write what you know, and '
+    f'end the line with "{RECALL}" and the answer in one sentence. Then think on.\n'
+    f'If you are not sure, write "{LOOK_UP}", close the thought, and write a query for a search '
+    "engine inside <search> "
+    "... </search>. It need not repeat the sub-question, but name what the right passage would "
+    "say. You then receive passages inside <information> ... </information>.\n"
+    "When a sub-question was not solved, ask it again in other words. When the question follows "
+    "from what you recalled and found, say in your thought why, close it, and write only the final "
+    "answer, as short as possible, inside <answer> ... </answer>. Do not answer from anything that "
+    "you did not recall or find before."
 )
 # One worked example: what the model is shown, and what it writes. People and works are invented.
 _EXAMPLES = (
     (
         "Question: Where was the director of film Amber Tide born?",
         "<think> "
-        + write_sub_question("I need the director of Amber Tide.", "Who directed the film Amber Tide?")
+        + write_sub_question(
+            "I need the director of Amber Tide.", "Who directed the film Amber Tide?"
+        )
         + write_search("Amber Tide 1961 film director"),
     ),
     (
-        "<information>\n[0] Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.\n</information>",
+        "<information>\n"
+        "[0] Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.\n"
+        "</information>",
         "<think> "
         + write_sub_question(
-            "Ilse Vandermark directed it. I need her place of birth.", "Where was Ilse Vandermark born?"
+            "Ilse Vandermark directed it. I need her place of birth.",
+            "Where was Ilse Vandermark born?",
         )
         + write_memory("she is a Flemish director.", "Ilse Vandermark was born in Ghent.")
         + write_answer("The director was born in Ghent.", "Ghent"),
@@ -180,7 +202,8 @@ _EXAMPLES = (
 
 
 def opening(mode: protocol.PromptMode) -> Opening:
-    """Return the prompt of a mode: one line (`brief`), the rules, or the rules and a worked example (`few_shot`)."""
+    """Return the prompt of a mode: one line (`brief`), the rules, or the rules and a worked example
+    (`few_shot`)."""
     if mode == "brief":
         return Opening(system=_BRIEF)
     return Opening(system=_RULES, examples=_EXAMPLES if mode == "few_shot" else ())
@@ -231,10 +254,16 @@ class Decex:
 
 
 class Chain(Episode):
-    """The reasoning about one question, as far as it has come. It ends with an outcome: the answer, and why."""
+    """The reasoning about one question, as far as it has come. It ends with an outcome: the answer,
+    and why."""
 
     def __init__(
-        self, tokenizer: Tokenizer, config: DecexConfig, attempt: Attempt, environment: Environment, policy: Policy
+        self,
+        tokenizer: Tokenizer,
+        config: DecexConfig,
+        attempt: Attempt,
+        environment: Environment,
+        policy: Policy,
     ) -> None:
         super().__init__(tokenizer, config, attempt, environment, policy)
         self._config = config
@@ -265,7 +294,8 @@ class Chain(Episode):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the conversation so far, and those that were sampled beyond a piece and left out."""
+        """Tokens of the conversation so far, and those that were sampled beyond a piece and left
+        out."""
         return len(self._dialogue.token_ids) + self._discarded_tokens
 
     @property
@@ -275,8 +305,8 @@ class Chain(Episode):
 
     @property
     def _is_in_thought(self) -> bool:
-        """Whether what the model writes next stands in its thought: in the middle of a turn, or after a template that
-        opens the thought."""
+        """Whether what the model writes next stands in its thought: in the middle of a turn, or
+        after a template that opens the thought."""
         return bool(self._open_turn) or self._dialogue.thought_open
 
     def pieces(self) -> Conversation:
@@ -284,7 +314,8 @@ class Chain(Episode):
         return self._dialogue.record()
 
     def record(self) -> Conversation:
-        """Return the conversation with the pieces of each turn joined, as if a turn had been sampled at once."""
+        """Return the conversation with the pieces of each turn joined, as if a turn had been
+        sampled at once."""
         conversation = self._dialogue.record()
         return dataclasses.replace(conversation, turns=_joined(conversation.turns))
 
@@ -297,17 +328,20 @@ class Chain(Episode):
         return self.trajectory([self.record()], answer, reason, {"recalls": float(recalls)})
 
     async def decide(self) -> None:
-        """Take the termination decision: the final answer, or the next sub-question while iterations are left."""
+        """Take the termination decision: the final answer, or the next sub-question while
+        iterations are left."""
         await self._piece("sub-question", "answer")
 
     async def decide_otherwise(self, sample: "Chain", to: Decided) -> None:
-        """Take the other termination decision than `sample`, a fork with the same past, after the same thought."""
+        """Take the other termination decision than `sample`, a fork with the same past, after the
+        same thought."""
         thought = sample._ids_before_decision()
         begins = (*thought, *self.tokenizer.encode_model(AFTER_THOUGHT[to]))
         await self._piece("sub-question" if to == "go_on" else "answer", begins=begins)
 
     async def solve(self, source: Source) -> None:
-        """Execute the retrieval decision: begin the next piece with its words, and let the model write on."""
+        """Execute the retrieval decision: begin the next piece with its words, and let the model
+        write on."""
         assert self.asked is not None, "a sub-question is solved"
         new_line = "" if self._open_turn.endswith("\n") else "\n"
         begins = self.tokenizer.encode_model(f"{new_line}{BEGINS[source]}")
@@ -382,9 +416,17 @@ class Chain(Episode):
         self._open_tokens = 0
         self._solved(query=query, materials=materials)
 
-    def _solved(self, *, recalled: str | None = None, query: str = "", materials: tuple[Material, ...] = ()) -> None:
+    def _solved(
+        self, *, recalled: str | None = None, query: str = "", materials: tuple[Material, ...] = ()
+    ) -> None:
         assert self.asked is not None, "a sub-question is solved"
-        step = Step(question=self.asked, thought=self._thought, recalled=recalled, query=query, materials=materials)
+        step = Step(
+            question=self.asked,
+            thought=self._thought,
+            recalled=recalled,
+            query=query,
+            materials=materials,
+        )
         self.steps = (*self.steps, step)
         self.asked = None
 
@@ -393,7 +435,9 @@ class Chain(Episode):
     ) -> "_PartOfTurn":
         """Return the policy that writes the rest of a turn, or with `read` its first piece."""
         remaining_tokens = self._config.max_turn_tokens - self._open_tokens
-        return _PartOfTurn(self.policy, self.tokenizer, begins=begins, max_tokens=remaining_tokens, read=read)
+        return _PartOfTurn(
+            self.policy, self.tokenizer, begins=begins, max_tokens=remaining_tokens, read=read
+        )
 
     async def _write(self, part: "_PartOfTurn") -> str | None:
         """Write a part of a turn; None, with the outcome, where a limit cut it."""
@@ -411,7 +455,9 @@ class Chain(Episode):
         try:
             self.policy = part
             place = f"{self._place}/{self._writes}"
-            written = await self.write(self._dialogue, place, state=state, stop_strings=STOPS, continues=True)
+            written = await self.write(
+                self._dialogue, place, state=state, stop_strings=STOPS, continues=True
+            )
         finally:
             self.policy = policy
         self._open_tokens += len(self._dialogue.token_ids) - before
@@ -473,8 +519,8 @@ def _tokens_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
 class _PartOfTurn:
     """Implements `Policy`: lets another policy write on after the tokens `begins`.
 
-    With `read` the first piece is kept and the tokens after it are left out. The tokens of `begins` have no
-    log-probabilities, and then neither has the rest.
+    With `read` the first piece is kept and the tokens after it are left out. The tokens of `begins`
+    have no log-probabilities, and then neither has the rest.
     """
 
     def __init__(
@@ -498,27 +544,47 @@ class _PartOfTurn:
     def version(self) -> int:
         return self._policy.version
 
-    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
+    async def generate(
+        self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
+    ) -> Completion:
         room = min(params.max_new_tokens, self._max_tokens)
         new_tokens = room - len(self.begins)
         if new_tokens < 1:
             ids = self.begins[: max(room, 0)]
-            return Completion(token_ids=ids, logprobs=None, finish_reason="length", policy_version=self.version)
-        thought_open = is_open_after(self._tokenizer.decode(self.begins), was_open=params.thought_open)
+            return Completion(
+                token_ids=ids, logprobs=None, finish_reason="length", policy_version=self.version
+            )
+        thought_open = is_open_after(
+            self._tokenizer.decode(self.begins), was_open=params.thought_open
+        )
         params = dataclasses.replace(params, max_new_tokens=new_tokens, thought_open=thought_open)
-        completion = await self._policy.generate((*prompt, *self.begins), params, state=state, continues=continues)
+        completion = await self._policy.generate(
+            (*prompt, *self.begins), params, state=state, continues=continues
+        )
         if self.begins:
             ids = (*self.begins, *completion.token_ids)
-            completion = dataclasses.replace(completion, token_ids=ids, logprobs=None, sampling_logprobs=None)
+            completion = dataclasses.replace(
+                completion, token_ids=ids, logprobs=None, sampling_logprobs=None
+            )
         return completion if self.read is None else self._first_piece(completion, self.read)
 
-    def _first_piece(self, completion: Completion, read: Callable[[str], Piece | None]) -> Completion:
-        ids = completion.token_ids[:-1] if completion.finish_reason == "stop" else completion.token_ids
+    def _first_piece(
+        self, completion: Completion, read: Callable[[str], Piece | None]
+    ) -> Completion:
+        ids = (
+            completion.token_ids[:-1]
+            if completion.finish_reason == "stop"
+            else completion.token_ids
+        )
         text = _spelled(self._tokenizer, ids)
         self.piece = piece = read(text)
         if piece is None or piece.kind in ("search", "answer"):
             return completion
-        if completion.finish_reason == "length" and piece.end == len(text) and not text.endswith("\n"):
+        if (
+            completion.finish_reason == "length"
+            and piece.end == len(text)
+            and not text.endswith("\n")
+        ):
             return completion  # the limit may have cut the piece itself
         count = _tokens_of(self._tokenizer, ids, text[: piece.end])
         self.discarded_tokens = len(completion.token_ids) - count

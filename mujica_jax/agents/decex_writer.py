@@ -1,16 +1,18 @@
 """A second model that writes parts of DecEx-RAG's search trees, and its prompts.
 
-In the paper Qwen3-30B-A3B writes all of a tree but the retrieval decision, which the policy that is trained writes
-itself. The second model has a prompt of its own for each kind of execution, as in appendix A.1:
+In the paper Qwen3-30B-A3B writes all of a tree but the retrieval decision, which the policy that is
+trained writes itself. The second model has a prompt of its own for each kind of execution, as in
+appendix A.1:
 
     table 4   whether to stop: the final answer, or the next sub-question
     table 5   a sub-question
     table 8   how an episode goes on: a search, or the final answer
 
-Its replies are written again in the policy's format (`decex.py`) and in the policy's tokens, so nothing else of a reply
-is learnt. A reply that cannot be read, or that the endpoint did not give, is an empty piece: no branch comes of it. The
-wording of the prompts is ours. Tables 6 and 7 are about the retrieval decision, which the policy takes. Where a tree
-forces a decision, the prompt leaves the second model no choice.
+Its replies are written again in the policy's format (`decex.py`) and in the policy's tokens, so
+nothing else of a reply is learnt. A reply that cannot be read, or that the endpoint did not give,
+is an empty piece: no branch comes of it. The wording of the prompts is ours. Tables 6 and 7 are
+about the retrieval decision, which the policy takes. Where a tree forces a decision, the prompt
+leaves the second model no choice.
 """
 
 import dataclasses
@@ -33,22 +35,22 @@ from mujica_jax.models.thoughts import outside_thoughts
 from mujica_jax.models.tokenizer import Tokenizer, neutralise
 
 _TASK = (
-    "You solve a question step by step: it is broken down into sub-questions, and these are solved one after the other "
-    "until the question can be answered."
+    "You solve a question step by step: it is broken down into sub-questions, and these are solved "
+    "one after the other until the question can be answered."
 )
 _HISTORY = (
-    "You are given the question and the iterations so far. Each has a thought, a sub-question, and either its answer "
-    "from memory or the passages that a search found."
+    "You are given the question and the iterations so far. Each has a thought, a sub-question, and "
+    "either its answer from memory or the passages that a search found."
 )
 _BRIEF = "Keep questions, queries and answers short: nouns or brief phrases where possible."
 _DECIDE = "\n".join(
     [
-        f"{_TASK} {_HISTORY} Judge whether they are enough to answer the question. Rely on them alone, and bring in "
-        "nothing that does not stand there, also no knowledge of your own.",
-        "If they are enough: give your reasons, with the evidence, inside <reasoning> ... </reasoning>, and then the "
-        "final answer inside <answer> ... </answer>.",
-        "If they are not: say what is missing inside <reasoning> ... </reasoning>, and then write the next "
-        "sub-question inside <question> ... </question>.",
+        f"{_TASK} {_HISTORY} Judge whether they are enough to answer the question. Rely on them "
+        "alone, and bring in nothing that does not stand there, also no knowledge of your own.",
+        "If they are enough: give your reasons, with the evidence, inside <reasoning> ... "
+        "</reasoning>, and then the final answer inside <answer> ... </answer>.",
+        "If they are not: say what is missing inside <reasoning> ... </reasoning>, and then write "
+        "the next sub-question inside <question> ... </question>.",
         "If the last sub-question was not solved, rather ask it again than give a hasty answer.",
         _BRIEF,
     ]
@@ -70,9 +72,9 @@ _ANSWER = "\n".join(
 _GO_ON = "\n".join(
     [
         f"{_TASK} {_HISTORY} Take them as true, and reason on from them.",
-        "If you lack knowledge, write a query for a search engine inside <search> ... </search>. If you lack none, "
-        "write the final answer inside <answer> ... </answer>. Give your reasons first, and do not end before one of "
-        "the two.",
+        "If you lack knowledge, write a query for a search engine inside <search> ... </search>. "
+        "If you lack none, write the final answer inside <answer> ... </answer>. Give your reasons "
+        "first, and do not end before one of the two.",
         _BRIEF,
     ]
 )
@@ -82,16 +84,21 @@ _REASONING_TAG = re.compile(r"</?(?:reasoning|think)>", re.IGNORECASE)
 
 
 class TreeWriter:
-    """Implements `Policy`: the second model's turns in the format and the tokens of the policy that is trained."""
+    """Implements `Policy`: the second model's turns in the format and the tokens of the policy that
+    is trained."""
 
-    def __init__(self, model: Policy, model_tokenizer: Tokenizer, policy_tokenizer: Tokenizer, version: int) -> None:
+    def __init__(
+        self, model: Policy, model_tokenizer: Tokenizer, policy_tokenizer: Tokenizer, version: int
+    ) -> None:
         """`version` is the version of the policy whose trees are written."""
         self._model = model
         self._model_tokenizer = model_tokenizer
         self._policy_tokenizer = policy_tokenizer
         self.version = version
 
-    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
+    async def generate(
+        self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
+    ) -> Completion:
         del prompt, continues  # the model is asked with prompts of its own
         assert isinstance(state, DecexState), "the configuration was checked to play decex"
         reply = await self._ask(state, params)
@@ -113,16 +120,21 @@ class TreeWriter:
         dialogue.add_user(_request(state))
         params = dataclasses.replace(params, stop_strings=_STOPS)
         try:
-            completion = await self._model.generate(dialogue.token_ids, params, state=state, continues=False)
+            completion = await self._model.generate(
+                dialogue.token_ids, params, state=state, continues=False
+            )
         except ReplyError:
             return ""
         if completion.finish_reason == "length":
             return ""
         is_stopped = completion.finish_reason == "stop"
-        return self._model_tokenizer.decode(completion.token_ids[:-1] if is_stopped else completion.token_ids)
+        return self._model_tokenizer.decode(
+            completion.token_ids[:-1] if is_stopped else completion.token_ids
+        )
 
     def _written(self, state: DecexState, reply: str) -> str:
-        """Return the reply in the policy's format, empty where the reply lacks what was asked for."""
+        """Return the reply in the policy's format, empty where the reply lacks what was asked
+        for."""
         question = _field("question", reply)
         answer = _field("answer", reply)
         query = _field("search", reply)
@@ -155,7 +167,11 @@ def _request(state: DecexState) -> str:
     """Return the question and the iterations so far; the text is untrusted."""
     lines = [f"Question: {protocol.one_line(state.question.text)}"]
     for number, step in enumerate(state.steps, start=1):
-        lines += [f"Iteration {number}", f"Thought: {step.thought}", f"Sub-question: {step.question}"]
+        lines += [
+            f"Iteration {number}",
+            f"Thought: {step.thought}",
+            f"Sub-question: {step.question}",
+        ]
         if step.recalled is not None:
             lines.append(f"Answer from memory: {step.recalled}")
         else:
@@ -173,7 +189,8 @@ def _field(tag: str, reply: str) -> str | None:
 
 
 def _reasons(reply: str) -> str:
-    """Return the reasons on one line: what stands between their tags, or else before the first field."""
+    """Return the reasons on one line: what stands between their tags, or else before the first
+    field."""
     reasons = protocol.field("reasoning", reply)
     if reasons is None:
         reasons = _FIRST_FIELD.split(outside_thoughts(reply), maxsplit=1)[0]

@@ -1,7 +1,7 @@
 """A conversation under construction, token by token as the engine sees it.
 
-Token ids are only ever appended: what the model generated stays exactly as it was sampled, and the mask is made here,
-where the tokens are made.
+Token ids are only ever appended: what the model generated stays exactly as it was sampled, and the
+mask is made here, where the tokens are made.
 """
 
 import dataclasses
@@ -19,14 +19,17 @@ class Opening:
     """What the conversations of a role begin with."""
 
     system: str  # the system prompt
-    # Worked examples as chat turns, (user message, model's reply) in their order. An example of several turns is
-    # several pairs; the first of them asks its question.
+    # Worked examples as chat turns, (user message, model's reply) in their order. An example of
+    # several turns is several pairs; the first of them asks its question.
     examples: tuple[tuple[str, str], ...] = ()
 
 
 class Dialogue:
-    def __init__(self, tokenizer: Tokenizer, role: str, system: str, examples: Sequence[tuple[str, str]] = ()) -> None:
-        """`examples` stand before the first user message (`Opening`). They are context, and carry no loss."""
+    def __init__(
+        self, tokenizer: Tokenizer, role: str, system: str, examples: Sequence[tuple[str, str]] = ()
+    ) -> None:
+        """`examples` stand before the first user message (`Opening`). They are context, and carry
+        no loss."""
         self._tokenizer, self._role, self._system = tokenizer, role, system
         self._examples = tuple(examples)
         self._turns: list[Turn] = []
@@ -37,9 +40,14 @@ class Dialogue:
     def thought_open(self) -> bool:
         """Whether the model writes on inside of a thought.
 
-        It does so where the chat template opened the thought, or an earlier part of the same turn did."""
+        It does so where the chat template opened the thought, or an earlier part of the same turn
+        did."""
         context_turns = [place for place, turn in enumerate(self._turns) if turn.role == "context"]
-        written = "".join(turn.text for turn in self._turns[context_turns[-1] + 1 :]) if context_turns else ""
+        written = (
+            "".join(turn.text for turn in self._turns[context_turns[-1] + 1 :])
+            if context_turns
+            else ""
+        )
         return is_open_after(written, was_open=bool(self._tokenizer.opened_thought))
 
     def add_user(self, text: str, *, tag: str | None = None) -> None:
@@ -59,9 +67,10 @@ class Dialogue:
 
         Where the chat template opened a thought, the text begins with its tag.
 
-        A turn that a length limit cut off is marked as cut and not as trained: maximum likelihood would teach the
-        policy to be cut off, and a policy gradient learns the turn with the reward of its episode. Where the stop
-        string `cut_at` ended the turn, its tokens are left out: what it begins is not the model's to write."""
+        A turn that a length limit cut off is marked as cut and not as trained: maximum likelihood
+        would teach the policy to be cut off, and a policy gradient learns the turn with the reward
+        of its episode. Where the stop string `cut_at` ended the turn, its tokens are left out: what
+        it begins is not the model's to write."""
         begins_turn = not self._turns or self._turns[-1].role == "context"
         self._stopped = completion.finish_reason == "stop"
         ids, logprobs = completion.token_ids, completion.logprobs or None
@@ -87,12 +96,20 @@ class Dialogue:
         That is its last mention: thoughts may mention it too."""
         pieces = [self._tokenizer.token_bytes(token) for token in ids]
         begins = b"".join(pieces).rfind(stop_string.encode())
-        return len(ids) if begins < 0 else sum(end <= begins for end in itertools.accumulate(map(len, pieces)))
+        return (
+            len(ids)
+            if begins < 0
+            else sum(end <= begins for end in itertools.accumulate(map(len, pieces)))
+        )
 
     def fork(self) -> "Dialogue":
         """The same so far; what is appended to either does not reach the other."""
         other = Dialogue(self._tokenizer, self._role, self._system, self._examples)
-        other._turns, other.token_ids, other._stopped = list(self._turns), list(self.token_ids), self._stopped
+        other._turns, other.token_ids, other._stopped = (
+            list(self._turns),
+            list(self.token_ids),
+            self._stopped,
+        )
         return other
 
     def record(self) -> Conversation:
@@ -103,13 +120,15 @@ class Dialogue:
         self.token_ids.extend(turn.token_ids)
 
 
-def with_opening(conversation: Conversation, tokenizer: Tokenizer, opening: Opening) -> Conversation:
+def with_opening(
+    conversation: Conversation, tokenizer: Tokenizer, opening: Opening
+) -> Conversation:
     """Return the same conversation after another opening.
 
-    The first turn holds the system prompt, the worked examples and the first user message. It is rendered again from
-    the text of that message. All later turns keep their tokens. Trajectories that were sampled with worked examples are
-    learnt without them this way (appendix D.3 of the paper). Their log-probabilities belonged to the old opening and
-    are dropped."""
+    The first turn holds the system prompt, the worked examples and the first user message. It is
+    rendered again from the text of that message. All later turns keep their tokens. Trajectories
+    that were sampled with worked examples are learnt without them this way (appendix D.3 of the
+    paper). Their log-probabilities belonged to the old opening and are dropped."""
     first, *later_turns = conversation.turns
     ids = tokenizer.open_conversation(opening.system, first.text, opening.examples)
     first = Turn(role="context", token_ids=tuple(ids), text=first.text)

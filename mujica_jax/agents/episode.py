@@ -1,4 +1,5 @@
-"""What episodes of all agents share: a turn within its limits, a search whose materials fit, the record at the end."""
+"""What episodes of all agents share: a turn within its limits, a search whose materials fit, the
+record at the end."""
 
 import dataclasses
 import time
@@ -21,7 +22,9 @@ class Written:
     """One turn of the model."""
 
     text: str
-    cut: StopReason | None = None  # the limit that ended it, or what is wrong with an endpoint's reply
+    cut: StopReason | None = (
+        None  # the limit that ended it, or what is wrong with an endpoint's reply
+    )
     completion: Completion | None = None  # None where no room was left to write, or nothing came
 
 
@@ -29,7 +32,12 @@ class Episode:
     """State of one episode, and the ways in which an agent plays it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, limits: AgentLimits, attempt: Attempt, environment: Environment, policy: Policy
+        self,
+        tokenizer: Tokenizer,
+        limits: AgentLimits,
+        attempt: Attempt,
+        environment: Environment,
+        policy: Policy,
     ) -> None:
         self.tokenizer, self.limits, self.attempt = tokenizer, limits, attempt
         self.environment = environment
@@ -47,8 +55,8 @@ class Episode:
         continues: bool = False,
         cut_at: str | None = None,
     ) -> Written:
-        """Let the policy write one turn. `place` is unique in the episode; where the stop string `cut_at` ended the
-        turn, it is left out."""
+        """Let the policy write one turn. `place` is unique in the episode; where the stop string
+        `cut_at` ended the turn, it is left out."""
         room = self.limits.max_trajectory_tokens - len(dialogue.token_ids)
         if room < 1:
             return Written(text="", cut=StopReason.TRAJECTORY_LENGTH)
@@ -60,21 +68,34 @@ class Episode:
             thought_open=dialogue.thought_open,
         )
         try:
-            completion = await self.policy.generate(dialogue.token_ids, params, state=state, continues=continues)
+            completion = await self.policy.generate(
+                dialogue.token_ids, params, state=state, continues=continues
+            )
         except UnusableReplyError as error:
             return Written(text="", cut=StopReason(error.reason))
         text = dialogue.add_model(completion, cut_at=cut_at)
-        limit = StopReason.TRAJECTORY_LENGTH if room < self.limits.max_turn_tokens else StopReason.TURN_LENGTH
-        return Written(text=text, cut=limit if completion.finish_reason == "length" else None, completion=completion)
+        limit = (
+            StopReason.TRAJECTORY_LENGTH
+            if room < self.limits.max_turn_tokens
+            else StopReason.TURN_LENGTH
+        )
+        return Written(
+            text=text,
+            cut=limit if completion.finish_reason == "length" else None,
+            completion=completion,
+        )
 
     def fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
         return fit(self.tokenizer, materials, self.limits.max_observation_tokens)
 
     async def search_passages(self, query: str, iteration: int) -> tuple[Material, ...]:
-        """What one search finds, recorded as one that the model reads itself. Raises RetrievalError."""
+        """What one search finds, recorded as one that the model reads itself. Raises
+        RetrievalError."""
         found = self.fit(await self.environment.search(query, None))
         texts = tuple(protocol.one_line(material.text) for material in found)
-        self.searches.append(Search(iteration=iteration, query=query, materials=texts, found=bool(texts)))
+        self.searches.append(
+            Search(iteration=iteration, query=query, materials=texts, found=bool(texts))
+        )
         return found
 
     def trajectory(
@@ -99,12 +120,14 @@ class Episode:
 
 
 def fit(tokenizer: Tokenizer, materials: Sequence[Material], limit: int) -> tuple[Material, ...]:
-    """The first materials that fit `limit` tokens; the first one is cut to fit rather than left out."""
+    """The first materials that fit `limit` tokens; the first one is cut to fit rather than left
+    out."""
     sizes_bytes = [len(neutralise(material.text).encode()) for material in materials]
     kept: list[Material] = []
     used = 0
     for place, material in enumerate(materials):
-        # A byte-level token covers at least one byte, so what is short needs no tokenising to be known to fit.
+        # A byte-level token covers at least one byte, so what is short needs no tokenising to be
+        # known to fit.
         if used + sum(sizes_bytes[place:]) <= limit:
             return (*kept, *materials[place:])
         ids = tokenizer.encode_plain(material.text)

@@ -1,21 +1,24 @@
-"""EviPath's contract between planner, executor and environment ("From Evidence to Trajectory", tables 8 to 11).
+"""EviPath's contract between planner, executor and environment ("From Evidence to Trajectory",
+tables 8 to 11).
 
     planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>   or  <answer> ... </answer>
     planner, text    <think> ... </think> <action> Search("...") ... </action>        or  <answer> ... </answer>
     executor         <think> ... </think> <select> [i][j] </select> <answer> ... </answer>
                      or, where no evidence matches, the bare sentence: No relevant information found.
 
-Mujica's contract (`protocol.py`) has <search> in the place of the planner's calls over text, <sentence> in the place of
-the executor's <answer>, and [-1] in the place of the bare sentence. Tags, fields and the order of the fields are the
-paper's; the rules and the invented examples are in our words. The paper's executor is called `worker` in records.
+Mujica's contract (`protocol.py`) has <search> in the place of the planner's calls over text,
+<sentence> in the place of the executor's <answer>, and [-1] in the place of the bare sentence.
+Tags, fields and the order of the fields are the paper's; the rules and the invented examples are in
+our words. The paper's executor is called `worker` in records.
 
 Readings of ours:
 
-- Table 10 shows one search in a turn. Section 4.1.2 has a set of them, so a turn over text may hold several, one a
-  line.
-- Table 8 is a prompt for synthesis. The paper shows no planner's prompt for training over a graph; it is table 10's,
-  with table 8's calls, candidates and observations.
-- Table 9 is a prompt for synthesis as well. The executor's prompt over a graph is table 11's, with triples.
+- Table 10 shows one search in a turn. Section 4.1.2 has a set of them, so a turn over text may hold
+  several, one a line.
+- Table 8 is a prompt for synthesis. The paper shows no planner's prompt for training over a graph;
+  it is table 10's, with table 8's calls, candidates and observations.
+- Table 9 is a prompt for synthesis as well. The executor's prompt over a graph is table 11's, with
+  triples.
 - `brief` prompts, for small models trained from scratch, are Mujica's one-line prompts.
 """
 
@@ -61,7 +64,13 @@ class EviPathContract(Contract):
     has_own_words = True
 
     def opening(
-        self, role: Role, kind: EnvironmentKind, mode: PromptMode, *, parallel: bool = True, split: bool = True
+        self,
+        role: Role,
+        kind: EnvironmentKind,
+        mode: PromptMode,
+        *,
+        parallel: bool = True,
+        split: bool = True,
     ) -> Opening:
         assert split, "checked with the configuration: EviPath has an executor"
         if mode == "brief":
@@ -80,16 +89,22 @@ class EviPathContract(Contract):
         return _OBSERVATIONS[kind]
 
     def planner_observation(
-        self, sentences: Sequence[str], named: Sequence[Sequence[Entity]], first: int, kind: EnvironmentKind
+        self,
+        sentences: Sequence[str],
+        named: Sequence[Sequence[Entity]],
+        first: int,
+        kind: EnvironmentKind,
     ) -> str:
-        """Return the message with each search's sentence and, behind it, the new candidates that the search named."""
+        """Return the message with each search's sentence and, behind it, the new candidates that
+        the search named."""
         lines = []
         number = first
         for sentence, entities in zip(sentences, named, strict=True):
             line = one_line(sentence)
             if entities:
                 listed = " ".join(
-                    f"[{place}] {one_line(entity.label)}" for place, entity in enumerate(entities, number)
+                    f"[{place}] {one_line(entity.label)}"
+                    for place, entity in enumerate(entities, number)
                 )
                 line += f" Candidate: {listed}"
                 number += len(entities)
@@ -99,18 +114,32 @@ class EviPathContract(Contract):
         return "\n".join([_OBSERVATIONS[kind], *lines])
 
     def worker_opening(
-        self, query: str, materials: Sequence[Sequence[str]], kind: EnvironmentKind, mode: PromptMode
+        self,
+        query: str,
+        materials: Sequence[Sequence[str]],
+        kind: EnvironmentKind,
+        mode: PromptMode,
     ) -> str:
-        return "\n".join([f"Question: {one_line(query)}", "Supporting evidences:", *protocol.numbered(materials, mode)])
+        return "\n".join(
+            [
+                f"Question: {one_line(query)}",
+                "Supporting evidences:",
+                *protocol.numbered(materials, mode),
+            ]
+        )
 
     def stop_strings(self, role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
         if role == "worker":
             return ("</answer>", protocol.OBSERVATION)
         return ("</action>", "</answer>", self.observation(kind))
 
-    def parse_planner(self, text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int) -> PlannerAction:
+    def parse_planner(
+        self, text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int
+    ) -> PlannerAction:
         if kind == "graph":
-            return super().parse_planner(text, kind, candidates=candidates, max_searches=max_searches)
+            return super().parse_planner(
+                text, kind, candidates=candidates, max_searches=max_searches
+            )
         if (answer := protocol.parse_answer(text)) is not None:
             return PlannerAction(answer=answer)
         calls, unreadable = _text_calls(outside_thoughts(text))
@@ -123,12 +152,15 @@ class EviPathContract(Contract):
     def parse_worker(self, text: str, *, materials: int) -> WorkerReply:
         """Read one executor turn.
 
-        The bare sentence says that nothing was found, with or without quotation marks and full stop."""
+        The bare sentence says that nothing was found, with or without quotation marks and full
+        stop."""
         if one_line(outside_thoughts(text)).strip("\"“”'.").casefold() == _BARE:
             return WorkerReply(selected=(), sentence=NOTHING_FOUND, well_formed=True)
         return protocol.parse_worker(text, materials=materials, sentence_tag=self.sentence_tag)
 
-    def write_searches(self, thought: str, calls: Sequence[SearchCall], kind: EnvironmentKind) -> str:
+    def write_searches(
+        self, thought: str, calls: Sequence[SearchCall], kind: EnvironmentKind
+    ) -> str:
         if kind == "graph":
             return super().write_searches(thought, calls, kind)
         lines = "\n".join(f'Search("{call.query}")' for call in calls)
@@ -138,7 +170,9 @@ class EviPathContract(Contract):
         if not selected:
             return NOTHING_FOUND
         shown = "".join(f"[{index}]" for index in selected)
-        return f"<think> {thought} </think>\n<select> {shown} </select>\n<answer> {sentence} </answer>"
+        return (
+            f"<think> {thought} </think>\n<select> {shown} </select>\n<answer> {sentence} </answer>"
+        )
 
 
 class _Example:
@@ -158,45 +192,56 @@ class _Example:
 
 
 def _text_calls(said: str) -> tuple[list[SearchCall], int]:
-    """Return the calls of all actions in their order, each once, and how many searches could not be read."""
+    """Return the calls of all actions in their order, each once, and how many searches could not be
+    read."""
     actions = protocol.fields("action", said)
     unreadable = protocol.opens("action", said) - len(actions)
     queries: list[str] = []
     for action in actions:
         matches = list(_TEXT_CALL.finditer(action))
-        quoted = [match["single"] if match["double"] is None else match["double"] for match in matches]
+        quoted = [
+            match["single"] if match["double"] is None else match["double"] for match in matches
+        ]
         readable = [query for query in map(one_line, quoted) if query]
         queries += readable
         begun = len(_CALL_BEGINS.findall(action))
         says_anything = int(bool(action.strip()))
         unreadable += max(begun, says_anything) - len(readable)
-    return [SearchCall(query=query, candidate=None) for query in dict.fromkeys(queries)], max(unreadable, 0)
+    return [SearchCall(query=query, candidate=None) for query in dict.fromkeys(queries)], max(
+        unreadable, 0
+    )
 
 
 # --- system prompts ---
 
-_EXECUTOR_TASK = "Your task is to answer a question based on supporting evidence, of which some is noise."
+_EXECUTOR_TASK = (
+    "Your task is to answer a question based on supporting evidence, of which some is noise."
+)
 _EXECUTOR_STEPS = (
     "You need to:\n"
-    "1. Identify what the question asks for, review all evidence and summarise what supports the answer. Put your "
-    "thoughts between <think> and </think> tags.\n"
-    "2. Put the index of the golden evidence between <select> and </select> tags. If several pieces contain the "
-    f'answer, select all of them. If none matches, respond with "{NOTHING_FOUND}" and nothing else.\n'
-    "3. Summarise the answer in one complete declarative sentence between <answer> and </answer> tags."
+    "1. Identify what the question asks for, review all evidence and summarise what supports the "
+    "answer. Put your thoughts between <think> and </think> tags.\n"
+    "2. Put the index of the golden evidence between <select> and </select> tags. If several "
+    "pieces contain the "
+    f'answer, select all of them. If none matches, respond with "{NOTHING_FOUND}" and nothing '
+    "else.\n"
+    "3. Summarise the answer in one complete declarative sentence between <answer> and </answer> "
+    "tags."
 )
 _RULES = {
     ("planner", "graph"): (
-        "Your task is to answer a complex question with the help of a knowledge graph. You are given the question and "
-        "numbered candidate entities.\n"
+        "Your task is to answer a complex question with the help of a knowledge graph. You are "
+        "given the question and numbered candidate entities.\n"
         "You need to:\n"
         "1. Make a plan: decompose the question into steps.\n"
         "2. Solve the problem step by step.\n"
         "Put your thoughts between <think> and </think> tags.\n"
-        'Use Search([X], "question") between <action> and </action> tags to get information about candidate [X]. Write '
-        "one call a line; the calls of one turn are answered together. What a search asks is a question, and it names "
-        "entities in full.\n"
-        "Observations follow, with new candidates. Label the final answer, as short as possible, with <answer> *** "
-        "</answer>."
+        'Use Search([X], "question") between <action> and </action> tags to get information about '
+        "candidate [X]. Write "
+        "one call a line; the calls of one turn are answered together. What a search asks is a "
+        "question, and it names entities in full.\n"
+        "Observations follow, with new candidates. Label the final answer, as short as possible, "
+        "with <answer> *** </answer>."
     ),
     ("planner", "text"): (
         "Your task is to answer a complex question with the help of a search tool.\n"
@@ -204,13 +249,17 @@ _RULES = {
         "1. Make a plan: decompose the question into steps.\n"
         "2. Solve the problem step by step.\n"
         "Put your thoughts between <think> and </think> tags.\n"
-        'Use Search("question") between <action> and </action> tags to get information from supporting evidence. Write '
+        'Use Search("question") between <action> and </action> tags to get information from '
+        "supporting evidence. Write "
         "one call a line; the calls of one turn are answered together.\n"
-        "What a search asks is an interrogative sentence. It holds no pronouns such as this or these: name entities in "
-        "full.\n"
-        "Observations follow. Label the final answer, as short as possible, with <answer> *** </answer>."
+        "What a search asks is an interrogative sentence. It holds no pronouns such as this or "
+        "these: name entities in full.\n"
+        "Observations follow. Label the final answer, as short as possible, with <answer> *** "
+        "</answer>."
     ),
-    ("worker", "graph"): (f"{_EXECUTOR_TASK} Each piece is a triple: subject, relation, object.\n{_EXECUTOR_STEPS}"),
+    ("worker", "graph"): (
+        f"{_EXECUTOR_TASK} Each piece is a triple: subject, relation, object.\n{_EXECUTOR_STEPS}"
+    ),
     ("worker", "text"): f"{_EXECUTOR_TASK}\n{_EXECUTOR_STEPS}",
 }
 
@@ -240,8 +289,10 @@ _EXAMPLES = {
             "<action>\n"
             'Search([0], "Who is the director of Amber Tide?")\n'
             "</action>",
-            "Observation:\nThe director of Amber Tide is Ilse Vandermark. Candidate: [1] Ilse Vandermark",
-            "<think> Now that I have the director, I need the place of birth of Ilse Vandermark. </think>\n"
+            "Observation:\n"
+            "The director of Amber Tide is Ilse Vandermark. Candidate: [1] Ilse Vandermark",
+            "<think> Now that I have the director, I need the place of birth of Ilse Vandermark. "
+            "</think>\n"
             "<action>\n"
             'Search([1], "Where was Ilse Vandermark born?")\n'
             "</action>",
@@ -273,7 +324,8 @@ _EXAMPLES = {
             'Search("Who directed the film Amber Tide?")\n'
             "</action>",
             "Obs: The film Amber Tide was directed by Ilse Vandermark.",
-            "<think> Now that I have the director, I need the place of birth of Ilse Vandermark. </think>\n"
+            "<think> Now that I have the director, I need the place of birth of Ilse Vandermark. "
+            "</think>\n"
             "<action>\n"
             'Search("Where was Ilse Vandermark born?")\n'
             "</action>",
@@ -287,8 +339,8 @@ _EXAMPLES = {
             "Supporting evidences:\n"
             "[0] Amber Tide, publication date, 1961\n"
             "[1] Amber Tide, director, Ilse Vandermark",
-            "<think> The question asks me to find the director of Amber Tide. [1] says the director of Amber Tide is "
-            "Ilse Vandermark. </think>\n"
+            "<think> The question asks me to find the director of Amber Tide. [1] says the "
+            "director of Amber Tide is Ilse Vandermark. </think>\n"
             "<select> [1] </select>\n"
             "<answer> The director of Amber Tide is Ilse Vandermark. </answer>",
         ),
@@ -306,8 +358,8 @@ _EXAMPLES = {
             "Supporting evidences:\n"
             "[0] Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.\n"
             "[1] Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director.",
-            "<think> The question asks me to find where Ilse Vandermark was born. [1] says she was born in Ghent. "
-            "</think>\n"
+            "<think> The question asks me to find where Ilse Vandermark was born. [1] says she was "
+            "born in Ghent. </think>\n"
             "<select> [1] </select>\n"
             "<answer> Ilse Vandermark was born in Ghent. </answer>",
         ),

@@ -1,10 +1,12 @@
-"""Repeat attempts whose search the retriever did not answer, and end the program where the retriever is gone.
+"""Repeat attempts whose search the retriever did not answer, and end the program where the
+retriever is gone.
 
-A failed search is a fault of the environment and says nothing about the policy. The attempt is played again by the same
-seeds: if the search is answered this time, the episode is the one that would have been played without the fault. An
-attempt that fails in all of its repeats stays in the records as `retriever_failed`. It earns no reward, and groups,
-means and thresholds leave it out (`Trajectory.is_rewarded`). If too many attempts in a row fail, the program ends
-instead of learning from nothing.
+A failed search is a fault of the environment and says nothing about the policy. The attempt is
+played again by the same seeds: if the search is answered this time, the episode is the one that
+would have been played without the fault. An attempt that fails in all of its repeats stays in the
+records as `retriever_failed`. It earns no reward, and groups, means and thresholds leave it out
+(`Trajectory.is_rewarded`). If too many attempts in a row fail, the program ends instead of learning
+from nothing.
 """
 
 from mujica_jax.agents.agent import Agent, Attempt, Policy
@@ -19,13 +21,16 @@ class EnvironmentLost(UserError):
 
 
 class FaultGuard:
-    """Plays attempts, repeats those that fail, and counts failures in a row. One guard serves a whole program."""
+    """Plays attempts, repeats those that fail, and counts failures in a row. One guard serves a
+    whole program."""
 
     def __init__(self, config: FaultConfig | None = None) -> None:
         self._config = FaultConfig() if config is None else config
         self._failed_in_a_row = 0
 
-    async def play(self, agent: Agent, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
+    async def play(
+        self, agent: Agent, attempt: Attempt, environment: Environment, policy: Policy
+    ) -> Trajectory:
         """Play one attempt within its bound of repeats. Raises EnvironmentLost."""
         trajectory = await agent.run(attempt, environment, policy)
         repeats = 0
@@ -37,13 +42,16 @@ class FaultGuard:
 
     def _count(self, trajectory: Trajectory) -> None:
         if not trajectory.is_environment_fault:
-            if trajectory.searches:  # an episode without a search does not show that the retriever answers
+            if (
+                trajectory.searches
+            ):  # an episode without a search does not show that the retriever answers
                 self._failed_in_a_row = 0
             return
         self._failed_in_a_row += 1
         if self._failed_in_a_row > self._config.max_in_a_row:
             raise EnvironmentLost(
-                f"{self._failed_in_a_row} attempts in a row ended because a search failed, each of them played "
-                f"{self._config.repeats + 1} times, and faults.max_in_a_row is {self._config.max_in_a_row}: start the "
-                "retriever again or correct its address, then give the same command; what is finished is kept"
+                f"{self._failed_in_a_row} attempts in a row ended because a search failed, each of "
+                f"them played {self._config.repeats + 1} times, and faults.max_in_a_row is "
+                f"{self._config.max_in_a_row}: start the retriever again or correct its address, "
+                "then give the same command; what is finished is kept"
             )

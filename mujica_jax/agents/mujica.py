@@ -1,15 +1,15 @@
-"""One Mujica episode: a planner splits the question, workers answer its searches at the same time, the planner goes on
-or answers.
+"""One Mujica episode: a planner splits the question, workers answer its searches at the same time,
+the planner goes on or answers.
 
-Section 2.2 of the Mujica-MyGO paper. Planner and worker are one policy under two prompts; each search of a turn is an
-independent worker conversation. Malformed output ends an episode with a counted `StopReason` and never with an
-exception; failed episodes are records too.
+Section 2.2 of the Mujica-MyGO paper. Planner and worker are one policy under two prompts; each
+search of a turn is an independent worker conversation. Malformed output ends an episode with a
+counted `StopReason` and never with an exception; failed episodes are records too.
 
-Tags and prompts are a `Contract` that `agent.protocol` chooses, so that other papers' planners and workers play the
-same episodes.
+Tags and prompts are a `Contract` that `agent.protocol` chooses, so that other papers' planners and
+workers play the same episodes.
 
-The state that a policy is asked with (`agent.py`) is `PlannerState` or `WorkerState`: the same facts as the tokens, as
-plain values.
+The state that a policy is asked with (`agent.py`) is `PlannerState` or `WorkerState`: the same
+facts as the tokens, as plain values.
 """
 
 import asyncio
@@ -31,11 +31,15 @@ from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
 PLANNER, WORKER = "planner", "worker"  # roles of conversations
 MUJICA_CONTRACT = Contract()
-_CONTRACTS: dict[str, Contract] = {"mujica": MUJICA_CONTRACT, "evipath": EviPathContract()}  # by agent.protocol
+_CONTRACTS: dict[str, Contract] = {
+    "mujica": MUJICA_CONTRACT,
+    "evipath": EviPathContract(),
+}  # by agent.protocol
 
 
 def contract_of(agent: object) -> Contract:
-    """Return the contract that an agent's configuration names. Agents without workers have Mujica's."""
+    """Return the contract that an agent's configuration names. Agents without workers have
+    Mujica's."""
     return _CONTRACTS[agent.protocol] if isinstance(agent, MujicaConfig) else MUJICA_CONTRACT
 
 
@@ -75,7 +79,9 @@ class Mujica:
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
         name = "planner" if role == PLANNER else "worker"
         config = self._config
-        return self.contract.opening(name, kind, config.prompt, parallel=config.parallel, split=config.split)
+        return self.contract.opening(
+            name, kind, config.prompt, parallel=config.parallel, split=config.split
+        )
 
     def begin(self, role: str, kind: EnvironmentKind) -> Dialogue:
         """Return a new conversation of this role."""
@@ -86,7 +92,9 @@ class Mujica:
 class _Episode(Episode):
     """With the planner's dialogue and the candidates numbered so far."""
 
-    def __init__(self, agent: Mujica, attempt: Attempt, environment: Environment, policy: Policy) -> None:
+    def __init__(
+        self, agent: Mujica, attempt: Attempt, environment: Environment, policy: Policy
+    ) -> None:
         super().__init__(agent._tokenizer, agent._config, attempt, environment, policy)
         self._agent, self._config = agent, agent._config
         self._contract = agent.contract
@@ -143,10 +151,15 @@ class _Episode(Episode):
         if written.cut is not None:
             return protocol.PlannerAction(refused=written.cut)
         limit = self._config.max_searches_per_turn
-        return self._contract.parse_planner(written.text, kind, candidates=len(self._candidates), max_searches=limit)
+        return self._contract.parse_planner(
+            written.text, kind, candidates=len(self._candidates), max_searches=limit
+        )
 
-    async def _search_all(self, calls: Sequence[protocol.SearchCall], iteration: int, *, unreadable: int) -> None:
-        """Make all searches of a turn at once, and tell the planner their answers in one message, in their order.
+    async def _search_all(
+        self, calls: Sequence[protocol.SearchCall], iteration: int, *, unreadable: int
+    ) -> None:
+        """Make all searches of a turn at once, and tell the planner their answers in one message,
+        in their order.
 
         A refused search is answered by the reason."""
         tasks = {
@@ -157,7 +170,9 @@ class _Episode(Episode):
         try:
             await asyncio.gather(*tasks.values())
         finally:
-            for task in tasks.values():  # if one fails the episode is over, and the others are not needed
+            for (
+                task
+            ) in tasks.values():  # if one fails the episode is over, and the others are not needed
                 task.cancel()
         first_new = len(self._candidates)
         known = {entity.id for entity in self._candidates}
@@ -181,13 +196,16 @@ class _Episode(Episode):
         if unreadable:
             sentences.append(protocol.UNREADABLE)
             named.append([])
-        self._observation = self._contract.planner_observation(sentences, named, first_new, self.environment.kind)
+        self._observation = self._contract.planner_observation(
+            sentences, named, first_new, self.environment.kind
+        )
         self._planner.add_user(self._observation)
 
     async def _search(
         self, call: protocol.SearchCall, iteration: int, number: int
     ) -> tuple[Search, Conversation | None, list[Entity]]:
-        """One sub-question: retrieve, let the worker read, and name the entities its selection makes searchable."""
+        """One sub-question: retrieve, let the worker read, and name the entities its selection
+        makes searchable."""
         entity = None if call.candidate is None else self._candidates[call.candidate]
         materials = self.fit(await self.environment.search(call.query, entity))
         shown = [material.parts for material in materials]
@@ -196,9 +214,17 @@ class _Episode(Episode):
         search = Search(iteration=iteration, query=call.query, entity=label, materials=texts)
         if not self._config.split:  # the planner reads itself
             line = protocol.found_line(shown, self._config.prompt)
-            return dataclasses.replace(search, sentence=line, found=bool(shown)), None, _entities(materials)
+            return (
+                dataclasses.replace(search, sentence=line, found=bool(shown)),
+                None,
+                _entities(materials),
+            )
         worker = self._agent.begin(WORKER, self.environment.kind)
-        worker.add_user(self._contract.worker_opening(call.query, shown, self.environment.kind, self._config.prompt))
+        worker.add_user(
+            self._contract.worker_opening(
+                call.query, shown, self.environment.kind, self._config.prompt
+            )
+        )
         state = WorkerState(query=call.query, entity=entity, materials=materials)
         written = await self.write(
             worker,
@@ -207,12 +233,17 @@ class _Episode(Episode):
             stop_strings=self._contract.stop_strings(WORKER, self.environment.kind),
             cut_at=protocol.OBSERVATION,
         )
-        reply = self._contract.parse_worker(written.text if written.cut is None else "", materials=len(materials))
+        reply = self._contract.parse_worker(
+            written.text if written.cut is None else "", materials=len(materials)
+        )
         self._malformed_workers += not reply.well_formed
         # Over texts a worker that selects nothing may answer from its own knowledge.
         knows_answer = self.environment.kind == "text" and reply.sentence != protocol.NOTHING_FOUND
         search = dataclasses.replace(
-            search, selected=reply.selected, sentence=reply.sentence, found=reply.found or knows_answer
+            search,
+            selected=reply.selected,
+            sentence=reply.sentence,
+            found=reply.found or knows_answer,
         )
         entities = _entities([materials[index] for index in reply.selected])
         conversation = worker.record()

@@ -1,21 +1,24 @@
-"""The contract between planner, worker and environment: the prompts, and the parser of what comes back.
+"""The contract between planner, worker and environment: the prompts, and the parser of what comes
+back.
 
-The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first version, tables 7-10), and worked
-examples are chat turns as there. The wording and the examples are ours.
+The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first version, tables
+7-10), and worked examples are chat turns as there. The wording and the examples are ours.
 
     planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>     or  <answer> ... </answer>
     planner, text    <think> ... </think> <search> ... </search> <search> ... </search> or  <answer> ... </answer>
     worker           <think> ... </think> <select> [i][j] </select> <sentence> ... </sentence>
 
-Differences from the paper: a planner over a graph is told the number of every new candidate; a worker over a graph does
-not write the number of its source before the sentence; the prompt without workers is ours, for the paper prints none.
+Differences from the paper: a planner over a graph is told the number of every new candidate; a
+worker over a graph does not write the number of its source before the sentence; the prompt without
+workers is ours, for the paper prints none.
 
-Everything here reads only text that the model generated, outside of its thoughts (`models/thoughts.py`). Tags are read
-in capital and small letters, and the innermost of nested ones. What cannot be read is counted: see
-`PlannerAction.unreadable` and `WorkerReply.well_formed`.
+Everything here reads only text that the model generated, outside of its thoughts
+(`models/thoughts.py`). Tags are read in capital and small letters, and the innermost of nested
+ones. What cannot be read is counted: see `PlannerAction.unreadable` and `WorkerReply.well_formed`.
 
-What environments, users and the other agent say reaches a prompt through `Tokenizer.encode_plain`, which neutralises
-these tags, and on one line, so that it can neither end a field nor number a material.
+What environments, users and the other agent say reaches a prompt through `Tokenizer.encode_plain`,
+which neutralises these tags, and on one line, so that it can neither end a field nor number a
+material.
 """
 
 import dataclasses
@@ -42,7 +45,9 @@ OBSERVATION = "Obs:"  # begins a message to the planner; a model that writes it 
 class SearchCall:
     query: str
     candidate: int | None  # number of the candidate searched; None in text environments
-    refusal: str = ""  # why the search cannot be made: the planner is told this instead of an answer
+    refusal: str = (
+        ""  # why the search cannot be made: the planner is told this instead of an answer
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,7 +69,8 @@ class PlannerAction:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerReply:
-    """One parsed worker turn. Without a sentence it says that nothing was found, and is not well-formed."""
+    """One parsed worker turn. Without a sentence it says that nothing was found, and is not
+    well-formed."""
 
     selected: tuple[int, ...]
     sentence: str
@@ -76,7 +82,8 @@ class WorkerReply:
 
 
 def stop_strings(role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
-    """What ends a turn besides the stop token: the tag that closes it, and the beginning of an observation.
+    """What ends a turn besides the stop token: the tag that closes it, and the beginning of an
+    observation.
 
     A planner over texts may write several searches, so its closing tag of a search ends nothing."""
     if role == "worker":
@@ -90,8 +97,9 @@ _FLAGS = re.DOTALL | re.IGNORECASE | re.ASCII
 DOUBLE_QUOTES, SINGLE_QUOTES = '"\u201c\u201d\u201e\u00ab\u00bb\uff02', "'`\u2018\u2019"
 _NAME = rf"(?:[^\n,\[\]{DOUBLE_QUOTES}](?:(?!\bSearch\s*\()[^\n\[\]{DOUBLE_QUOTES}]){{0,200}}?)?"
 _CALL_BEGINS = re.compile(r"\bSearch\s*\(", re.IGNORECASE)
-# The number may be followed by the candidate's name, as the list of candidates has it. A query ends at the first
-# quotation mark before a bracket: names such as "Weird Al" Yankovic hold quotation marks themselves.
+# The number may be followed by the candidate's name, as the list of candidates has it. A query ends
+# at the first quotation mark before a bracket: names such as "Weird Al" Yankovic hold quotation
+# marks themselves.
 _SEARCH_CALL = re.compile(
     rf"""\bSearch\s*\(\s*
     (?: \[\s*(?P<bracketed>[0-9]{{1,6}})\s*\] {_NAME} | (?P<bare>[0-9]{{1,6}}) )
@@ -118,7 +126,8 @@ def field(tag: str, text: str) -> str | None:
 
 
 def fields(tag: str, text: str) -> list[str]:
-    """Return all that stands between these tags, in its order. `text` is a turn without its thoughts."""
+    """Return all that stands between these tags, in its order. `text` is a turn without its
+    thoughts."""
     return _field_pattern(tag).findall(text)
 
 
@@ -133,18 +142,22 @@ def opens(tag: str, text: str) -> int:
 
 
 def parse_answer(text: str) -> str | None:
-    """Return the first answer outside of thoughts. Text with another tag of ours inside is no answer."""
+    """Return the first answer outside of thoughts. Text with another tag of ours inside is no
+    answer."""
     for answer in _field_pattern("answer").findall(outside_thoughts(text)):
         if not TAG_PATTERN.search(answer):
             return one_line(answer)
     return None
 
 
-def parse_planner(text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int) -> PlannerAction:
+def parse_planner(
+    text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int
+) -> PlannerAction:
     """Read one planner turn. `candidates` is how many are numbered so far; thoughts are not read.
 
-    An answer ends the episode even where the turn also searches: searching on after an answer has no meaning. A search
-    of a candidate that is not numbered is refused, and the others of the turn are not."""
+    An answer ends the episode even where the turn also searches: searching on after an answer has
+    no meaning. A search of a candidate that is not numbered is refused, and the others of the turn
+    are not."""
     said = outside_thoughts(text)
     if (answer := parse_answer(text)) is not None:
         return PlannerAction(answer=answer)
@@ -162,7 +175,9 @@ def _graph_calls(said: str, candidates: int) -> tuple[list[SearchCall], int]:
     calls: list[SearchCall] = []
     actions = _field_pattern("action").findall(said)
     beside_actions = _field_pattern("action").sub(" ", said)
-    unreadable = opens("action", said) - len(actions) + len(_field_pattern("search").findall(beside_actions))
+    unreadable = (
+        opens("action", said) - len(actions) + len(_field_pattern("search").findall(beside_actions))
+    )
     for action in actions:
         position = 0
         while begin := _CALL_BEGINS.search(action, position):
@@ -184,7 +199,11 @@ def _call(match: re.Match[str], candidates: int) -> SearchCall | None:
     query = one_line(quoted.replace('\\"', '"'))
     if not query:
         return None
-    refusal = "" if number < candidates else f'"{query}" was not searched: candidate number {number} is unknown.'
+    refusal = (
+        ""
+        if number < candidates
+        else f'"{query}" was not searched: candidate number {number} is unknown.'
+    )
     return SearchCall(query=query, candidate=number, refusal=refusal)
 
 
@@ -193,7 +212,9 @@ def _text_calls(said: str) -> tuple[list[SearchCall], int]:
     queries = [one_line(query) for query in _field_pattern("search").findall(said)]
     calls = [SearchCall(query=query, candidate=None) for query in queries if query]
     beside_searches = _field_pattern("search").sub(" ", said)
-    return calls, opens("search", said) - len(calls) + len(_field_pattern("action").findall(beside_searches))
+    return calls, opens("search", said) - len(calls) + len(
+        _field_pattern("action").findall(beside_searches)
+    )
 
 
 def parse_worker(text: str, *, materials: int, sentence_tag: str = "sentence") -> WorkerReply:
@@ -213,12 +234,15 @@ def parse_worker(text: str, *, materials: int, sentence_tag: str = "sentence") -
 
 
 def _selection(select: str) -> tuple[list[int], bool]:
-    """Return the indexes of a selection such as "[0][2]", "[0, 2]" or "0, 2", each once, and whether all was read."""
+    """Return the indexes of a selection such as "[0][2]", "[0, 2]" or "0, 2", each once, and
+    whether all was read."""
     groups = _BRACKETS.findall(select) or ([select] if select else [])
     readable = [group for group in groups if _INDEXES.fullmatch(group)]
     indexes = [int(index) for group in readable for index in re.findall(r"-?[0-9]+", group)]
     # A number or a dash between brackets, as in "[0]-[3]", means something that is not read.
-    is_whole = len(readable) == len(groups) and not ("[" in select and re.search(r"[0-9-]", _BRACKETS.sub("", select)))
+    is_whole = len(readable) == len(groups) and not (
+        "[" in select and re.search(r"[0-9-]", _BRACKETS.sub("", select))
+    )
     return list(dict.fromkeys(indexes)), is_whole
 
 
@@ -237,15 +261,20 @@ def planner_opening(question: str, candidates: Sequence[Entity]) -> str:
     return "\n".join(lines)
 
 
-def planner_observation(sentences: Sequence[str], new_candidates: Sequence[Entity], first: int) -> str:
-    """The workers' answers in the order of the searches, and the entities that are new, numbered on."""
+def planner_observation(
+    sentences: Sequence[str], new_candidates: Sequence[Entity], first: int
+) -> str:
+    """The workers' answers in the order of the searches, and the entities that are new, numbered
+    on."""
     lines = [f"{OBSERVATION} " + " ".join(one_line(sentence) for sentence in sentences)]
     if new_candidates:
         lines.append(_candidate_line(new_candidates, first=first))
     return "\n".join(lines)
 
 
-def worker_opening(query: str, materials: Sequence[Sequence[str]], kind: EnvironmentKind, mode: PromptMode) -> str:
+def worker_opening(
+    query: str, materials: Sequence[Sequence[str]], kind: EnvironmentKind, mode: PromptMode
+) -> str:
     """The question and its materials, numbered."""
     heading = "Materials:" if kind == "graph" else "Context:"
     return "\n".join([f"Question: {one_line(query)}", heading, *numbered(materials, mode)])
@@ -254,9 +283,9 @@ def worker_opening(query: str, materials: Sequence[Sequence[str]], kind: Environ
 def numbered(materials: Sequence[Sequence[str]], mode: PromptMode) -> list[str]:
     """A line a material, which is its parts: one of a passage and three of a triple.
 
-    In `brief` mode, for small models trained from scratch, the number also stands between the relation that is looked
-    for and its object, or at a passage's end: naming the line is then copying one token on, where otherwise it means
-    looking back."""
+    In `brief` mode, for small models trained from scratch, the number also stands between the
+    relation that is looked for and its object, or at a passage's end: naming the line is then
+    copying one token on, where otherwise it means looking back."""
     lines = []
     for index, material in enumerate(materials):
         *before, last = (one_line(part) for part in material)
@@ -269,11 +298,14 @@ def numbered(materials: Sequence[Sequence[str]], mode: PromptMode) -> list[str]:
 
 
 def _candidate_line(candidates: Sequence[Entity], first: int) -> str:
-    listed = (f"[{number}] {one_line(entity.label)}" for number, entity in enumerate(candidates, first))
+    listed = (
+        f"[{number}] {one_line(entity.label)}" for number, entity in enumerate(candidates, first)
+    )
     return f"Candidate: {' '.join(listed)}"
 
 
-# --- what the model writes; demonstrations are written with these, so that writer and reader cannot drift apart ---
+# --- what the model writes; demonstrations are written with these, so that writer and reader cannot
+# drift apart ---
 
 
 def write_graph_searches(thought: str, calls: Sequence[SearchCall]) -> str:
@@ -282,7 +314,9 @@ def write_graph_searches(thought: str, calls: Sequence[SearchCall]) -> str:
 
 
 def write_text_searches(thought: str, calls: Sequence[SearchCall]) -> str:
-    return f"<think> {thought} </think>\n" + "\n".join(f"<search> {call.query} </search>" for call in calls)
+    return f"<think> {thought} </think>\n" + "\n".join(
+        f"<search> {call.query} </search>" for call in calls
+    )
 
 
 def write_answer(thought: str, answer: str) -> str:
@@ -291,7 +325,11 @@ def write_answer(thought: str, answer: str) -> str:
 
 def write_worker(thought: str, selected: Sequence[int], sentence: str) -> str:
     chosen = "".join(f"[{index}]" for index in selected) or "[-1]"
-    return f"<think> {thought} </think>\n<select> {chosen} </select>\n<sentence> {sentence} </sentence>"
+    return (
+        f"<think> {thought} </think>\n"
+        f"<select> {chosen} </select>\n"
+        f"<sentence> {sentence} </sentence>"
+    )
 
 
 # --- prompts ---
@@ -318,48 +356,57 @@ First think inside <think> ... </think>: what is known, what is missing, how the
 Then either search, each query in its own <search> ... </search>, or finish.
 """
 _QUERIES = (
-    "A query must be explicit and ask for one fact; it cannot refer to other queries. Queries that do not depend on "
-    "each other go into the same turn.\n"
+    "A query must be explicit and ask for one fact; it cannot refer to other queries. Queries that "
+    "do not depend on each other go into the same turn.\n"
 )
-_ANSWER = "When you know enough, write only the final answer, as short as possible, inside <answer> ... </answer>."
+_ANSWER = (
+    "When you know enough, write only the final answer, as short as possible, inside <answer> ... "
+    "</answer>."
+)
 
 _RULES = {
     ("planner", "graph"): (
-        f"{_PLANNER_GRAPH_BEGINNING}"
-        "You then receive observations, and new candidates with their numbers. A search asks for one fact about one "
-        "candidate.\n"
+        f"{_PLANNER_GRAPH_BEGINNING}You then receive observations, and new candidates with their "
+        "numbers. A search asks for one fact about one candidate.\n"
         f"{_ANSWER}"
     ),
-    ("planner", "text"): f"{_PLANNER_TEXT_BEGINNING}{_QUERIES}You then receive observations. {_ANSWER}",
+    (
+        "planner",
+        "text",
+    ): f"{_PLANNER_TEXT_BEGINNING}{_QUERIES}You then receive observations. {_ANSWER}",
     ("worker", "graph"): (
         "You extract one fact from numbered materials, each a triple: subject, relation, object.\n"
-        "Think inside <think> ... </think> about which entity and which relation the question asks for.\n"
-        "Put the index of every material that states the answer inside <select> ... </select>, like [0][2], or [-1] if "
-        "none does.\n"
-        "Then state the answer as one full sentence that mirrors the question inside <sentence> ... </sentence>. Use "
-        f"only the materials. If none answers, the sentence is: {NOTHING_FOUND}"
+        "Think inside <think> ... </think> about which entity and which relation the question asks "
+        "for.\n"
+        "Put the index of every material that states the answer inside <select> ... </select>, "
+        "like [0][2], or [-1] if none does.\n"
+        "Then state the answer as one full sentence that mirrors the question inside <sentence> "
+        "... </sentence>. Use only the materials. If none answers, the sentence is: "
+        f"{NOTHING_FOUND}"
     ),
     ("worker", "text"): (
         "You answer one question from numbered passages.\n"
         "Think inside <think> ... </think> about which passage answers it and why.\n"
-        "Put the index of the passage you rely on inside <select> ... </select>, like [0], or [-1] if none helps.\n"
-        "Then state the answer as one full sentence that mirrors the question inside <sentence> ... </sentence>. If no "
-        "passage helps, try your best to answer the question from your own knowledge."
+        "Put the index of the passage you rely on inside <select> ... </select>, like [0], or [-1] "
+        "if none helps.\n"
+        "Then state the answer as one full sentence that mirrors the question inside <sentence> "
+        "... </sentence>. If no passage helps, try your best to answer the question from your own "
+        "knowledge."
     ),
 }
 # Without workers the planner is shown what a search found, and reads it itself.
 _RULES_WITHOUT_WORKERS = {
     "graph": (
-        f"{_PLANNER_GRAPH_BEGINNING}"
-        "You then receive, for each search in its order, the triples about its candidate, numbered from [0]: subject, "
-        "relation, object. Read the facts off them yourself: some of them do not matter. You also receive new "
-        "candidates with their numbers. A search asks about one candidate.\n"
+        f"{_PLANNER_GRAPH_BEGINNING}You then receive, for each search in its order, the triples "
+        "about its candidate, numbered from [0]: subject, relation, object. Read the facts off "
+        "them yourself: some of them do not matter. You also receive new candidates with their "
+        "numbers. A search asks about one candidate.\n"
         f"{_ANSWER}"
     ),
     "text": (
-        f"{_PLANNER_TEXT_BEGINNING}{_QUERIES}"
-        "You then receive, for each query in its order, the passages found, numbered from [0]. Read the facts off them "
-        "yourself: some of them do not matter.\n"
+        f"{_PLANNER_TEXT_BEGINNING}{_QUERIES}You then receive, for each query in its order, the "
+        "passages found, numbered from [0]. Read the facts off them yourself: some of them do not "
+        "matter.\n"
         f"{_ANSWER}"
     ),
 }
@@ -387,7 +434,9 @@ _DIRECTOR_TRIPLES = (
 )
 _FILM_PASSAGE = ("Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.",)
 _OTHER_FILM_PASSAGE = ("The Tin Orchard: The Tin Orchard is a comedy film of 1948 by Anton Hale.",)
-_DIRECTOR_PASSAGE = ("Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director.",)
+_DIRECTOR_PASSAGE = (
+    "Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director.",
+)
 
 
 def found_line(materials: Sequence[Sequence[str]], mode: PromptMode) -> str:
@@ -400,8 +449,8 @@ def _planner_graph_examples(
 ) -> tuple[tuple[Exchange, ...], ...]:
     """Return two examples over a graph.
 
-    `dates`, `director` and `birth` are the answers to the searches. `listed` are the candidates that the two searches
-    for dates add."""
+    `dates`, `director` and `birth` are the answers to the searches. `listed` are the candidates
+    that the two searches for dates add."""
     return (
         (
             (
@@ -417,7 +466,8 @@ def _planner_graph_examples(
             (
                 planner_observation(dates, listed, 2),
                 write_answer(
-                    "Amber Tide came out in 1961 and The Tin Orchard in 1948. 1948 is earlier than 1961.",
+                    "Amber Tide came out in 1961 and The Tin Orchard in 1948. 1948 is earlier than "
+                    "1961.",
                     "The Tin Orchard",
                 ),
             ),
@@ -445,8 +495,11 @@ def _planner_graph_examples(
     )
 
 
-def _planner_text_examples(dates: Sequence[str], director: str, birth: str) -> tuple[tuple[Exchange, ...], ...]:
-    """Return two examples over texts. `dates`, `director` and `birth` are the answers to the searches."""
+def _planner_text_examples(
+    dates: Sequence[str], director: str, birth: str
+) -> tuple[tuple[Exchange, ...], ...]:
+    """Return two examples over texts. `dates`, `director` and `birth` are the answers to the
+    searches."""
     return (
         (
             (
@@ -455,14 +508,17 @@ def _planner_text_examples(dates: Sequence[str], director: str, birth: str) -> t
                     "I need the release dates of both films. They do not depend on each other.",
                     [
                         SearchCall(query="When was the film Amber Tide released?", candidate=None),
-                        SearchCall(query="When was the film The Tin Orchard released?", candidate=None),
+                        SearchCall(
+                            query="When was the film The Tin Orchard released?", candidate=None
+                        ),
                     ],
                 ),
             ),
             (
                 planner_observation(dates, [], 0),
                 write_answer(
-                    "Amber Tide was released in 1961 and The Tin Orchard in 1948. 1948 is earlier than 1961.",
+                    "Amber Tide was released in 1961 and The Tin Orchard in 1948. 1948 is earlier "
+                    "than 1961.",
                     "The Tin Orchard",
                 ),
             ),
@@ -506,7 +562,9 @@ _EXAMPLES: dict[tuple[Role, EnvironmentKind], tuple[tuple[Exchange, ...], ...]] 
     ("worker", "graph"): (
         (
             (
-                worker_opening("Who is the director of Amber Tide?", _FILM_TRIPLES, "graph", "few_shot"),
+                worker_opening(
+                    "Who is the director of Amber Tide?", _FILM_TRIPLES, "graph", "few_shot"
+                ),
                 write_worker(
                     "The question asks for the director of Amber Tide. Material [1] states it.",
                     [1],
@@ -516,9 +574,13 @@ _EXAMPLES: dict[tuple[Role, EnvironmentKind], tuple[tuple[Exchange, ...], ...]] 
         ),
         (
             (
-                worker_opening("Who is the mother of Ilse Vandermark?", _DIRECTOR_TRIPLES, "graph", "few_shot"),
+                worker_opening(
+                    "Who is the mother of Ilse Vandermark?", _DIRECTOR_TRIPLES, "graph", "few_shot"
+                ),
                 write_worker(
-                    "The question asks for the mother of Ilse Vandermark. No material states it.", [], NOTHING_FOUND
+                    "The question asks for the mother of Ilse Vandermark. No material states it.",
+                    [],
+                    NOTHING_FOUND,
                 ),
             ),
         ),
@@ -527,10 +589,14 @@ _EXAMPLES: dict[tuple[Role, EnvironmentKind], tuple[tuple[Exchange, ...], ...]] 
         (
             (
                 worker_opening(
-                    "Where was Ilse Vandermark born?", (_FILM_PASSAGE, _DIRECTOR_PASSAGE), "text", "few_shot"
+                    "Where was Ilse Vandermark born?",
+                    (_FILM_PASSAGE, _DIRECTOR_PASSAGE),
+                    "text",
+                    "few_shot",
                 ),
                 write_worker(
-                    "The question asks where Ilse Vandermark was born. Passage [1] says that she was born in Ghent.",
+                    "The question asks where Ilse Vandermark was born. Passage [1] says that she "
+                    "was born in Ghent.",
                     [1],
                     "Ilse Vandermark was born in Ghent.",
                 ),
@@ -538,9 +604,15 @@ _EXAMPLES: dict[tuple[Role, EnvironmentKind], tuple[tuple[Exchange, ...], ...]] 
         ),
         (
             (
-                worker_opening("How many days does a leap year have?", (_OTHER_FILM_PASSAGE,), "text", "few_shot"),
+                worker_opening(
+                    "How many days does a leap year have?",
+                    (_OTHER_FILM_PASSAGE,),
+                    "text",
+                    "few_shot",
+                ),
                 write_worker(
-                    "The question asks for the days of a leap year. No passage says it. I know that there are 366.",
+                    "The question asks for the days of a leap year. No passage says it. I know "
+                    "that there are 366.",
                     [],
                     "A leap year has 366 days.",
                 ),
@@ -567,13 +639,19 @@ _EXAMPLES_WITHOUT_WORKERS = {
 
 
 def opening(
-    role: Role, kind: EnvironmentKind, mode: PromptMode, *, parallel: bool = True, split: bool = True
+    role: Role,
+    kind: EnvironmentKind,
+    mode: PromptMode,
+    *,
+    parallel: bool = True,
+    split: bool = True,
 ) -> Opening:
     """Return what the conversations of a role begin with.
 
-    `brief` is one line for models that were trained on the format, `zero_shot` the rules, `few_shot` the rules and
-    worked examples as chat turns. Without `parallel` the planner is told to search once a turn, and is not shown the
-    example that searches twice. Without `split` it is told, and shown, that it reads what was found itself."""
+    `brief` is one line for models that were trained on the format, `zero_shot` the rules,
+    `few_shot` the rules and worked examples as chat turns. Without `parallel` the planner is told
+    to search once a turn, and is not shown the example that searches twice. Without `split` it is
+    told, and shown, that it reads what was found itself."""
     if mode == "brief":
         return Opening(system=_BRIEF[role, kind])
     rules = _RULES[role, kind]

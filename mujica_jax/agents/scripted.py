@@ -1,13 +1,15 @@
-"""A policy that knows the gold chain: it writes the demonstrations a from-scratch model is warmed up on.
+"""A policy that knows the gold chain: it writes the demonstrations a from-scratch model is warmed
+up on.
 
-It plays ordinary episodes in the ordinary environment, so demonstrations are the same records as sampled trajectories.
-The plan is the question's evidence as a graph: every triple whose subject is a numbered candidate can be asked now, all
-such triples in one turn, or the first of them where the agent searches once a turn. The worker does not know the chain:
-it reads the relation off the query and selects the materials that state it. Where no worker reads, the planner's next
-thought begins with what it reads itself.
+It plays ordinary episodes in the ordinary environment, so demonstrations are the same records as
+sampled trajectories. The plan is the question's evidence as a graph: every triple whose subject is
+a numbered candidate can be asked now, all such triples in one turn, or the first of them where the
+agent searches once a turn. The worker does not know the chain: it reads the relation off the query
+and selects the materials that state it. Where no worker reads, the planner's next thought begins
+with what it reads itself.
 
-Thoughts are short and put next to each other what the next decision needs: the relation before the number of its line,
-the number before the object, both years before the one that decides.
+Thoughts are short and put next to each other what the next decision needs: the relation before the
+number of its line, the number before the object, both years before the one that decides.
 """
 
 import random
@@ -29,14 +31,19 @@ from mujica_jax.tasks.task import Material
 class ScriptedPolicy:
     """Writes any question's episode; what it cannot answer rightly it leaves unanswered.
 
-    Its one kind of noise: with the probability `miss_rate` its worker says that nothing was found where the fact stands
-    before it. The planner then gives up, as after any fact that is missing. An agent without workers searches, with the
-    same probability, for what is common knowledge."""
+    Its one kind of noise: with the probability `miss_rate` its worker says that nothing was found
+    where the fact stands before it. The planner then gives up, as after any fact that is missing.
+    An agent without workers searches, with the same probability, for what is common knowledge."""
 
     version = 0
 
     def __init__(
-        self, tokenizer: Tokenizer, *, miss_rate: float = 0.0, seed: int = 0, contract: Contract = MUJICA_CONTRACT
+        self,
+        tokenizer: Tokenizer,
+        *,
+        miss_rate: float = 0.0,
+        seed: int = 0,
+        contract: Contract = MUJICA_CONTRACT,
     ) -> None:
         """`contract` holds the tags that a planner and its workers write."""
         self._tokenizer, self._miss_rate, self._seed = tokenizer, miss_rate, seed
@@ -44,12 +51,14 @@ class ScriptedPolicy:
         self.missed: set[str] = set()  # queries whose fact was missed
         self._text = TextScript(contract)
 
-    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
+    async def generate(
+        self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
+    ) -> Completion:
         del prompt, continues  # the script reads the state
         if not isinstance(state, PlannerState | WorkerState | SingleState | DecexState):
             raise UserError(
-                f"demonstrations are scripted for mujica, single and decex and the agent asks with a "
-                f"{type(state).__name__}: start from a checkpoint with --init"
+                "demonstrations are scripted for mujica, single and decex and the agent asks with "
+                f"a {type(state).__name__}: start from a checkpoint with --init"
             )
         if isinstance(state, SingleState):
             recalls = random.Random(f"{self._seed} {state.question.id}").random() >= self._miss_rate
@@ -62,18 +71,25 @@ class ScriptedPolicy:
             text = self._read(state) if state.entity is not None else self._text.read(state)
         ids = (*self._tokenizer.encode_turn(text), self._tokenizer.stop_token_ids[0])
         reason = "stop" if len(ids) <= params.max_new_tokens else "length"
-        return Completion(token_ids=ids[: params.max_new_tokens], logprobs=None, finish_reason=reason)
+        return Completion(
+            token_ids=ids[: params.max_new_tokens], logprobs=None, finish_reason=reason
+        )
 
     def _plan(self, state: PlannerState) -> str:
         calls = self._open_searches(state)[: None if state.parallel else 1]
-        read = "".join(f"{_words(*_statement(search))}. " for search in _unread(state) if _statement(search)[1])
+        read = "".join(
+            f"{_words(*_statement(search))}. " for search in _unread(state) if _statement(search)[1]
+        )
         if calls:
             needed = dict.fromkeys(evidence.relation for evidence, _ in calls)
             thought = f"{read}I need the {' and '.join(needed)}."
             return self._contract.write_searches(thought, [call for _, call in calls], "graph")
         told = [search for search in state.searches if search.selected or _statement(search)[1]]
         found = {search.query for search in told if search.found}
-        gold = {(evidence.subject_id or evidence.subject, evidence.relation) for evidence in state.question.evidences}
+        gold = {
+            (evidence.subject_id or evidence.subject, evidence.relation)
+            for evidence in state.question.evidences
+        }
         if len(found) < len(gold):  # an answer would be a guess: the episode ends without one
             return self._contract.write_searches(protocol.NOTHING_FOUND, [], "graph")
         answer = state.question.answers[0]
@@ -83,13 +99,21 @@ class ScriptedPolicy:
         calls = self._text.open_searches(state)
         if calls is None:
             return self._contract.write_searches(protocol.NOTHING_FOUND, [], "text")
-        learnt = [(evidence, stated(evidence, _unread(state))) for evidence in state.question.evidences]
-        read = "".join(f"{fact(evidence, value)} " for evidence, value in learnt if value is not None)
+        learnt = [
+            (evidence, stated(evidence, _unread(state))) for evidence in state.question.evidences
+        ]
+        read = "".join(
+            f"{fact(evidence, value)} " for evidence, value in learnt if value is not None
+        )
         if not calls:
             answer = state.question.answers[0]
-            return self._contract.write_answer(f"{read}{conclusion(state.question, answer)}", answer)
+            return self._contract.write_answer(
+                f"{read}{conclusion(state.question, answer)}", answer
+            )
         calls = calls[: None if state.parallel else 1]
-        needed = dict.fromkeys(f"the {evidence.relation} of {evidence.subject}" for evidence, _ in calls)
+        needed = dict.fromkeys(
+            f"the {evidence.relation} of {evidence.subject}" for evidence, _ in calls
+        )
         thought = f"{read}I need {' and '.join(needed)}."
         return self._contract.write_searches(thought, [call for _, call in calls], "text")
 
@@ -100,7 +124,9 @@ class ScriptedPolicy:
         asked = {search.query for search in state.searches}
         calls = []
         for evidence in state.question.evidences:
-            number = number_of.get(evidence.subject_id or evidence.subject, number_of.get(evidence.subject))
+            number = number_of.get(
+                evidence.subject_id or evidence.subject, number_of.get(evidence.subject)
+            )
             if number is None:
                 continue
             query = query_of(evidence.relation, state.candidates[number].label)
@@ -124,7 +150,8 @@ class ScriptedPolicy:
 
 
 def _stating(query: str, label: str, materials: Iterable[Material]) -> tuple[str, dict[int, str]]:
-    """The relation that a query asks for, and the objects of the materials that state it, by their numbers."""
+    """The relation that a query asks for, and the objects of the materials that state it, by their
+    numbers."""
     relation = query.removesuffix(f" of {label}?").split(" is the ", 1)[-1]
     lines = enumerate(material.parts for material in materials)
     return relation, {number: parts[2] for number, parts in lines if parts[:2] == (label, relation)}
@@ -132,7 +159,11 @@ def _stating(query: str, label: str, materials: Iterable[Material]) -> tuple[str
 
 def _statement(search: Search) -> tuple[str, dict[int, str]]:
     subject = (Entity(id="", label=search.entity),)
-    return _stating(search.query, search.entity, [Material(text=text, entities=subject) for text in search.materials])
+    return _stating(
+        search.query,
+        search.entity,
+        [Material(text=text, entities=subject) for text in search.materials],
+    )
 
 
 def _words(relation: str, stating: Mapping[int, str]) -> str:
@@ -150,8 +181,8 @@ def _unread(state: PlannerState) -> list[Search]:
 def sample_text(agent: str = "mujica", contract: Contract = MUJICA_CONTRACT) -> Iterator[str]:
     """Yield the words of prompts, scripts and pre-training documents, for a from-scratch tokenizer.
 
-    Words of other agents than Mujica, and of other contracts, come only where these are trained: they would change
-    every vocabulary."""
+    Words of other agents than Mujica, and of other contracts, come only where these are trained:
+    they would change every vocabulary."""
     if contract.has_own_words:
         call = protocol.SearchCall(query="Who is the of", candidate=0)
         yield contract.planner_observation(["The of is"], [[Entity(id="", label="")]], 1, "graph")
@@ -170,7 +201,9 @@ def sample_text(agent: str = "mujica", contract: Contract = MUJICA_CONTRACT) -> 
             yield protocol.opening(role, kind, "brief").system
     yield protocol.write_graph_searches("I need the and .", [call, call])
     yield protocol.write_text_searches("I need the and .", [call])
-    yield protocol.write_answer("to and : same different earlier later longer more rather", "yes no")
+    yield protocol.write_answer(
+        "to and : same different earlier later longer more rather", "yes no"
+    )
     yield protocol.write_worker("none", [], protocol.NOTHING_FOUND)
     yield protocol.write_worker("of", [0], "The of is.")
     yield protocol.planner_opening("What", [Entity(id="", label="")])

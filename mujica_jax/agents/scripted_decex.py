@@ -1,8 +1,10 @@
-"""What the scripted demonstrator writes as DecEx: the gold triples in their order, each recalled or searched for.
+"""What the scripted demonstrator writes as DecEx: the gold triples in their order, each recalled or
+searched for.
 
-Which facts a model can recall is what the pre-training text said of them: a question whose kind says "known" is solved
-from memory, in the words of that text, any other by searches. A query is worded for a search engine; where its passages
-do not state the object, the sub-question is asked once more and searched for in its own words, then given up.
+Which facts a model can recall is what the pre-training text said of them: a question whose kind
+says "known" is solved from memory, in the words of that text, any other by searches. A query is
+worded for a search engine; where its passages do not state the object, the sub-question is asked
+once more and searched for in its own words, then given up.
 """
 
 import dataclasses
@@ -27,10 +29,14 @@ def write(state: DecexState) -> str:
             continue
         if len(tried) == len(queries_of(evidence)):
             return f"<think> {protocol.NOTHING_FOUND} </think>"
-        thought += decex.write_sub_question(f"I need the {evidence.relation} of {evidence.subject}.", wording)
+        thought += decex.write_sub_question(
+            f"I need the {evidence.relation} of {evidence.subject}.", wording
+        )
         if not state.question.is_known:
             return thought + decex.write_search(wording if tried else keywords)
-        thought += decex.write_memory(f"{evidence.subject}, {evidence.relation}.", _recalled(evidence))
+        thought += decex.write_memory(
+            f"{evidence.subject}, {evidence.relation}.", _recalled(evidence)
+        )
     question, answer = dataclasses.replace(state.question, candidates=()), state.question.answers[0]
     return thought + decex.write_answer(conclusion(question, answer), answer)
 

@@ -1,14 +1,15 @@
-"""What the scripted demonstrator writes over passages: a question for each gold triple whose subject is known, and from
-the passages that a search really found the words that state its object.
+"""What the scripted demonstrator writes over passages: a question for each gold triple whose
+subject is known, and from the passages that a search really found the words that state its object.
 
-The worker names the passage and repeats the object as it stands there, a date in the passage's own order of day and
-month. Where no passage states the object, the worker selects [-1], and then:
+The worker names the passage and repeats the object as it stands there, a date in the passage's own
+order of day and month. Where no passage states the object, the worker selects [-1], and then:
 
-- If the question's kind says that its facts are common knowledge, the worker answers from its own knowledge, as its
-  prompt asks. A model can have learnt such a fact from the pre-training text.
-- Any other fact it cannot know, and a demonstration that states it would teach a model to invent facts. So the worker
-  says that nothing was found, and the planner asks once more in other words, then gives up. The prompt asks for an
-  answer here too, so the warm-up does not learn such a worker's reply (`without_silent_workers`).
+- If the question's kind says that its facts are common knowledge, the worker answers from its own
+  knowledge, as its prompt asks. A model can have learnt such a fact from the pre-training text.
+- Any other fact it cannot know, and a demonstration that states it would teach a model to invent
+  facts. So the worker says that nothing was found, and the planner asks once more in other words,
+  then gives up. The prompt asks for an answer here too, so the warm-up does not learn such a
+  worker's reply (`without_silent_workers`).
 """
 
 import dataclasses
@@ -23,8 +24,8 @@ from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki import chains
 
 PERSON_RELATIONS = frozenset(
-    "director father mother spouse performer composer sibling child creator producer editor presenter "
-    "screenwriter".split()
+    "director father mother spouse performer composer sibling child creator producer editor "
+    "presenter screenwriter".split()
 ) | {"founded by", "student of", "doctoral advisor"}
 YEAR = re.compile(r"\b\d{3,4}\b")
 PARENTHESIS = re.compile(r"\s*\([^()]*\)\s*$")
@@ -39,14 +40,18 @@ class _Asked:
 
 
 class TextScript:
-    """Remembers which triple each of its questions asks for: a worker is shown the question alone."""
+    """Remembers which triple each of its questions asks for: a worker is shown the question
+    alone."""
 
     def __init__(self, contract: Contract) -> None:
         self._contract = contract
         self._asked: dict[str, _Asked] = {}
 
-    def open_searches(self, state: PlannerState) -> list[tuple[Evidence, protocol.SearchCall]] | None:
-        """The triples to ask for now, each in its next wording. None where one was asked in every wording in vain."""
+    def open_searches(
+        self, state: PlannerState
+    ) -> list[tuple[Evidence, protocol.SearchCall]] | None:
+        """The triples to ask for now, each in its next wording. None where one was asked in every
+        wording in vain."""
         asked = {search.query for search in state.searches}
         for evidences in chains.evidence_rounds(state.question.evidences):
             calls = []
@@ -78,7 +83,8 @@ class TextScript:
 
 
 def _is_answered(search: Search, evidence: Evidence, state: PlannerState) -> bool:
-    """Tell whether a search told the planner the object: in a worker's sentence, or in a passage that it reads."""
+    """Tell whether a search told the planner the object: in a worker's sentence, or in a passage
+    that it reads."""
     if not search.found:
         return False
     return state.split or stated(evidence, [search]) is not None
@@ -89,7 +95,9 @@ def without_silent_workers(conversations: Sequence[Conversation]) -> tuple[Conve
 
     The prompt of a worker over texts asks for an answer from its own knowledge instead."""
     return tuple(
-        conversation for conversation in conversations if conversation.role != WORKER or not _is_silent(conversation)
+        conversation
+        for conversation in conversations
+        if conversation.role != WORKER or not _is_silent(conversation)
     )
 
 
@@ -109,14 +117,24 @@ def queries_of(evidence: Evidence) -> tuple[str, str]:
 
 
 def first_statement(evidence: Evidence, materials: Sequence[Material]) -> tuple[int, str] | None:
-    """The passage that states the object, and the words in which it does: the subject's own passage, or the first one
-    that names the subject, too."""
+    """The passage that states the object, and the words in which it does: the subject's own
+    passage, or the first one that names the subject, too."""
     subject = PARENTHESIS.sub("", evidence.subject).casefold()
-    own = [n for n, material in enumerate(materials) if PARENTHESIS.sub("", material.title).casefold() == subject]
-    naming = [n for n, material in enumerate(materials) if n not in own and subject in material.text.casefold()]
+    own = [
+        n
+        for n, material in enumerate(materials)
+        if PARENTHESIS.sub("", material.title).casefold() == subject
+    ]
+    naming = [
+        n
+        for n, material in enumerate(materials)
+        if n not in own and subject in material.text.casefold()
+    ]
     for number in (*own, *naming):
         for form in forms_of(evidence.object):
-            if stands := re.search(rf"(?<!\w){re.escape(form)}(?!\w)", materials[number].text, re.IGNORECASE):
+            if stands := re.search(
+                rf"(?<!\w){re.escape(form)}(?!\w)", materials[number].text, re.IGNORECASE
+            ):
                 return number, stands[0]
     return None
 
@@ -128,15 +146,18 @@ def fact(evidence: Evidence, value: str) -> str:
 def stated(evidence: Evidence, searches: Sequence[Search]) -> str | None:
     """The object in the words of a passage that a search found."""
     for search in searches:
-        materials = [Material(text=text, title=text.partition(": ")[0]) for text in search.materials]
+        materials = [
+            Material(text=text, title=text.partition(": ")[0]) for text in search.materials
+        ]
         if (found := first_statement(evidence, materials)) is not None:
             return found[1]
     return None
 
 
 def conclusion(question: Question, answer: str) -> str:
-    """The thought before an answer. For two chains: what was found at their ends with the numbers of the candidates
-    they began with, then the one that decides, its number and its name, so that each step follows from one look back.
+    """The thought before an answer. For two chains: what was found at their ends with the numbers
+    of the candidates they began with, then the one that decides, its number and its name, so that
+    each step follows from one look back.
     """
     ends = chains.chain_ends(question.evidences)
     if len(ends) != 2:
@@ -157,7 +178,8 @@ def conclusion(question: Question, answer: str) -> str:
 
 
 def forms_of(value: str) -> Iterator[str]:
-    """How a passage may write an object: as it is, a date in either order, a country as its people."""
+    """How a passage may write an object: as it is, a date in either order, a country as its
+    people."""
     yield value
     if without := PARENTHESIS.sub("", value):
         yield without
@@ -167,12 +189,17 @@ def forms_of(value: str) -> Iterator[str]:
         yield from (f"{day} {name} {year}", f"{name} {day}, {year}") if day else (f"{name} {year}",)
     form = chains.country_form(value)
     if form in chains.COUNTRY_FORMS:
-        same = [other for other, named in chains.COUNTRY_FORMS.items() if named[0] == chains.COUNTRY_FORMS[form][0]]
+        same = [
+            other
+            for other, named in chains.COUNTRY_FORMS.items()
+            if named[0] == chains.COUNTRY_FORMS[form][0]
+        ]
         yield from sorted(same, key=lambda other: -len(other))
 
 
 def _quantity(group: Sequence[Evidence], other: Sequence[Evidence]) -> str:
-    """What is compared: years, or the whole values where they are no dates or years do not decide."""
+    """What is compared: years, or the whole values where they are no dates or years do not
+    decide."""
     of_both = ([YEAR.findall(evidence.object) for evidence in some] for some in (group, other))
     years, others = ([found[-1] for found in some if found] for some in of_both)
     decided = len(years) == len(group) and len(others) == len(other) and years != others

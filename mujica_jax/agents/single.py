@@ -4,13 +4,14 @@
                 model can answer itself goes from <think> over <reflect> to <answer>
     search_r1   Search-R1: the same without <reflect>, and with a <think> whenever something new came
 
-The papers put <information> ... </information> into the model's own turn. Here it is the next message, so that only
-what the model wrote is its turn. The wording of the prompts is ours.
+The papers put <information> ... </information> into the model's own turn. Here it is the next
+message, so that only what the model wrote is its turn. The wording of the prompts is ours.
 
-The format is strict (equation 6 of "Learning When to Search": "fully match"): one field after the other, with nothing
-but white space between them (`is_well_formed`). The paper lists "multiple iterations of think, search, information,
-reflect, answer" and lets its prompt go from <reflect> to the next <search>. Both are accepted: after <reflect> the
-model may think again before it searches or answers.
+The format is strict (equation 6 of "Learning When to Search": "fully match"): one field after the
+other, with nothing but white space between them (`is_well_formed`). The paper lists "multiple
+iterations of think, search, information, reflect, answer" and lets its prompt go from <reflect> to
+the next <search>. Both are accepted: after <reflect> the model may think again before it searches
+or answers.
 """
 
 import dataclasses
@@ -38,7 +39,10 @@ NOTHING = "none"  # stands where a search found no passage
 _FIELD = re.compile(r"\s*<(think|search|reflect|answer)>(.*?)</\1>\s*", re.DOTALL)
 _FOREIGN_TAG = re.compile(r"<\s*/?\s*observation\s*>", re.IGNORECASE)
 _SEARCH_R1 = {("think", "search"), ("think", "answer")}
-_FIRST_TURNS = {"search_r1": _SEARCH_R1, "reflect": {("think", "search"), ("think", "reflect", "answer")}}
+_FIRST_TURNS = {
+    "search_r1": _SEARCH_R1,
+    "reflect": {("think", "search"), ("think", "reflect", "answer")},
+}
 _LATER_TURNS = {
     "search_r1": _SEARCH_R1,
     "reflect": {
@@ -51,22 +55,26 @@ _LATER_TURNS = {
 _RULES = {
     "reflect": (
         "You answer questions. Think first inside <think> ... </think>, from what you know.\n"
-        "If that is enough, sum up your reasoning inside <reflect> ... </reflect> and write the final answer, as short "
-        "as possible, inside <answer> ... </answer>.\n"
-        "Only if you do not know enough, write a short query of keywords inside <search> ... </search>. You then "
-        "receive passages inside <information> ... </information>.\n"
-        "Judge them inside <reflect> ... </reflect>. Then answer inside <answer> ... </answer>, or search again with "
-        "another query."
+        "If that is enough, sum up your reasoning inside <reflect> ... </reflect> and write the "
+        "final answer, as short as possible, inside <answer> ... </answer>.\n"
+        "Only if you do not know enough, write a short query of keywords inside <search> ... "
+        "</search>. You then receive passages inside <information> ... </information>.\n"
+        "Judge them inside <reflect> ... </reflect>. Then answer inside <answer> ... </answer>, or "
+        "search again with another query."
     ),
     "search_r1": (
-        "You answer questions with the help of a search tool. Each time you receive something new, think first inside "
-        "<think> ... </think>.\n"
-        "If you miss a fact, write a query inside <search> ... </search>; you then receive the passages found inside "
-        "<information> ... </information>. Search as often as you need.\n"
-        "When you know enough, write only the final answer, as short as possible, inside <answer> ... </answer>."
+        "You answer questions with the help of a search tool. Each time you receive something new, "
+        "think first inside <think> ... </think>.\n"
+        "If you miss a fact, write a query inside <search> ... </search>; you then receive the "
+        "passages found inside <information> ... </information>. Search as often as you need.\n"
+        "When you know enough, write only the final answer, as short as possible, inside <answer> "
+        "... </answer>."
     ),
 }
-_BRIEF = {"reflect": "Think, search if needed, reflect, answer.", "search_r1": "Think, search, answer."}
+_BRIEF = {
+    "reflect": "Think, search if needed, reflect, answer.",
+    "search_r1": "Think, search, answer.",
+}
 Style = Literal["reflect", "search_r1"]
 
 
@@ -91,7 +99,10 @@ def information(materials: tuple[Material, ...]) -> str:
 
 def numbered_passages(materials: Sequence[Material]) -> str:
     """Write what a search found as it stands inside <information> ... </information>."""
-    lines = [f"[{number}] {protocol.one_line(material.text)}" for number, material in enumerate(materials)]
+    lines = [
+        f"[{number}] {protocol.one_line(material.text)}"
+        for number, material in enumerate(materials)
+    ]
     return "\n".join(lines or [NOTHING])
 
 
@@ -101,13 +112,16 @@ def _observation(*materials: Material) -> str:
 
 
 _FILM = Material(text="Amber Tide: Amber Tide is a 1961 film directed by Ilse Vandermark.")
-_DIRECTOR = Material(text="Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director.")
+_DIRECTOR = Material(
+    text="Ilse Vandermark: Ilse Vandermark (born 3 May 1920 in Ghent) was a film director."
+)
 # Worked examples as chat turns: (user message, model's reply). People and works are invented.
 _EXAMPLES = {
     "reflect": (
         (
             "Question: Where was the director of film Amber Tide born?",
-            "<think> I do not know who directed Amber Tide. </think>\n<search> Amber Tide film director </search>",
+            "<think> I do not know who directed Amber Tide. </think>\n"
+            "<search> Amber Tide film director </search>",
         ),
         (
             _observation(_FILM),
@@ -120,14 +134,16 @@ _EXAMPLES = {
         ),
         (
             "Question: Is 1948 earlier than 1961?",
-            "<think> 1948 is before 1961. </think>\n<reflect> 1948 is earlier than 1961. </reflect>\n"
+            "<think> 1948 is before 1961. </think>\n"
+            "<reflect> 1948 is earlier than 1961. </reflect>\n"
             "<answer> yes </answer>",
         ),
     ),
     "search_r1": (
         (
             "Question: Where was the director of film Amber Tide born?",
-            "<think> I need the director of Amber Tide. </think>\n<search> Who directed the film Amber Tide? </search>",
+            "<think> I need the director of Amber Tide. </think>\n"
+            "<search> Who directed the film Amber Tide? </search>",
         ),
         (
             _observation(_FILM),
@@ -143,7 +159,8 @@ _EXAMPLES = {
 
 
 def opening(style: Style, mode: protocol.PromptMode) -> Opening:
-    """Return the prompt of a mode: one line (`brief`), the rules, or the rules and worked examples (`few_shot`)."""
+    """Return the prompt of a mode: one line (`brief`), the rules, or the rules and worked examples
+    (`few_shot`)."""
     if mode == "brief":
         return Opening(system=_BRIEF[style])
     return Opening(system=_RULES[style], examples=_EXAMPLES[style] if mode == "few_shot" else ())
@@ -152,8 +169,9 @@ def opening(style: Style, mode: protocol.PromptMode) -> Opening:
 def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bool = False) -> bool:
     """Whether every turn of the model has one of the shapes that its prompt permits.
 
-    With `thought_open` the chat template begins every turn with a thought. That thought is the first field of the
-    first turn. In later turns of `reflect` the prompt asks for none, so it is left out."""
+    With `thought_open` the chat template begins every turn with a thought. That thought is the
+    first field of the first turn. In later turns of `reflect` the prompt asks for none, so it is
+    left out."""
     turns = [turn.text for turn in conversation.turns if turn.role == "model"]
     if thought_open:
         turns = [f"{OPEN_THOUGHT}{text}" for text in turns]
@@ -169,7 +187,8 @@ def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bo
 
 
 def _shape(text: str) -> tuple[str, ...]:
-    """Return the tags of a turn that consists of fields, in their order. Any other turn has no tags.
+    """Return the tags of a turn that consists of fields, in their order. Any other turn has no
+    tags.
 
     A thought may hold anything. Every other field holds words and no tag."""
     tags: list[str] = []
@@ -206,7 +225,9 @@ class Single:
             written = await episode.write(
                 dialogue,
                 str(turn),
-                state=SingleState(question=attempt.question, searches=tuple(episode.searches), style=config.style),
+                state=SingleState(
+                    question=attempt.question, searches=tuple(episode.searches), style=config.style
+                ),
                 stop_strings=STOPS,
                 continues=True,
                 cut_at=INFORMATION,
@@ -228,6 +249,8 @@ class Single:
                 break
             dialogue.add_user(numbered_passages(materials), tag=INFORMATION_TAG)
         record = dialogue.record()
-        is_formed = is_well_formed(record, config.style, thought_open=bool(self._tokenizer.opened_thought))
+        is_formed = is_well_formed(
+            record, config.style, thought_open=bool(self._tokenizer.opened_thought)
+        )
         counts = {"malformed_shape": float(not is_formed)}
         return episode.trajectory([record], answer, reason, counts)

@@ -1,9 +1,11 @@
-"""EviPath's trajectories: a teacher that knows answer and evidence plays the agent's planner and workers.
+"""EviPath's trajectories: a teacher that knows answer and evidence plays the agent's planner and
+workers.
 
-"From Evidence to Trajectory", sections 4.1 and 4.2, equations 3 to 6. An episode is the agent's own (`mujica.py`, with
-the contract that `agent.protocol` names), so it is recorded as any other: contexts are what the environment returned,
-under the prompts that are trained, and the mask is made with the tokens. Its turns come from a `Policy` that asks the
-teacher, with prompts of its own (`synthesis_prompts.py`):
+"From Evidence to Trajectory", sections 4.1 and 4.2, equations 3 to 6. An episode is the agent's own
+(`mujica.py`, with the contract that `agent.protocol` names), so it is recorded as any other:
+contexts are what the environment returned, under the prompts that are trained, and the mask is made
+with the tokens. Its turns come from a `Policy` that asks the teacher, with prompts of its own
+(`synthesis_prompts.py`):
 
     abductive    a plan from question, answer and gold evidence; then think and search turn by turn, given all three.
                  For each sub-question an answer from gold evidence alone, the evidence chosen by its likeness to that
@@ -11,24 +13,26 @@ teacher, with prompts of its own (`synthesis_prompts.py`):
     no_evidence  the same with the answer alone, over what searches really find ("w/o supporting facts", table 1)
     deductive    the agent's own prompts, and neither (table 4)
 
-Any teacher serves all three modes. The script (`teacher.plans` False) is no language model: it replays the
-demonstrations that the warm-up shows, and only knows the abductive mode.
+Any teacher serves all three modes. The script (`teacher.plans` False) is no language model: it
+replays the demonstrations that the warm-up shows, and only knows the abductive mode.
 
 The pool of a text search is the paper's: the paragraphs that the data set gives with the question
-(`tasks/own_paragraphs.py`), and nothing is searched. Where a question brings none, or with `method.distractors
-retrieved`, it is what the retriever finds, with the question's gold passages among it. Over a graph it is the searched
-entity's triples, as in table 9.
+(`tasks/own_paragraphs.py`), and nothing is searched. Where a question brings none, or with
+`method.distractors retrieved`, it is what the retriever finds, with the question's gold passages
+among it. Over a graph it is the searched entity's triples, as in table 9.
 
-A teacher may have another tokenizer. It is asked and answers in text; what is accepted of it is written and tokenised
-once, by the tokenizer of the policy that learns it.
+A teacher may have another tokenizer. It is asked and answers in text; what is accepted of it is
+written and tokenised once, by the tokenizer of the policy that learns it.
 
 Differences from the paper:
 
-- Every turn is parsed and checked and tried again with another seed, at most `max_tries` times: its format,
-  sub-questions that can be asked (`askable.py`), an answer that is the gold one, evidence that stands in the pool, a
-  selection of exactly that evidence, an answer that the evidence states. The paper names no filter.
+- Every turn is parsed and checked and tried again with another seed, at most `max_tries` times: its
+  format, sub-questions that can be asked (`askable.py`), an answer that is the gold one, evidence
+  that stands in the pool, a selection of exactly that evidence, an answer that the evidence states.
+  The paper names no filter.
 - What passed is written again from its parsed fields, so that nothing else of a reply is learnt.
-- The plan is put at the beginning of the first thought by us: equation 7 learns it, and table 8 has it there.
+- The plan is put at the beginning of the first thought by us: equation 7 learns it, and table 8 has
+  it there.
 - A pool has the paragraphs for which `agent.max_observation_tokens` has room, the gold ones first.
 """
 
@@ -89,26 +93,38 @@ class Synthesizer:
         return self._mujica.opening(role, kind)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
-        """What it counts stands in docs/metrics.md. A failed trajectory keeps what was written so far."""
+        """What it counts stands in docs/metrics.md. A failed trajectory keeps what was written so
+        far."""
         trajectory, _ = await self._play(attempt, environment, policy)
         return trajectory
 
-    async def lessons(self, attempt: Attempt, environment: Environment, policy: Policy) -> tuple[Conversation, ...]:
-        """Return the teacher's own conversations of one episode, or nothing where the episode failed.
+    async def lessons(
+        self, attempt: Attempt, environment: Environment, policy: Policy
+    ) -> tuple[Conversation, ...]:
+        """Return the teacher's own conversations of one episode, or nothing where the episode
+        failed.
 
         A model that learns them can be a teacher."""
         trajectory, writer = await self._play(attempt, environment, policy)
         return () if trajectory.stop_reason is StopReason.SYNTHESIS_FAILED else writer.lessons()
 
-    async def _play(self, attempt: Attempt, environment: Environment, policy: Policy) -> tuple[Trajectory, "_Writer"]:
+    async def _play(
+        self, attempt: Attempt, environment: Environment, policy: Policy
+    ) -> tuple[Trajectory, "_Writer"]:
         teacher = self._synthesis.teacher.policy or policy
         writer = _Writer(self._synthesis, self._mujica.contract, attempt, environment.kind, teacher)
-        trajectory = await self._mujica.run(attempt, self._pool(environment, attempt.question), writer)
+        trajectory = await self._mujica.run(
+            attempt, self._pool(environment, attempt.question), writer
+        )
         counts = {**trajectory.counts, **writer.counts}
         if not writer.failures:
             return dataclasses.replace(trajectory, counts=counts), writer
-        counts[f"{FAILED}{min(writer.failures)}"] = 1.0  # of workers that fail in one turn, one is named
-        failed = dataclasses.replace(trajectory, answer="", stop_reason=StopReason.SYNTHESIS_FAILED, counts=counts)
+        counts[f"{FAILED}{min(writer.failures)}"] = (
+            1.0  # of workers that fail in one turn, one is named
+        )
+        failed = dataclasses.replace(
+            trajectory, answer="", stop_reason=StopReason.SYNTHESIS_FAILED, counts=counts
+        )
         return failed, writer
 
     def _pool(self, environment: Environment, question: Question) -> Environment:
@@ -121,15 +137,23 @@ class Synthesizer:
         return WithAllGoldPassages(environment, question, self._fit)
 
     def _fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
-        return fit(self._synthesis.tokenizer, materials, self._synthesis.agent.max_observation_tokens)
+        return fit(
+            self._synthesis.tokenizer, materials, self._synthesis.agent.max_observation_tokens
+        )
 
 
 class _Writer:
-    """Implements `Policy` for one episode. A turn that fails is written as one that ends the episode; the other workers
-    of its round are heard to their end, so that what is counted does not depend on who was first."""
+    """Implements `Policy` for one episode. A turn that fails is written as one that ends the
+    episode; the other workers of its round are heard to their end, so that what is counted does not
+    depend on who was first."""
 
     def __init__(
-        self, synthesis: Synthesis, contract: Contract, attempt: Attempt, kind: EnvironmentKind, policy: Policy
+        self,
+        synthesis: Synthesis,
+        contract: Contract,
+        attempt: Attempt,
+        kind: EnvironmentKind,
+        policy: Policy,
     ) -> None:
         self._synthesis, self._policy = synthesis, policy
         self._contract = contract
@@ -154,13 +178,21 @@ class _Writer:
     def version(self) -> int:
         return self._policy.version
 
-    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
+    async def generate(
+        self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
+    ) -> Completion:
         del prompt, continues  # the teacher is asked with prompts of its own
-        assert isinstance(state, PlannerState | WorkerState), "the configuration was checked to play mujica"
+        assert isinstance(state, PlannerState | WorkerState), (
+            "the configuration was checked to play mujica"
+        )
         try:
             if self.failures and isinstance(state, PlannerState):
                 raise Refused(self.failures[0])
-            text = await (self._turn(state, params) if isinstance(state, PlannerState) else self._read(state, params))
+            text = await (
+                self._turn(state, params)
+                if isinstance(state, PlannerState)
+                else self._read(state, params)
+            )
         except Refused as refused:
             self.failures.append(str(refused))
             text = self._ending(state, str(refused))
@@ -188,7 +220,9 @@ class _Writer:
         answer, evidence = self._question.answers[0], self._evidence_lines()
         if self._synthesis.teacher.plans:
             request = synthesis_prompts.plan_request(self._question.text, answer, evidence)
-            dialogue = self._lesson.open(PLANNER, Opening(system=synthesis_prompts.PLAN_RULES), request)
+            dialogue = self._lesson.open(
+                PLANNER, Opening(system=synthesis_prompts.PLAN_RULES), request
+            )
             params = dataclasses.replace(params, stop_strings=())
             planned = functools.partial(self._planned, state=state)
             self._plan = await self._lesson.ask("plan", dialogue, params, state, planned)
@@ -212,7 +246,9 @@ class _Writer:
         if not thought:
             raise Refused("no_thought")
         limit = self._synthesis.agent.max_searches_per_turn
-        action = self._contract.parse_planner(reply, self._kind, candidates=len(state.candidates), max_searches=limit)
+        action = self._contract.parse_planner(
+            reply, self._kind, candidates=len(state.candidates), max_searches=limit
+        )
         if action.refused is not None:
             raise Refused(action.refused.value)
         if any(call.refusal for call in action.searches):
@@ -223,10 +259,17 @@ class _Writer:
             if self._mode != "deductive":
                 if not state.searches:
                     raise Refused("no_search")
-                if metrics.score(action.answer, self._question.answers, self._synthesis.rule).em != 1.0:
+                if (
+                    metrics.score(action.answer, self._question.answers, self._synthesis.rule).em
+                    != 1.0
+                ):
                     raise Refused("wrong_answer")
-            return self._fitting(self._contract.write_answer(thought, neutralise(action.answer)), params)
-        calls = [dataclasses.replace(call, query=neutralise(call.query)) for call in action.searches]
+            return self._fitting(
+                self._contract.write_answer(thought, neutralise(action.answer)), params
+            )
+        calls = [
+            dataclasses.replace(call, query=neutralise(call.query)) for call in action.searches
+        ]
         known = self._known(state)
         asked = {search.query for search in state.searches}
         for call in calls:
@@ -234,7 +277,9 @@ class _Writer:
                 raise Refused("not_askable")
             if call.query in asked:
                 raise Refused("repeated")
-        if self._mode != "deductive" and leaks(f"{thought} {' '.join(c.query for c in calls)}", known, self._secrets):
+        if self._mode != "deductive" and leaks(
+            f"{thought} {' '.join(c.query for c in calls)}", known, self._secrets
+        ):
             raise Refused("leak")
         if self._plan and not state.searches:
             thought = f"{synthesis_prompts.plan_in_thought(self._plan)}\n{thought}"
@@ -245,7 +290,8 @@ class _Writer:
         return [self._question.text, *labels, *(search.sentence for search in state.searches)]
 
     def _evidence_lines(self) -> list[str]:
-        """What a planner's teacher reads: triples where the question has them, else the gold passages."""
+        """What a planner's teacher reads: triples where the question has them, else the gold
+        passages."""
         if self._mode != "abductive":
             return []
         triples = [f"{e.subject}, {e.relation}, {e.object}" for e in self._question.evidences]
@@ -265,7 +311,9 @@ class _Writer:
             golden = [(place, state.materials[place].text) for place in places]
             opening = f"{opening}\n{synthesis_prompts.worker_hint(answer, golden, mode)}"
         dialogue = self._lesson.open(WORKER, prompt, opening)
-        checked = functools.partial(self._checked_reading, state=state, params=params, places=places)
+        checked = functools.partial(
+            self._checked_reading, state=state, params=params, places=places
+        )
         text = await self._lesson.ask("turn", dialogue, params, state, checked)
         self._lesson.accept(dialogue, text)
         return text
@@ -273,7 +321,9 @@ class _Writer:
     async def _answer(self, state: WorkerState, params: SamplingParams) -> tuple[str, list[int]]:
         """Ask for the intermediate answer from gold evidence alone."""
         tag = self._contract.sentence_tag
-        request = synthesis_prompts.answer_request(state.query, [piece.text for piece in self._gold])
+        request = synthesis_prompts.answer_request(
+            state.query, [piece.text for piece in self._gold]
+        )
         rules = synthesis_prompts.answer_rules(self._synthesis.prompt, tag)
         dialogue = self._lesson.open(WORKER, Opening(system=rules), request)
         stops = dataclasses.replace(params, stop_strings=synthesis_prompts.answer_stops(tag))
@@ -288,22 +338,32 @@ class _Writer:
         if not answer or answer == protocol.NOTHING_FOUND:
             raise Refused("no_answer")
         method = self._synthesis.method
-        found = chosen(answer, self._gold, similarity=self._synthesis.similarity, threshold=method.threshold)
-        places = [place for piece in found if (place := place_in(state.materials, piece)) is not None]
+        found = chosen(
+            answer, self._gold, similarity=self._synthesis.similarity, threshold=method.threshold
+        )
+        places = [
+            place for piece in found if (place := place_in(state.materials, piece)) is not None
+        ]
         if not places:
             raise Refused("evidence_not_in_pool")
         if not is_faithful(answer, state.query, [state.materials[place].text for place in places]):
             raise Refused("unfaithful")
         return answer, places
 
-    def _checked_reading(self, reply: str, state: WorkerState, params: SamplingParams, places: list[int] | None) -> str:
+    def _checked_reading(
+        self, reply: str, state: WorkerState, params: SamplingParams, places: list[int] | None
+    ) -> str:
         """One worker turn, written again. `places`: what it must select, where that is known."""
         read = self._contract.parse_worker(reply, materials=len(state.materials))
         thought = neutralise(first_thought(reply))
         selects = protocol.field("select", reply) is not None
         says_nothing_found = not read.selected and not self._contract.explains_nothing_found
         needs_thought = bool(read.selected) or self._contract.explains_nothing_found
-        if not read.well_formed or not (selects or says_nothing_found) or (needs_thought and not thought):
+        if (
+            not read.well_formed
+            or not (selects or says_nothing_found)
+            or (needs_thought and not thought)
+        ):
             raise Refused("malformed_worker")
         if places is not None and set(read.selected) != set(places):
             raise Refused("wrong_selection")
@@ -314,9 +374,12 @@ class _Writer:
         return self._fitting(self._contract.write_worker(thought, read.selected, sentence), params)
 
     def _prompt(self, role: str, addition: str = "") -> Opening:
-        """Return the agent's own prompt as the teacher reads it, with `addition` behind the rules."""
+        """Return the agent's own prompt as the teacher reads it, with `addition` behind the
+        rules."""
         name, synthesis = "planner" if role == PLANNER else "worker", self._synthesis
-        prompt = self._contract.opening(name, self._kind, synthesis.prompt, parallel=synthesis.agent.parallel)
+        prompt = self._contract.opening(
+            name, self._kind, synthesis.prompt, parallel=synthesis.agent.parallel
+        )
         return dataclasses.replace(prompt, system=prompt.system + addition)
 
     def _fitting(self, text: str, params: SamplingParams) -> str:

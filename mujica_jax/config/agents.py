@@ -11,14 +11,18 @@ class AgentLimits:
     environments: ClassVar[tuple[str, ...]] = ("graph", "text")  # what it can search
     max_turn_tokens: int  # tokens one model turn may generate
     max_trajectory_tokens: int  # tokens a conversation may hold, context included
-    max_observation_tokens: int  # tokens of materials shown to a model at once; further materials are left out
+    max_observation_tokens: (
+        int  # tokens of materials shown to a model at once; further materials are left out
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptedAgent(AgentLimits):
     """With a choice of prompts."""
 
-    prompt: Literal["brief", "zero_shot", "few_shot"]  # brief: one line, for models that were trained on the format
+    prompt: Literal[
+        "brief", "zero_shot", "few_shot"
+    ]  # brief: one line, for models that were trained on the format
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,12 +32,14 @@ class MujicaConfig(PromptedAgent):
     kind: Literal["mujica"] = "mujica"
     implementation: ClassVar[str] = "mujica_jax.agents.mujica:Mujica"
     max_iterations: int  # planner turns before the episode ends without an answer
-    max_searches_per_turn: int  # sub-questions a planner may ask at once; a turn with more ends the episode
-    # Tags and prompts of planner and workers: Mujica's own, or those of EviPath's tables 8 to 11. A policy knows the
-    # one that it was trained on.
+    max_searches_per_turn: (
+        int  # sub-questions a planner may ask at once; a turn with more ends the episode
+    )
+    # Tags and prompts of planner and workers: Mujica's own, or those of EviPath's tables 8 to 11. A
+    # policy knows the one that it was trained on.
     protocol: Literal["mujica", "evipath"] = "mujica"
-    # Ablations of the paper: without split the planner reads what a search found itself; without parallel it asks one
-    # sub-question a turn.
+    # Ablations of the paper: without split the planner reads what a search found itself; without
+    # parallel it asks one sub-question a turn.
     split: bool = True
     parallel: bool = True
 

@@ -1,7 +1,8 @@
-"""The folder of files that may be lost and made again: `$XDG_CACHE_HOME/mujica_jax`, else `~/.cache/mujica_jax`.
+"""The folder of files that may be lost and made again: `$XDG_CACHE_HOME/mujica_jax`, else
+`~/.cache/mujica_jax`.
 
-A program works without them. Where nothing can be written there (a read-only container, a user without a home), it
-keeps them in a temporary folder, which it removes when it ends.
+A program works without them. Where nothing can be written there (a read-only container, a user
+without a home), it keeps them in a temporary folder, which it removes when it ends.
 """
 
 import atexit
@@ -16,7 +17,9 @@ from typing import Literal
 _log = logging.getLogger(__name__)
 
 
-def cache_folder(of: Literal["searches", "compiled", "buckets", "checkpoints", "questions", "verdicts"]) -> Path:
+def cache_folder(
+    of: Literal["searches", "compiled", "buckets", "checkpoints", "questions", "verdicts"],
+) -> Path:
     """Return a folder that exists and can be written."""
     named = os.environ.get("XDG_CACHE_HOME")  # one that is empty counts as none
     try:
@@ -36,8 +39,8 @@ def _temporary_folder(of: str, *, reason: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"mujica_jax-{of}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     _log.warning(
-        "the cache of %s cannot be kept (%s): it is made again at each start; set XDG_CACHE_HOME to a folder that you "
-        "may write to",
+        "the cache of %s cannot be kept (%s): it is made again at each start; set XDG_CACHE_HOME "
+        "to a folder that you may write to",
         of,
         reason,
     )

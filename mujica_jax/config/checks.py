@@ -1,9 +1,9 @@
-"""Whether a configuration agrees with itself: everything that can be known before the task is read or a device is
-asked.
+"""Whether a configuration agrees with itself: everything that can be known before the task is read
+or a device is asked.
 
-Both entry points call `check` first, so a mistake is answered in a second and before a run directory exists. What only
-the machine, the task or a checkpoint can tell (devices, files, sizes of a checkpoint) is checked where these are
-opened.
+Both entry points call `check` first, so a mistake is answered in a second and before a run
+directory exists. What only the machine, the task or a checkpoint can tell (devices, files, sizes of
+a checkpoint) is checked where these are opened.
 """
 
 import math
@@ -13,7 +13,14 @@ from typing import Any
 from mujica_jax.config.agents import MujicaConfig, PromptedAgent
 from mujica_jax.config.fields import check_least, check_types, field_value, require
 from mujica_jax.config.method_checks import check_method, check_pairs, has_script
-from mujica_jax.config.schema import AgentConfig, Config, DistributedConfig, ProfileConfig, TaskConfig, TrainerConfig
+from mujica_jax.config.schema import (
+    AgentConfig,
+    Config,
+    DistributedConfig,
+    ProfileConfig,
+    TaskConfig,
+    TrainerConfig,
+)
 from mujica_jax.errors import UserError
 
 LEAST: Mapping[int, str] = {  # values of fields at least, where the section has them
@@ -45,12 +52,16 @@ LEAST: Mapping[int, str] = {  # values of fields at least, where the section has
     2: "model.head_dim trainer.row_tokens trainer.spike_window_steps method.group_attempts",
     8: "engine.page_tokens",
 }
-MIN: Mapping[str, int | float] = {name: least for least, names in LEAST.items() for name in names.split()}
+MIN: Mapping[str, int | float] = {
+    name: least for least, names in LEAST.items() for name in names.split()
+}
 ABOVE_ZERO = """
     model.rope_theta model.embedding_range trainer.clip_norm trainer.lora_alpha sampling.temperature method.beta
     method.dpo_learning_rate eval.temperature task.queries_per_second
 """.split()
-BELOW_ONE = "trainer.b1 trainer.b2 warmup.miss_rate method.warmup_ratio method.clip_low".split()  # also at least 0
+BELOW_ONE = (
+    "trainer.b1 trainer.b2 warmup.miss_rate method.warmup_ratio method.clip_low".split()
+)  # also at least 0
 SPLASH_LANES = 128  # tokens: splash attention's blocks are multiples of this
 MAX_PORT = 65535
 MAX_REPEATS = 100  # of an attempt whose search fails
@@ -66,23 +77,41 @@ def check(config: Config) -> None:
     for name in BELOW_ONE:
         require(config, name, lambda value: 0 <= value < 1, "at least 0 and below 1")
     most = config.trainer.row_tokens // MIN["trainer.row_tokens"]
-    require(config, "pretraining.row_parts", lambda parts: parts <= most, f"at most {most}, half of trainer.row_tokens")
+    require(
+        config,
+        "pretraining.row_parts",
+        lambda parts: parts <= most,
+        f"at most {most}, half of trainer.row_tokens",
+    )
     require(config, "seed", lambda value: value <= MAX_SEED, f"at most {MAX_SEED}")
     require(config, "metrics.port", lambda value: value <= MAX_PORT, f"at most {MAX_PORT}")
     require(config, "faults.repeats", lambda value: value <= MAX_REPEATS, f"at most {MAX_REPEATS}")
     for name in ("task.dev_percent", "task.test_percent"):
         require(config, name, lambda value: value <= 100, "at most 100")
-    require(config, "task.hold_out_percent", lambda value: value < 100, "below 100, so that both splits have questions")
+    require(
+        config,
+        "task.hold_out_percent",
+        lambda value: value < 100,
+        "below 100, so that both splits have questions",
+    )
     for name in ("max_questions", "dev_questions", "test_questions"):
         if getattr(config.task, name, None) is not None:
             require(config, f"task.{name}", lambda value: value >= 1, "at least 1")
     check_own_passages(config.task)
     check_profile(config.profile)
-    for section, steps in (("pretraining", config.pretraining.steps), ("warmup", config.warmup.steps), ("method", 1)):
+    for section, steps in (
+        ("pretraining", config.pretraining.steps),
+        ("warmup", config.warmup.steps),
+        ("method", 1),
+    ):
         if steps:
             _check_rates(config, section)
     share = config.warmup.pretraining_share
-    if config.init is None and config.pretraining.documents == 0 and (config.pretraining.steps or share):
+    if (
+        config.init is None
+        and config.pretraining.documents == 0
+        and (config.pretraining.steps or share)
+    ):
         raise UserError(
             f"pretraining.documents is 0, and pretraining.steps {config.pretraining.steps} and "
             f"warmup.pretraining_share {share} need some: give documents, or set both to 0"
@@ -100,27 +129,30 @@ def check_own_passages(task: TaskConfig) -> None:
     if getattr(task, "setting", "open") == "open":
         if getattr(task, "keep_incomplete", False):
             raise UserError(
-                "task.keep_incomplete is True and task.setting is open: only the distractor setting leaves questions "
-                "out for it; set task.setting to distractor, or leave task.keep_incomplete out"
+                "task.keep_incomplete is True and task.setting is open: only the distractor "
+                "setting leaves questions out for it; set task.setting to distractor, or leave "
+                "task.keep_incomplete out"
             )
         return
     for name, only in (("environment", "text"), ("index", None), ("retriever", "bm25")):
         if (value := getattr(task, name)) != only:
             raise UserError(
-                f"task.setting is distractor, where each question's own passages are searched by words, and "
-                f"task.{name} is {value}: give {only}, or set task.setting to open"
+                "task.setting is distractor, where each question's own passages are searched by "
+                f"words, and task.{name} is {value}: give {only}, or set task.setting to open"
             )
 
 
 def check_engine(config: Any) -> None:
     """The section `engine` of a configuration, or of other arguments that have one."""
     check_least(config, {name: least for name, least in MIN.items() if name.startswith("engine.")})
-    require(config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two")
+    require(
+        config, "engine.page_tokens", lambda value: math.log2(value).is_integer(), "a power of two"
+    )
     engine = config.engine
     if engine.factory is not None and engine.kind != "jetstream":
         raise UserError(
-            f"engine.factory is {engine.factory} and engine.kind {engine.kind}, which makes its own engine: add "
-            "--engine.kind jetstream, or leave --engine.factory out"
+            f"engine.factory is {engine.factory} and engine.kind {engine.kind}, which makes its "
+            "own engine: add --engine.kind jetstream, or leave --engine.factory out"
         )
 
 
@@ -129,18 +161,22 @@ def check_agent(config: Config) -> None:
     kind, environment = config.agent.kind, getattr(config.task, "environment", None)
     if environment is not None and environment not in config.agent.environments:
         raise UserError(
-            f"agent.kind is {kind}, which reads passages, and task.environment is {environment}: add "
-            "--task.environment text, or choose mujica"
+            f"agent.kind is {kind}, which reads passages, and task.environment is {environment}: "
+            "add --task.environment text, or choose mujica"
         )
-    if isinstance(config.agent, MujicaConfig) and config.agent.protocol == "evipath" and not config.agent.split:
+    if (
+        isinstance(config.agent, MujicaConfig)
+        and config.agent.protocol == "evipath"
+        and not config.agent.split
+    ):
         raise UserError(
-            "agent.protocol is evipath, which has a planner and an executor, and agent.split False leaves the executor "
-            "out: add --agent.protocol mujica, or --agent.split True"
+            "agent.protocol is evipath, which has a planner and an executor, and agent.split False "
+            "leaves the executor out: add --agent.protocol mujica, or --agent.split True"
         )
     if kind == "flare" and config.engine.kind == "jetstream":
         raise UserError(
-            "agent.kind is flare, which reads the log-probability of each token, and engine.kind is jetstream, whose "
-            "interface gives none: add --engine.kind native"
+            "agent.kind is flare, which reads the log-probability of each token, and engine.kind "
+            "is jetstream, whose interface gives none: add --engine.kind native"
         )
     probability = getattr(config.agent, "min_probability", 1.0)
     if not 0 < probability <= 1:
@@ -148,25 +184,26 @@ def check_agent(config: Config) -> None:
 
 
 def check_demonstrations(config: Config) -> None:
-    """Check that a run which begins has demonstrations for its agent, and rows that hold what it learns."""
+    """Check that a run which begins has demonstrations for its agent, and rows that hold what it
+    learns."""
     check_pairs(config)
     kind, warmup = config.agent.kind, config.warmup
     if warmup.steps and warmup.source == "scripted" and not has_script(config):
         raise UserError(
-            f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica, single and decex for "
-            f"{warmup.steps} steps: give --warmup.steps 0 with a checkpoint that knows the format, or choose one of "
-            "these"
+            f"agent.kind is {kind}, and warmup.source scripted demonstrates mujica, single and "
+            f"decex for {warmup.steps} steps: give --warmup.steps 0 with a checkpoint that knows "
+            "the format, or choose one of these"
         )
     if warmup.steps and warmup.source == "few_shot" and not isinstance(config.agent, PromptedAgent):
         raise UserError(
-            f"agent.kind is {kind}, which has no worked examples, and warmup.source is few_shot: choose "
-            "mujica or single"
+            f"agent.kind is {kind}, which has no worked examples, and warmup.source is few_shot: "
+            "choose mujica or single"
         )
     brief = isinstance(config.agent, MujicaConfig) and config.agent.prompt == "brief"
     if warmup.steps and warmup.source == "few_shot" and config.init and brief:
         raise UserError(
-            "agent.prompt is brief, which numbers materials in another way than worked examples do, and "
-            "warmup.source is few_shot: add --agent.prompt zero_shot"
+            "agent.prompt is brief, which numbers materials in another way than worked examples "
+            "do, and warmup.source is few_shot: add --agent.prompt zero_shot"
         )
 
 
@@ -175,51 +212,57 @@ def check_limits(agent: AgentConfig) -> None:
     needed = agent.max_observation_tokens + agent.max_turn_tokens
     if needed >= agent.max_trajectory_tokens:
         raise UserError(
-            f"agent.max_observation_tokens {agent.max_observation_tokens} and agent.max_turn_tokens "
-            f"{agent.max_turn_tokens} are {needed} tokens together and leave no room for a prompt in "
-            f"agent.max_trajectory_tokens {agent.max_trajectory_tokens}: lower one of the two or raise the last"
+            f"agent.max_observation_tokens {agent.max_observation_tokens} and "
+            f"agent.max_turn_tokens {agent.max_turn_tokens} are {needed} tokens together and leave "
+            f"no room for a prompt in agent.max_trajectory_tokens {agent.max_trajectory_tokens}: "
+            "lower one of the two or raise the last"
         )
 
 
 def check_rows(trainer: TrainerConfig) -> None:
-    """Every device of data x fsdp gets equally many rows of a part, and the attention kernel takes their length."""
+    """Every device of data x fsdp gets equally many rows of a part, and the attention kernel takes
+    their length."""
     row_parts = trainer.data * trainer.fsdp
     if trainer.rows_per_step % row_parts:
         raise UserError(
-            f"trainer.rows_per_step {trainer.rows_per_step} cannot be split over data x fsdp = {row_parts} devices: "
-            f"use a multiple of {row_parts}"
+            f"trainer.rows_per_step {trainer.rows_per_step} cannot be split over data x fsdp = "
+            f"{row_parts} devices: use a multiple of {row_parts}"
         )
     if trainer.rows_per_step % (row_parts * trainer.accumulation_steps):
         raise UserError(
-            f"trainer.rows_per_step {trainer.rows_per_step} cannot be split into trainer.accumulation_steps "
-            f"{trainer.accumulation_steps} parts of as many rows on data x fsdp = {row_parts} devices: "
-            f"use a multiple of {row_parts * trainer.accumulation_steps}"
+            f"trainer.rows_per_step {trainer.rows_per_step} cannot be split into "
+            f"trainer.accumulation_steps {trainer.accumulation_steps} parts of as many rows on "
+            f"data x fsdp = {row_parts} devices: use a multiple of "
+            f"{row_parts * trainer.accumulation_steps}"
         )
     if trainer.attention == "splash" and trainer.row_tokens % SPLASH_LANES:
         raise UserError(
-            f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and trainer.row_tokens is "
-            f"{trainer.row_tokens}: use {SPLASH_LANES * math.ceil(trainer.row_tokens / SPLASH_LANES)}, or "
-            "trainer.attention auto"
+            f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and "
+            f"trainer.row_tokens is {trainer.row_tokens}: use "
+            f"{SPLASH_LANES * math.ceil(trainer.row_tokens / SPLASH_LANES)}, or trainer.attention "
+            "auto"
         )
 
 
 def check_distributed(distributed: DistributedConfig) -> None:
-    """A job is described wholly, or not at all. (A wrong address is answered when it is used, by `rendezvous`.)"""
+    """A job is described wholly, or not at all. (A wrong address is answered when it is used, by
+    `rendezvous`.)"""
     count, number = distributed.processes, distributed.process
     if distributed.coordinator is None and (count > 1 or number > 0):
         raise UserError(
-            f"distributed.processes is {count}, distributed.process {number} and there is no coordinator: give "
-            "--distributed.coordinator host:port of process 0 too, or none of them (a TPU pod needs none)"
+            f"distributed.processes is {count}, distributed.process {number} and there is no "
+            "coordinator: give --distributed.coordinator host:port of process 0 too, or none of "
+            "them (a TPU pod needs none)"
         )
     if distributed.coordinator is not None and count < 2:
         raise UserError(
-            f"distributed.coordinator is {distributed.coordinator} and distributed.processes is {count}: a job has at "
-            "least 2, and one process needs no coordinator"
+            f"distributed.coordinator is {distributed.coordinator} and distributed.processes is "
+            f"{count}: a job has at least 2, and one process needs no coordinator"
         )
     if number >= count:
         raise UserError(
-            f"distributed.process is {number} and distributed.processes {count}: number the processes from 0 to "
-            f"{count - 1}"
+            f"distributed.process is {number} and distributed.processes {count}: number the "
+            f"processes from 0 to {count - 1}"
         )
 
 
@@ -228,14 +271,15 @@ def check_profile(profile: ProfileConfig) -> None:
     if profile.steps is None:
         if profile.phase is not None:
             raise UserError(
-                f"profile.phase is {profile.phase} and profile.steps is not given: give it too, as in --profile.steps "
-                "20 25"
+                f"profile.phase is {profile.phase} and profile.steps is not given: give it too, as "
+                "in --profile.steps 20 25"
             )
         return
     first, last = profile.steps
     if not 1 <= first <= last:
         raise UserError(
-            f"profile.steps is {first} {last}: give the first step, from 1, and a last one that is not before it"
+            f"profile.steps is {first} {last}: give the first step, from 1, and a last one that is "
+            "not before it"
         )
 
 

@@ -12,7 +12,8 @@ from mujica_jax.errors import UserError
 
 
 def check_types(config: Any, section: str = "") -> None:
-    """A flag has the type of its field, and is one of its choices; what a configuration file says need not."""
+    """A flag has the type of its field, and is one of its choices; what a configuration file says
+    need not."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         name, hint, value = section + field.name, hints[field.name], getattr(config, field.name)
@@ -20,7 +21,9 @@ def check_types(config: Any, section: str = "") -> None:
         options = typing.get_args(hint) if is_union else (hint,)
         if not any(_fits(value, option) for option in options):
             what = " or ".join(map(_shown, options))
-            raise UserError(f"{name} is {value!r} and must be {what}: change it in the configuration")
+            raise UserError(
+                f"{name} is {value!r} and must be {what}: change it in the configuration"
+            )
         if dataclasses.is_dataclass(value):
             check_types(value, f"{name}.")
 
@@ -32,7 +35,9 @@ def _fits(value: Any, hint: Any) -> bool:
     if origin is tuple and isinstance(value, tuple) and options[-1] is not ...:
         return len(value) == len(options) and all(map(_fits, value, options))
     if hint in (int, float):
-        return isinstance(value, (int, float) if hint is float else int) and not isinstance(value, bool)
+        return isinstance(value, (int, float) if hint is float else int) and not isinstance(
+            value, bool
+        )
     kind = origin or hint
     return not isinstance(kind, type) or kind is Any or isinstance(value, kind)
 
@@ -55,7 +60,8 @@ def require(config: Any, name: str, holds: Callable[[float], bool], what: str) -
         return
     if not (isinstance(value, int | float) and math.isfinite(value) and holds(value)):
         raise UserError(
-            f"{name} is {value!r} and must be {what}: change it in the configuration or pass {flag_of(name)}"
+            f"{name} is {value!r} and must be {what}: change it in the configuration or pass "
+            f"{flag_of(name)}"
         )
 
 
@@ -76,17 +82,20 @@ def check_remote(remote: RemoteConfig, section: str = "remote") -> None:
             if getattr(remote, field.name) != field.default:
                 name = flag_of(f"{section}.{field.name}")
                 raise UserError(
-                    f"{name} is {getattr(remote, field.name)} and there is no endpoint: give --{section}.base-url too"
+                    f"{name} is {getattr(remote, field.name)} and there is no endpoint: give "
+                    f"--{section}.base-url too"
                 )
         return
     for name in ("model", "mode", "tokenizer"):
         if not getattr(remote, name):
             raise UserError(
-                f"--{section}.base-url is {remote.base_url} and --{section}.{name} is not given: an endpoint needs both"
+                f"--{section}.base-url is {remote.base_url} and --{section}.{name} is not given: "
+                "an endpoint needs both"
             )
     for name, least in (("concurrency", 1), ("timeout_seconds", 0), ("deadline_seconds", 0)):
         value = getattr(remote, name)
         if not (math.isfinite(value) and value >= least and value > 0):
             raise UserError(
-                f"{flag_of(f'{section}.{name}')} is {value} and must be {'at least 1' if least else 'above 0'}"
+                f"{flag_of(f'{section}.{name}')} is {value} and must be "
+                f"{'at least 1' if least else 'above 0'}"
             )

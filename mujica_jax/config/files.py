@@ -1,11 +1,12 @@
-"""Configuration files and the command line: `configs/NAME.py` gives a Config, flags override its fields.
+"""Configuration files and the command line: `configs/NAME.py` gives a Config, flags override its
+fields.
 
-A mistyped flag is answered by tyro with the nearest known one, a wrong choice with the list of choices; both exit with
-status 2.
+A mistyped flag is answered by tyro with the nearest known one, a wrong choice with the list of
+choices; both exit with status 2.
 
-A section of several kinds is a union of dataclasses that carry a `kind` literal (`schema.py`). `--section.kind NAME`
-changes the kind: fields that both kinds have keep their values, others take the default of the new kind or must be
-given.
+A section of several kinds is a union of dataclasses that carry a `kind` literal (`schema.py`).
+`--section.kind NAME` changes the kind: fields that both kinds have keep their values, others take
+the default of the new kind or must be given.
 """
 
 import dataclasses
@@ -40,12 +41,17 @@ def command_line(arguments: Sequence[str], *, default: str) -> Config:
 
 
 def take_file(words: list[str]) -> str | None:
-    """Remove the configuration from a command line: the first word if no flag, or a `.py` that is no flag's value."""
+    """Remove the configuration from a command line: the first word if no flag, or a `.py` that is
+    no flag's value."""
     if words and not words[0].startswith("-"):
         return words.pop(0)
     for place in range(1, len(words)):
         before, word = words[place - 1], words[place]
-        if word.endswith(".py") and not word.startswith("-") and (not before.startswith("-") or "=" in before):
+        if (
+            word.endswith(".py")
+            and not word.startswith("-")
+            and (not before.startswith("-") or "=" in before)
+        ):
             return words.pop(place)
     return None
 
@@ -89,13 +95,16 @@ def _true_or_false(prefix: str, section: Any) -> Iterator[str]:
 
 
 def of_kind(config: Config, section: str, kind: str) -> Config:
-    """With a section of another kind: what both have keeps the value that was chosen, the rest has its default."""
-    changed = _of_kind(config, section, _sections_with_kinds(type(config))[section], [f"--{section}.kind", kind])
+    """With a section of another kind: what both have keeps the value that was chosen, the rest has
+    its default."""
+    changed = _of_kind(
+        config, section, _sections_with_kinds(type(config))[section], [f"--{section}.kind", kind]
+    )
     for field in dataclasses.fields(getattr(changed, section)):
         if getattr(getattr(changed, section), field.name) is tyro.MISSING:
             raise UserError(
-                f"{section} {kind} needs {field.name}, which {section}.kind {getattr(config, section).kind} has not: "
-                f"begin with --{section}.kind {kind}"
+                f"{section} {kind} needs {field.name}, which {section}.kind "
+                f"{getattr(config, section).kind} has not: begin with --{section}.kind {kind}"
             )
     return changed
 
@@ -117,11 +126,14 @@ def load_config(name: str | Path) -> Config:
         raise
     except Exception as error:
         raise UserError(
-            f"configuration {path} does not load: {type(error).__name__}: {error}; it must define get_config() -> "
-            "Config"
+            f"configuration {path} does not load: {type(error).__name__}: {error}; it must define "
+            "get_config() -> Config"
         ) from error
     if not isinstance(config, Config):
-        raise UserError(f"configuration {path}: get_config() gave a {type(config).__name__}; it must return a Config")
+        raise UserError(
+            f"configuration {path}: get_config() gave a {type(config).__name__}; it must return a "
+            "Config"
+        )
     check_types(config)
     return config
 
@@ -129,21 +141,28 @@ def load_config(name: str | Path) -> Config:
 def implementation(section: Any) -> Callable[..., Any]:
     """What a section of several kinds names as its implementation, imported now."""
     sentence = (
-        f"the implementation of {section.kind} is {section.implementation!r} and is not there; its section must name"
+        f"the implementation of {section.kind} is {section.implementation!r} and is not there; its "
+        "section must name"
     )
     return _imported(section.implementation, f"{sentence} it as module:function")
 
 
 def named_object(place: str, *, setting: str) -> Callable[..., Any]:
-    """Return the function that a setting names as module:function. Raises UserError if there is none."""
-    imported = _imported(place, f"{setting} is {place!r} and is not there: name it as module:function")
+    """Return the function that a setting names as module:function. Raises UserError if there is
+    none."""
+    imported = _imported(
+        place, f"{setting} is {place!r} and is not there: name it as module:function"
+    )
     if not callable(imported):
-        raise UserError(f"{setting} is {place!r} and names a {type(imported).__name__}: name a function")
+        raise UserError(
+            f"{setting} is {place!r} and names a {type(imported).__name__}: name a function"
+        )
     return imported
 
 
 def _imported(place: str, sentence: str) -> Any:
-    """Return what module:function names. Raises UserError with this sentence where the module or function is absent."""
+    """Return what module:function names. Raises UserError with this sentence where the module or
+    function is absent."""
     module, _, name = place.partition(":")
     if not module or not name:
         raise UserError(sentence)
@@ -175,7 +194,12 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
         if STORED_WITHOUT in field.metadata:
             values = {field.name: field.metadata[STORED_WITHOUT], **values}
     try:
-        return kind(**{name: _value(f"{kind.__name__}.{name}", hints[name], value) for name, value in values.items()})
+        return kind(
+            **{
+                name: _value(f"{kind.__name__}.{name}", hints[name], value)
+                for name, value in values.items()
+            }
+        )
     except TypeError as error:
         raise UserError(f"{kind.__name__} cannot be read back: {error}") from error
 
@@ -213,7 +237,8 @@ def _fields(section: type) -> set[str]:
 
 
 def _kind_of(section: type) -> str:
-    """Return the literal that tells this dataclass from the others of its union; empty for one that has none.
+    """Return the literal that tells this dataclass from the others of its union; empty for one that
+    has none.
 
     A `kind` with several values, as of the engine, is a field like any other."""
     hint = typing.get_type_hints(section).get("kind")
@@ -233,7 +258,8 @@ def _sections_with_kinds(config: type) -> dict[str, dict[str, type]]:
 
 
 def _with_new_names(words: Sequence[str], section: str, kinds: Iterable[type]) -> list[str]:
-    """Return the command line with flags of the last release under their new names (`renamed` of a section)."""
+    """Return the command line with flags of the last release under their new names (`renamed` of a
+    section)."""
     new_names: dict[str, str] = {}
     for kind in kinds:
         for old, new in getattr(kind, "renamed", {}).items():
@@ -252,15 +278,19 @@ def _of_kind(values: Section, section: str, kinds: Mapping[str, type], words: li
     kind = take_flag(words, f"--{section}.kind")
     kind = current.kind if kind is None else kind
     if kind not in kinds:
-        raise UserError(f"--{section}.kind is {kind} and there is none of this name: {nearest(kind, kinds.keys())}")
+        raise UserError(
+            f"--{section}.kind is {kind} and there is none of this name: "
+            f"{nearest(kind, kinds.keys())}"
+        )
     fields = _fields(kinds[kind])
     for word in words:
         name = word.partition("=")[0].removeprefix(f"--{section}.").replace("-", "_")
         owners = [other for other, member in kinds.items() if name in _fields(member)]
         if word.startswith(f"--{section}.") and name not in fields and owners:
             raise UserError(
-                f"--{section}.{name.replace('_', '-')} is a field of {section}.kind {' and '.join(owners)}, and "
-                f"{section}.kind is {kind}: leave it out, or add --{section}.kind {owners[0]}"
+                f"--{section}.{name.replace('_', '-')} is a field of {section}.kind "
+                f"{' and '.join(owners)}, and {section}.kind is {kind}: leave it out, or add "
+                f"--{section}.kind {owners[0]}"
             )
     if kind == current.kind:
         return values
@@ -272,12 +302,20 @@ def _of_kind(values: Section, section: str, kinds: Mapping[str, type], words: li
         for name, value in shared.items()
         if name not in defaults or value != defaults_before.get(name, tyro.MISSING)
     }
-    required = {name: tyro.MISSING for name in fields - {"kind"} if name not in defaults and name not in kept}
+    required = {
+        name: tyro.MISSING
+        for name in fields - {"kind"}
+        if name not in defaults and name not in kept
+    }
     return dataclasses.replace(values, **{section: kinds[kind](**kept, **required)})  # type: ignore[type-var]
 
 
 def _defaults(section: type) -> dict[str, Any]:
-    return {f.name: f.default for f in dataclasses.fields(section) if f.default is not dataclasses.MISSING}
+    return {
+        f.name: f.default
+        for f in dataclasses.fields(section)
+        if f.default is not dataclasses.MISSING
+    }
 
 
 def take_flag(words: list[str], flag: str) -> str | None:

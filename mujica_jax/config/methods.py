@@ -21,57 +21,64 @@ class MygoConfig:
     learning_rate: float  # at first; one cosine over all rounds
     end_learning_rate: float  # where it ends
     epochs: int  # passes over a round's selected trajectories
-    # Which policy samples a round: the newest one, the one before it (so that sampling and learning can go on at once),
-    # or the warm-up's for all rounds.
+    # Which policy samples a round: the newest one, the one before it (so that sampling and learning
+    # can go on at once), or the warm-up's for all rounds.
     schedule: Literal["online", "asynchronous", "offline"] = "online"
-    # rising: K follows the policy's mean reward. fixed: K stays at initial_threshold. auto: fixed offline, where one
-    # policy samples all rounds, and else rising.
+    # rising: K follows the policy's mean reward. fixed: K stays at initial_threshold. auto: fixed
+    # offline, where one policy samples all rounds, and else rising.
     threshold: Literal["auto", "rising", "fixed"] = "auto"
-    # K before the first round, from 0 to the best reward. If K is fixed, it stays there in all rounds: at 0 everything
-    # that earns anything is kept, at the best reward only what reaches it.
+    # K before the first round, from 0 to the best reward. If K is fixed, it stays there in all
+    # rounds: at 0 everything that earns anything is kept, at the best reward only what reaches it.
     initial_threshold: float = 0.0
     replay: float  # rows of earlier rounds and of the warm-up mixed in, as a share of the new rows
 
-    renamed: ClassVar[Mapping[str, str]] = {"fixed_threshold": "initial_threshold"}  # flags of the last release
+    renamed: ClassVar[Mapping[str, str]] = {
+        "fixed_threshold": "initial_threshold"
+    }  # flags of the last release
 
     @property
     def keeps_threshold(self) -> bool:
         """Whether K is the same in all rounds."""
-        return self.threshold == "fixed" or (self.threshold == "auto" and self.schedule == "offline")
+        return self.threshold == "fixed" or (
+            self.threshold == "auto" and self.schedule == "offline"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EviPathConfig:
-    """EviPath: a teacher writes a trajectory for each question, led by its answer and its evidence; they are learnt."""
+    """EviPath: a teacher writes a trajectory for each question, led by its answer and its evidence;
+    they are learnt."""
 
     kind: Literal["evipath"] = "evipath"
     implementation: ClassVar[str] = "mujica_jax.methods.evipath:evipath"
-    # What the teacher is given: answer and gold evidence, the answer alone, or neither. What it answers wrongly is not
-    # learnt in any of them.
+    # What the teacher is given: answer and gold evidence, the answer alone, or neither. What it
+    # answers wrongly is not learnt in any of them.
     mode: Literal["abductive", "no_evidence", "deductive"] = "abductive"
-    # The language model that writes: the policy that the run starts with, a second checkpoint, or the model behind
-    # `remote`. scripted is no language model: the script replays the warm-up's demonstrations, in abductive mode alone.
+    # The language model that writes: the policy that the run starts with, a second checkpoint, or
+    # the model behind `remote`. scripted is no language model: the script replays the warm-up's
+    # demonstrations, in abductive mode alone.
     teacher: Literal["policy", "checkpoint", "remote", "scripted"]
-    # With teacher checkpoint: a run directory (its latest policy), a Hugging Face directory, a GGUF file, or smollm2.
-    # Its tokenizer may differ from the policy's.
+    # With teacher checkpoint: a run directory (its latest policy), a Hugging Face directory, a GGUF
+    # file, or smollm2. Its tokenizer may differ from the policy's.
     teacher_checkpoint: str | None = None
-    # How many tokens a conversation with a second checkpoint may hold. Beside the agent's own prompt there are worked
-    # examples, answer and evidence. 0: agent.max_trajectory_tokens.
+    # How many tokens a conversation with a second checkpoint may hold. Beside the agent's own
+    # prompt there are worked examples, answer and evidence. 0: agent.max_trajectory_tokens.
     teacher_max_tokens: int = 0
     remote: RemoteConfig = NO_ENDPOINT
-    # How the teacher reads the agent's prompts. auto: as the agent does where the teacher was trained on its format (by
-    # this run's warm-up, or as a run of its own), otherwise with worked examples.
+    # How the teacher reads the agent's prompts. auto: as the agent does where the teacher was
+    # trained on its format (by this run's warm-up, or as a run of its own), otherwise with worked
+    # examples.
     teacher_prompt: Literal["auto", "brief", "zero_shot", "few_shot"] = "auto"
-    # How many right trajectories are learnt. Synthesis ends when it has them. 0: all. Give two modes the same number to
-    # compare them.
+    # How many right trajectories are learnt. Synthesis ends when it has them. 0: all. Give two
+    # modes the same number to compare them.
     trajectories: int = 0
-    # The noise that a worker reads beside the gold evidence, over passages in abductive mode. own: the paragraphs that
-    # the data set gives with the question; retrieved: what a search finds.
+    # The noise that a worker reads beside the gold evidence, over passages in abductive mode. own:
+    # the paragraphs that the data set gives with the question; retrieved: what a search finds.
     distractors: Literal["own", "retrieved"] = "own"
     tune: Literal["both", "planner", "executor"] = "both"  # whose conversations are learnt
     max_tries: int = 3  # of each turn of the teacher, until it is as it must be
-    # What answers and evidence are compared by: words (how often each occurs, for worlds from scratch), or an embedder:
-    # a folder, minilm, or a Hugging Face name.
+    # What answers and evidence are compared by: words (how often each occurs, for worlds from
+    # scratch), or an embedder: a folder, minilm, or a Hugging Face name.
     embedder: str = "minilm"
     threshold: float = 0.9  # cosine above which evidence counts as that of an answer (tau)
     learning_rate: float  # the highest
@@ -82,29 +89,35 @@ class EviPathConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyGradientConfig:
-    """Rounds of: sample a group of attempts at each question, compare each attempt with its group, climb."""
+    """Rounds of: sample a group of attempts at each question, compare each attempt with its group,
+    climb."""
 
     kind: str
     implementation: ClassVar[str] = "mujica_jax.methods.policy_gradient:policy_gradient"
-    rounds: int  # batches of sampling.questions_per_round questions, each sampled from the policy of the one before
+    # batches of sampling.questions_per_round questions, each sampled from the policy of the one
+    # before
+    rounds: int
     rounds_per_phase: int  # rounds between two evaluations, each with a policy that is kept
     group_attempts: int  # attempts a question
     learning_rate: float  # at first; one cosine over all rounds
     end_learning_rate: float  # where it ends
     epochs: int  # passes over a round's rows
-    # How many rows one update sees. A round of more rows makes several updates, and a round of fewer makes one.
-    # 0: trainer.rows_per_step.
+    # How many rows one update sees. A round of more rows makes several updates, and a round of
+    # fewer makes one. 0: trainer.rows_per_step.
     rows_per_update: int = 0
     clip_low: float = 0.2  # how far below 1 the ratio to the policy that sampled may count
     clip_high: float = 0.2  # and how far above
-    # Bound of the weights that make up for what engine and trainer compute differently; 0: no weights, and ratios to
-    # the engine's numbers.
+    # Bound of the weights that make up for what engine and trainer compute differently; 0: no
+    # weights, and ratios to the engine's numbers.
     importance_cap: float = 2.0
-    # Groups whose rewards are all equal are left out, and other questions are sampled in their place ...
+    # Groups whose rewards are all equal are left out, and other questions are sampled in their
+    # place ...
     dynamic_sampling: bool = False
-    max_sampled_batches: int = 10  # ... until the batch is full, or so many batches of questions were sampled
-    # Above 0: a trajectory of more than this many generated tokens loses 1. It is learnt with its cut turn, so the
-    # punishment reaches what was too long ...
+    max_sampled_batches: int = (
+        10  # ... until the batch is full, or so many batches of questions were sampled
+    )
+    # Above 0: a trajectory of more than this many generated tokens loses 1. It is learnt with its
+    # cut turn, so the punishment reaches what was too long ...
     overlong_tokens: int = 0
     overlong_cache_tokens: int = 0  # ... and the loss begins so many tokens earlier, rising evenly
     kl_coefficient: float = 0.0  # of the distance to the policy that the rounds began with
@@ -119,36 +132,44 @@ class GrpoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-    """DAPO: every token counts the same, the upper clip is wider, groups that teach nothing are replaced."""
+    """DAPO: every token counts the same, the upper clip is wider, groups that teach nothing are
+    replaced."""
 
     kind: Literal["dapo"] = "dapo"
     clip_high: float = 0.28  # how far above 1 the ratio to the policy that sampled may count
-    dynamic_sampling: bool = True  # groups whose rewards are all equal are left out, and other questions sampled
+    dynamic_sampling: bool = (
+        True  # groups whose rewards are all equal are left out, and other questions sampled
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecexTreeConfig:
-    """DecEx-RAG: a search tree for each question, maximum likelihood on the best chains, DPO on what was scored.
-    `sampling` says how many questions there are. The agent is decex.
+    """DecEx-RAG: a search tree for each question, maximum likelihood on the best chains, DPO on
+    what was scored. `sampling` says how many questions there are. The agent is decex.
     """
 
     kind: Literal["decex"] = "decex"
     implementation: ClassVar[str] = "mujica_jax.methods.decex:decex"
     branches: int = 3  # k, turns sampled for a decision or an execution
     rollouts: int = 4  # n, episodes that score an execution
-    skip_above: float = 0.6  # mean reward of an answer from memory above which nothing is searched for
-    # What stays of a layer: the best branch; both branches of a decision, each with its best execution; every execution
-    # (nothing is scored by episodes then).
+    skip_above: float = (
+        0.6  # mean reward of an answer from memory above which nothing is searched for
+    )
+    # What stays of a layer: the best branch; both branches of a decision, each with its best
+    # execution; every execution (nothing is scored by episodes then).
     expansion: Literal["pruned", "unpruned", "full"] = "pruned"
-    # Score both branches of each decision, so that pairs can prefer either. With False, a pruned branch costs no
-    # episodes and gives no pair.
+    # Score both branches of each decision, so that pairs can prefer either. With False, a pruned
+    # branch costs no episodes and gives no pair.
     score_both_branches: bool = True
-    # The endpoint of a second model that writes all of a tree except the executions of retrieval decisions. Without an
-    # endpoint the policy writes all.
+    # The endpoint of a second model that writes all of a tree except the executions of retrieval
+    # decisions. Without an endpoint the policy writes all.
     remote: RemoteConfig = NO_ENDPOINT
     budget_tokens: int = 0  # a tree that has generated so many begins no other layer; 0: no bound
-    sft: bool = True  # learn the best chains: paths from root to leaf, where a leaf has a tree's best reward
-    retrievals: Literal["most", "least"] = "most"  # of the chains with a tree's best reward, the one that is learnt
+    # learn the best chains: paths from root to leaf, where a leaf has a tree's best reward
+    sft: bool = True
+    retrievals: Literal["most", "least"] = (
+        "most"  # of the chains with a tree's best reward, the one that is learnt
+    )
     min_reward: float = 0.5  # a best chain below it is not learnt
     learning_rate: float  # of maximum likelihood, at first
     end_learning_rate: float  # where it ends

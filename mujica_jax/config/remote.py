@@ -8,12 +8,15 @@ from typing import Literal
 class RemoteConfig:
     """A model behind an OpenAI-compatible endpoint, which writes in the place of a checkpoint."""
 
-    base_url: str | None = None  # what stands before /completions or /chat/completions, as in http://localhost:8000/v1
+    base_url: str | None = (
+        None  # what stands before /completions or /chat/completions, as in http://localhost:8000/v1
+    )
     model: str | None = None  # its name at the endpoint
-    # completions: token ids there and back, for vLLM and what speaks like it; chat: messages there, text back, for
-    # everything else
+    # completions: token ids there and back, for vLLM and what speaks like it; chat: messages there,
+    # text back, for everything else
     mode: Literal["chat", "completions"] | None = None
-    # folder with tokenizer.json: with completions the served model's own, with chat any that has a chat template
+    # folder with tokenizer.json: with completions the served model's own, with chat any that has a
+    # chat template
     tokenizer: str | None = None
     api_key_variable: str | None = None  # environment variable that holds the API key
     concurrency: int = 8  # requests under way at the same time, and episodes

@@ -10,17 +10,21 @@ STAGED, JUDGE = "staged", "judge"  # rewards with a section of their own
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagedRewardConfig:
-    """The reward `staged` ("Learning When to Search"). Each switch is an ablation of its table 4, `format` is ours."""
+    """The reward `staged` ("Learning When to Search"). Each switch is an ablation of its table 4,
+    `format` is ours."""
 
-    # First round of the second stage. The paper does not say when it begins: each stage has half of its 500 rounds.
+    # First round of the second stage. The paper does not say when it begins: each stage has half of
+    # its 500 rounds.
     stage_two_round: int = 251
     beta: float = 0.3  # what a search counts
-    # What says that an answer is right: an exact match under the task's rule, or the model behind `judge`, as in the
-    # paper.
+    # What says that an answer is right: an exact match under the task's rule, or the model behind
+    # `judge`, as in the paper.
     correctness: Literal["exact_match", "judge"] = "exact_match"
-    # Without stages (table 2): in every round searches soften a wrong answer and lessen a right one.
+    # Without stages (table 2): in every round searches soften a wrong answer and lessen a right
+    # one.
     unified: bool = False
-    # What says how alike two queries are: counts of their words, or an embedder (a folder, minilm, a Hugging Face name)
+    # What says how alike two queries are: counts of their words, or an embedder (a folder, minilm,
+    # a Hugging Face name)
     embedder: str = "words"
     max_query_words: int = 10  # of a concise query
     format: bool = True  # without: a malformed episode earns as a well-formed one
@@ -32,9 +36,11 @@ class StagedRewardConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeConfig(RemoteConfig):
-    """A model behind an OpenAI-compatible endpoint that says which answers mean the same as the gold ones."""
+    """A model behind an OpenAI-compatible endpoint that says which answers mean the same as the
+    gold ones."""
 
-    # Whether the judge reads the question. "Learning When to Search" shows it the prediction and the references alone.
+    # Whether the judge reads the question. "Learning When to Search" shows it the prediction and
+    # the references alone.
     show_question: bool = False
 
 

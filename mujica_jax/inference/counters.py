@@ -40,9 +40,16 @@ GAUGES = {
 class LiveCounters:
     """Readings of one generator; from any thread."""
 
-    def __init__(self, read: Callable[[], GeneratorStatistics], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        read: Callable[[], GeneratorStatistics],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._read, self._clock = read, clock
-        self._readings: collections.deque[tuple[float, int]] = collections.deque()  # (when, tokens generated)
+        self._readings: collections.deque[tuple[float, int]] = (
+            collections.deque()
+        )  # (when, tokens generated)
         self._lock = threading.Lock()
         self.now()
 
@@ -76,14 +83,19 @@ class LiveCounters:
                 if value is not None:  # this engine does not say
                     yield family(PREFIX + name, meaning, value=value)
         yield GaugeMetricFamily(
-            PREFIX + "tokens_per_second", "Tokens generated a second, of late", value=tokens_a_second
+            PREFIX + "tokens_per_second",
+            "Tokens generated a second, of late",
+            value=tokens_a_second,
         )
 
 
 def between(before: GeneratorStatistics, after: GeneratorStatistics) -> dict[str, float | int]:
-    """What happened between two readings, for a line of metrics. What the engine does not say is left out."""
+    """What happened between two readings, for a line of metrics. What the engine does not say is
+    left out."""
     known = [name for name in COUNTS if getattr(after, name) is not None]
-    found: dict[str, float | int] = {name: getattr(after, name) - getattr(before, name) for name in known}
+    found: dict[str, float | int] = {
+        name: getattr(after, name) - getattr(before, name) for name in known
+    }
     seconds = found.pop("seconds")
     prompts = found["prompt_tokens"]
     return found | {
@@ -93,14 +105,18 @@ def between(before: GeneratorStatistics, after: GeneratorStatistics) -> dict[str
     }
 
 
-def serve_metrics(counters: LiveCounters, *, port: int, host: str = "127.0.0.1") -> tuple[int, Callable[[], None]]:
+def serve_metrics(
+    counters: LiveCounters, *, port: int, host: str = "127.0.0.1"
+) -> tuple[int, Callable[[], None]]:
     """Answer /metrics from a thread; port 0 takes any. Returns the port and what ends it."""
     try:
         registry = CollectorRegistry()
         registry.register(counters)  # pyright: ignore[reportArgumentType]  # it collects, which is all that is asked
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
-        raise UserError(f"{host}:{port} cannot be opened ({error.strerror}): choose another port") from error
+        raise UserError(
+            f"{host}:{port} cannot be opened ({error.strerror}): choose another port"
+        ) from error
 
     def close() -> None:
         server.shutdown()

@@ -1,10 +1,12 @@
 """What every generator on this machine offers, whichever engine it drives.
 
-`requests.Generator` is what agents see: one prompt in, one completion out. A run, an evaluation and a server need more:
-they replace the policy, empty the cache and read counters. `PolicyGenerator` names all of it. Two classes implement it:
+`requests.Generator` is what agents see: one prompt in, one completion out. A run, an evaluation and
+a server need more: they replace the policy, empty the cache and read counters. `PolicyGenerator`
+names all of it. Two classes implement it:
 
 - `scheduler.BatchedGenerator` drives our own engine (`engine.kind native`);
-- `jetstream.generator.JetStreamGenerator` drives any engine with JetStream's interface (`engine.kind jetstream`).
+- `jetstream.generator.JetStreamGenerator` drives any engine with JetStream's interface
+  (`engine.kind jetstream`).
 """
 
 import dataclasses
@@ -25,33 +27,47 @@ class Capabilities:
     sampling_per_request: bool
     # A completion carries the log-probability of each of its tokens. GRPO and DAPO learn from them.
     log_probabilities: bool
-    # Without sampling per request: the temperature that all requests are sampled at, without filters. 0 is greedy.
+    # Without sampling per request: the temperature that all requests are sampled at, without
+    # filters. 0 is greedy.
     temperature: float = 0.0
     # Tokens of prompt and completion that a slot holds; None where the engine does not say.
     positions: int | None = None
 
 
 def check_sampling(capabilities: Capabilities, params: SamplingParams, engine: str) -> None:
-    """Raise RequestError for sampling that the engine cannot do. `engine` is its name for the user."""
+    """Raise RequestError for sampling that the engine cannot do. `engine` is its name for the
+    user."""
     if capabilities.sampling_per_request:
         return
     if params.temperature != capabilities.temperature:
-        raise RequestError(_one_temperature(capabilities, engine, f"this request has temperature {params.temperature}"))
+        raise RequestError(
+            _one_temperature(
+                capabilities, engine, f"this request has temperature {params.temperature}"
+            )
+        )
     if params.temperature == 0:  # greedy: no filter changes the most likely token
         return
-    filters = {"top_k": (params.top_k, 0), "top_p": (params.top_p, 1.0), "min_p": (params.min_p, 0.0)}
+    filters = {
+        "top_k": (params.top_k, 0),
+        "top_p": (params.top_p, 1.0),
+        "min_p": (params.min_p, 0.0),
+    }
     for name, (value, off) in filters.items():
         if value != off:
             raise RequestError(
-                f"{engine} samples all requests alike and without filters, and this request has {name} {value}: use "
-                f"{name} {off}, or an engine that samples each request by itself"
+                f"{engine} samples all requests alike and without filters, and this request has "
+                f"{name} {value}: use {name} {off}, or an engine that samples each request by "
+                "itself"
             )
 
 
-def check_temperatures(capabilities: Capabilities, temperatures: Mapping[str, float], engine: str) -> None:
+def check_temperatures(
+    capabilities: Capabilities, temperatures: Mapping[str, float], engine: str
+) -> None:
     """Raise UserError if a setting asks for a temperature that the engine cannot sample at.
 
-    `temperatures` are by the name of their setting, as in {"temperature": 1.0}. `engine` is its name for the user."""
+    `temperatures` are by the name of their setting, as in {"temperature": 1.0}. `engine` is its
+    name for the user."""
     if capabilities.sampling_per_request:
         return
     for setting, temperature in temperatures.items():
@@ -68,7 +84,8 @@ def _one_temperature(capabilities: Capabilities, engine: str, wish: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratorStatistics:
-    """Counted since the generator was made; `running` and `waiting` are now. None: the engine does not say."""
+    """Counted since the generator was made; `running` and `waiting` are now. None: the engine does
+    not say."""
 
     requests: int
     prompt_tokens: int
@@ -108,14 +125,17 @@ class PolicyGenerator(Protocol):
     @property
     def statistics(self) -> GeneratorStatistics: ...
 
-    async def generate(self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
+    ) -> Completion:
         """Complete one prompt. See `requests.Generator`."""
         ...
 
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
     ) -> AsyncIterator[Sequence[int]]:
-        """Yield tokens as they are decoded, at least one at a time. Raises OverloadError where the queue is full."""
+        """Yield tokens as they are decoded, at least one at a time. Raises OverloadError where the
+        queue is full."""
         ...
 
     def reset_cache(self) -> None:

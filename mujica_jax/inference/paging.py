@@ -1,13 +1,16 @@
-"""Which page of the KV cache holds which tokens: block tables, reference counts, and a radix tree of shared prefixes.
+"""Which page of the KV cache holds which tokens: block tables, reference counts, and a radix tree
+of shared prefixes.
 
-Memory is cut into pages of `page_tokens` tokens. A request's block table has as many as its longest possible sequence
-needs; those of the prefix that its prompt shares with earlier sequences come from the tree and are not computed again.
-The tree's nodes are pages: inner ones are full, a leaf may be partly filled. A page that several sequences read is
-never written: a sequence that goes on from the middle of one gets a copy (copy on write), unless it is a partly filled
-leaf that is continued where it ends and that no other sequence reads; then it is taken over.
+Memory is cut into pages of `page_tokens` tokens. A request's block table has as many as its longest
+possible sequence needs; those of the prefix that its prompt shares with earlier sequences come from
+the tree and are not computed again. The tree's nodes are pages: inner ones are full, a leaf may be
+partly filled. A page that several sequences read is never written: a sequence that goes on from the
+middle of one gets a copy (copy on write), unless it is a partly filled leaf that is continued where
+it ends and that no other sequence reads; then it is taken over.
 
-Pages that no running request uses stay in the tree until memory is needed; then the least recently used leaves are
-evicted. Numbers only: the arrays are the engine's, and when requests come and go is the scheduler's.
+Pages that no running request uses stay in the tree until memory is needed; then the least recently
+used leaves are evicted. Numbers only: the arrays are the engine's, and when requests come and go is
+the scheduler's.
 """
 
 import bisect
@@ -38,7 +41,9 @@ class BlockTable:
     pages: list[int]
     shared: list[RadixNode]  # the tree's nodes among them, from the front
     cached_tokens: int  # tokens whose keys and values were in memory when it was allocated
-    copied: tuple[int, int] | None  # (from, to): a page to copy before anything is computed for anyone
+    copied: (
+        tuple[int, int] | None
+    )  # (from, to): a page to copy before anything is computed for anyone
     # Pages that the tree has as well; the engine's table still names them.
     duplicates: list[int] = dataclasses.field(default_factory=list)
 
@@ -47,13 +52,15 @@ class BlockAllocator:
     """All pages of an engine."""
 
     def __init__(self, count: int, page_tokens: int) -> None:
-        assert count >= 1 and page_tokens >= 1, f"{count} pages of {page_tokens} tokens hold nothing"
+        assert count >= 1 and page_tokens >= 1, (
+            f"{count} pages of {page_tokens} tokens hold nothing"
+        )
         self.count, self.page_tokens = count, page_tokens
         self.evicted = 0  # pages, since the beginning
         self._free = list(range(count - 1, -1, -1))
         self._root = RadixNode(np.zeros(0, np.int32), -1, None)
-        # Pages of the tree that no running request reads, the longest unused first and each before its parent: all can
-        # be had.
+        # Pages of the tree that no running request reads, the longest unused first and each before
+        # its parent: all can be had.
         self._idle: collections.OrderedDict[RadixNode, None] = collections.OrderedDict()
 
     @property
@@ -63,7 +70,8 @@ class BlockAllocator:
 
     @property
     def available(self) -> int:
-        """Pages that can be had: those that hold nothing, and those that no running request reads."""
+        """Pages that can be had: those that hold nothing, and those that no running request
+        reads."""
         return len(self._free) + len(self._idle)
 
     def needed(self, tokens: int) -> int:
@@ -73,8 +81,8 @@ class BlockAllocator:
     def allocate(
         self, prompt: Int[np.ndarray, " prompt"], capacity_tokens: int, *, reuse: bool = True
     ) -> BlockTable | None:
-        """Pages for a sequence of up to `capacity_tokens` that begins with `prompt`; None if memory is short at
-        present.
+        """Pages for a sequence of up to `capacity_tokens` that begins with `prompt`; None if memory
+        is short at present.
 
         The last prompt token never counts as cached: its logits are wanted.
         """
@@ -84,7 +92,9 @@ class BlockAllocator:
         wanted = self.needed(capacity_tokens) - len(path)
         taken_over = tail is not None and tail.users == 1 and len(tail.tokens) == tail_tokens
         if tail is not None and not taken_over and wanted > len(self._free) + len(self._idle):
-            self._unpin(tail)  # a copy needs one page more than there is; the page itself may be what is missing
+            self._unpin(
+                tail
+            )  # a copy needs one page more than there is; the page itself may be what is missing
             tail, tail_tokens = None, 0
         new = self._allocate(wanted - taken_over)
         if new is None:
@@ -120,27 +130,31 @@ class BlockAllocator:
             node = child
 
     def release(self, table: BlockTable, tokens: Int[np.ndarray, " tokens"]) -> None:
-        """The request is over; its pages hold these tokens (none, if what they hold is not to be used again)."""
+        """The request is over; its pages hold these tokens (none, if what they hold is not to be
+        used again)."""
         self.share(table, tokens)
         kept = len(table.shared)
         rest = tokens[kept * self.page_tokens :]
         if 0 < len(rest) < self.page_tokens:
-            kept += self._keep_tail(table.shared[-1] if table.shared else self._root, rest, table.pages[kept])
+            kept += self._keep_tail(
+                table.shared[-1] if table.shared else self._root, rest, table.pages[kept]
+            )
         self._free.extend(table.pages[kept:])
         self._free.extend(table.duplicates)
         self._unpin(*table.shared)
         table.pages, table.shared, table.duplicates = [], [], []
 
     def evict(self, table: BlockTable) -> list[int]:
-        """What the table's pages hold is not fit to be read: those that nobody else reads leave the tree. Returns the
-        pages that are the request's alone, to be emptied before it is released.
+        """What the table's pages hold is not fit to be read: those that nobody else reads leave the
+        tree. Returns the pages that are the request's alone, to be emptied before it is released.
         """
         while table.shared and table.shared[-1].users == 1 and not table.shared[-1].children:
             self._detach(table.shared.pop())
         return table.pages[len(table.shared) :] + table.duplicates
 
     def _match(self, tokens: np.ndarray) -> tuple[list[RadixNode], RadixNode | None, int]:
-        """(the full pages that begin `tokens`, the page that goes on best, how many of its tokens)."""
+        """(the full pages that begin `tokens`, the page that goes on best, how many of its
+        tokens)."""
         path, node, size = [], self._root, self.page_tokens
         for start in range(0, len(tokens) - size + 1, size):
             child = node.children.get(_key(tokens[start : start + size]))
@@ -151,14 +165,18 @@ class BlockAllocator:
         rest = tokens[len(path) * size :][:size]
         # The longest common beginning is that with a neighbour in sorted order.
         place = bisect.bisect_left(node.order, _key(rest))
-        neighbours = [node.children[key] for key in node.order[max(0, place - 1) : place + 1]] if len(rest) else []
+        neighbours = (
+            [node.children[key] for key in node.order[max(0, place - 1) : place + 1]]
+            if len(rest)
+            else []
+        )
         best = max(neighbours, key=lambda child: _common_tokens(child.tokens, rest), default=None)
         alike = 0 if best is None else _common_tokens(best.tokens, rest)
         return path, best if alike else None, alike
 
     def _keep_tail(self, parent: RadixNode, rest: np.ndarray, page: int) -> bool:
-        """Put a partly filled page into the tree, in the place of one that it goes on from; False if the tree has one
-        like it.
+        """Put a partly filled page into the tree, in the place of one that it goes on from; False
+        if the tree has one like it.
         """
         key = _key(rest)
         place = bisect.bisect_left(parent.order, key)
@@ -176,7 +194,8 @@ class BlockAllocator:
         node.users += 1
 
     def _unpin(self, *path: RadixNode) -> None:
-        """Nodes from the root on. The last one first: who reads a page reads its parent, so children are idle first."""
+        """Nodes from the root on. The last one first: who reads a page reads its parent, so
+        children are idle first."""
         for node in reversed(path):
             node.users -= 1
             if node.users == 0:

@@ -1,10 +1,12 @@
 """The queue in front of an engine: submission, streams, deadlines, cancellation and faults.
 
-`QueuedGenerator` is what `scheduler.BatchedGenerator` and `jetstream.generator.JetStreamGenerator` have in common. A
-subclass moves requests from the queue into slots and computes, one turn at a time.
+`QueuedGenerator` is what `scheduler.BatchedGenerator` and `jetstream.generator.JetStreamGenerator`
+have in common. A subclass moves requests from the queue into slots and computes, one turn at a
+time.
 
-Everything runs in the event loop's own thread and in submission order, so a run is a function of its requests: the same
-program with the same seeds gives the same completions. Deadlines alone depend on the clock.
+Everything runs in the event loop's own thread and in submission order, so a run is a function of
+its requests: the same program with the same seeds gives the same completions. Deadlines alone
+depend on the clock.
 """
 
 import abc
@@ -24,7 +26,9 @@ from mujica_jax.inference.requests import (
 )
 from mujica_jax.inference.sequence import SequenceState
 
-EVENT_LOOP_TURNS = 6  # a finished worker wakes its episode through a gather: what it asks next joins the next call
+EVENT_LOOP_TURNS = (
+    6  # a finished worker wakes its episode through a gather: what it asks next joins the next call
+)
 
 
 class QueuedGenerator(abc.ABC):
@@ -42,8 +46,8 @@ class QueuedGenerator(abc.ABC):
     ) -> None:
         """`slots` requests of up to `positions` tokens run at a time.
 
-        `queue_size` bounds how many may wait before a stream is refused; `generate` waits in any case. `token_bytes`
-        gives a token's text, which stop strings are looked for in.
+        `queue_size` bounds how many may wait before a stream is refused; `generate` waits in any
+        case. `token_bytes` gives a token's text, which stop strings are looked for in.
         """
         self._slots, self._positions, self._vocabulary = slots, positions, vocabulary
         self._queue_size = queue_size
@@ -67,28 +71,34 @@ class QueuedGenerator(abc.ABC):
 
     @abc.abstractmethod
     def _free_given_up(self) -> None:
-        """Free the slots of requests that were cancelled or have expired, and their places in the queue."""
+        """Free the slots of requests that were cancelled or have expired, and their places in the
+        queue."""
 
     @property
     def capacity(self) -> int:
         """Requests that can run and wait at a time before a stream is refused."""
         return self._slots + self._queue_size
 
-    async def generate(self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False) -> Completion:
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
+    ) -> Completion:
         return await self._submit(self._request(prompt, params, continues, shown=None))
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
     ) -> AsyncIterator[Sequence[int]]:
-        """Tokens as they are decoded, at least one at a time. Raises OverloadError where the queue is full."""
+        """Tokens as they are decoded, at least one at a time. Raises OverloadError where the queue
+        is full."""
         sequence = self._request(prompt, params, continues, shown=asyncio.Queue())
         self._drop_given_up()
-        waiting = len(self._waiting)  # slots may be free all the same: memory is short, or a call is due
+        waiting = len(
+            self._waiting
+        )  # slots may be free all the same: memory is short, or a call is due
         if len(self._running) + waiting >= self.capacity:
             self._counts["refused"] += 1
             raise OverloadError(
-                f"{len(self._running)} requests run and {waiting} wait already, and there is room for {self.capacity}: "
-                "come back later"
+                f"{len(self._running)} requests run and {waiting} wait already, and there is room "
+                f"for {self.capacity}: come back later"
             )
         future = self._submit(sequence)
         assert sequence.shown is not None, "made above"
@@ -100,7 +110,12 @@ class QueuedGenerator(abc.ABC):
             future.cancel()
 
     def _request(
-        self, prompt: Sequence[int], params: SamplingParams, continues: bool, *, shown: asyncio.Queue | None
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        continues: bool,
+        *,
+        shown: asyncio.Queue | None,
     ) -> SequenceState:
         try:
             self._check(prompt, params)
@@ -108,19 +123,23 @@ class QueuedGenerator(abc.ABC):
             self._counts["refused"] += 1
             raise
         future = asyncio.get_running_loop().create_future()
-        return SequenceState(np.asarray(prompt, np.int32), params, continues, future, shown, self._token_bytes)
+        return SequenceState(
+            np.asarray(prompt, np.int32), params, continues, future, shown, self._token_bytes
+        )
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raise RequestError for a request that cannot be served."""
         check_params(params)
         check_prompt(prompt, self._vocabulary)
         if params.stop_strings and self._token_bytes is None:
-            raise RequestError("stop strings need a tokenizer and this generator has none: send stop_token_ids")
+            raise RequestError(
+                "stop strings need a tokenizer and this generator has none: send stop_token_ids"
+            )
         if len(prompt) + params.max_new_tokens > self._positions:
             raise RequestError(
-                f"{len(prompt)} prompt tokens and {params.max_new_tokens} new ones do not fit the engine's "
-                f"{self._positions} positions: shorten the prompt or raise agent.max_trajectory_tokens (of serve: "
-                "--max-tokens)"
+                f"{len(prompt)} prompt tokens and {params.max_new_tokens} new ones do not fit the "
+                f"engine's {self._positions} positions: shorten the prompt or raise "
+                "agent.max_trajectory_tokens (of serve: --max-tokens)"
             )
 
     def _submit(self, sequence: SequenceState) -> asyncio.Future:
@@ -151,12 +170,14 @@ class QueuedGenerator(abc.ABC):
                 for _ in range(EVENT_LOOP_TURNS):
                     await asyncio.sleep(0)
         except Exception as error:
-            # A fault of the engine concerns everyone who waits: they get it instead of waiting for ever.
+            # A fault of the engine concerns everyone who waits: they get it instead of waiting for
+            # ever.
             for future in self._abandon():
                 future.set_exception(error)
             self.reset_cache()  # last: an engine that has failed may fail here again
         except asyncio.CancelledError:
-            # The event loop ends; another one may begin. What is in memory stays, unless requests were under way.
+            # The event loop ends; another one may begin. What is in memory stays, unless requests
+            # were under way.
             if self._waiting or self._running:
                 for future in self._abandon():
                     future.cancel()

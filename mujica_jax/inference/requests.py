@@ -1,8 +1,9 @@
-"""What agents and generators say to each other: token ids and sampling parameters in, token ids and log-probabilities
-out.
+"""What agents and generators say to each other: token ids and sampling parameters in, token ids and
+log-probabilities out.
 
-Three generators speak it: `scheduler.BatchedGenerator` on our own engine, `jetstream.generator.JetStreamGenerator` on
-any engine with JetStream's interface, `remote.RemoteGenerator` over an OpenAI-compatible endpoint.
+Three generators speak it: `scheduler.BatchedGenerator` on our own engine,
+`jetstream.generator.JetStreamGenerator` on any engine with JetStream's interface,
+`remote.RemoteGenerator` over an OpenAI-compatible endpoint.
 """
 
 import dataclasses
@@ -41,35 +42,48 @@ class ReplyError(RequestError):
 
 
 class UnusableReplyError(ReplyError):
-    """An endpoint gave this request no reply that an agent can use. The episode that asked ends, and others go on.
+    """An endpoint gave this request no reply that an agent can use. The episode that asked ends,
+    and others go on.
 
     `reason` is that episode's stop reason.
     """
 
-    def __init__(self, sentence: str, reason: Literal["filtered", "bad_reply"] = "bad_reply") -> None:
+    def __init__(
+        self, sentence: str, reason: Literal["filtered", "bad_reply"] = "bad_reply"
+    ) -> None:
         super().__init__(sentence)
         self.reason: Literal["filtered", "bad_reply"] = reason
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. The filters apply after the temperature, in this order: top_k, top_p, min_p."""
+    """How one request is sampled. The filters apply after the temperature, in this order: top_k,
+    top_p, min_p."""
 
     max_new_tokens: int
     temperature: float  # 0 means greedy
-    seed: int  # the same request with the same seed gives the same tokens whatever else is in the batch
+    # the same request with the same seed gives the same tokens whatever else is in the batch
+    seed: int
     top_k: int = 0  # draw from the k most likely tokens; 0 means from all
-    top_p: float = 1.0  # draw from the smallest set of likely tokens that holds this share of the probability (0 to 1]
-    min_p: float = 0.0  # draw from tokens at least this likely, as a share of the most likely one's probability [0, 1]
+    # draw from the smallest set of likely tokens that holds this share of the probability (0 to 1]
+    top_p: float = 1.0
+    # draw from tokens at least this likely, as a share of the most likely one's probability [0, 1]
+    min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()  # end the completion, besides those of the model
-    stop_strings: tuple[str, ...] = ()  # end the completion with the token that completes one (`stops.py`)
-    thought_open: bool = False  # the prompt ends inside of a thought: stop strings sleep until it is closed
+    stop_strings: tuple[
+        str, ...
+    ] = ()  # end the completion with the token that completes one (`stops.py`)
+    thought_open: bool = (
+        False  # the prompt ends inside of a thought: stop strings sleep until it is closed
+    )
     deadline_seconds: float | None = None  # from submission; None means no limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    token_ids: tuple[int, ...]  # what was sampled, the stop token or the token that completed a stop string included
+    token_ids: tuple[
+        int, ...
+    ]  # what was sampled, the stop token or the token that completed a stop string included
     # One a token, float32, under the unmodified policy; None where an endpoint gives none.
     logprobs: tuple[float, ...] | None
     finish_reason: FinishReason
@@ -80,9 +94,12 @@ class Completion:
 
 
 class Generator(Protocol):
-    async def generate(self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False) -> Completion:
-        """Complete one prompt. `continues` says that the conversation will come back with this prompt as its beginning:
-        our engine lets such requests overtake others. Raises RequestError."""
+    async def generate(
+        self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
+    ) -> Completion:
+        """Complete one prompt. `continues` says that the conversation will come back with this
+        prompt as its beginning: our engine lets such requests overtake others. Raises RequestError.
+        """
         ...
 
 
@@ -91,7 +108,9 @@ def check_params(params: SamplingParams) -> None:
     if params.max_new_tokens < 1:
         raise RequestError(f"max_new_tokens is {params.max_new_tokens}: ask for at least 1")
     if not 0 <= params.temperature < math.inf:  # NaN is refused too
-        raise RequestError(f"temperature is {params.temperature}: use 0 for greedy or a positive number")
+        raise RequestError(
+            f"temperature is {params.temperature}: use 0 for greedy or a positive number"
+        )
     if params.top_k < 0:
         raise RequestError(f"top_k is {params.top_k}: use 0 for all tokens or a positive number")
     if not 0 < params.top_p <= 1:
@@ -99,24 +118,34 @@ def check_params(params: SamplingParams) -> None:
     if not 0 <= params.min_p <= 1:
         raise RequestError(f"min_p is {params.min_p}: use a share from 0 to 1")
     if min(params.stop_token_ids, default=0) < 0:
-        raise RequestError(f"stop_token_ids hold {min(params.stop_token_ids)}: token ids begin at 0")
+        raise RequestError(
+            f"stop_token_ids hold {min(params.stop_token_ids)}: token ids begin at 0"
+        )
     if "" in params.stop_strings:
-        raise RequestError("a stop string is empty and would end every completion at once: leave it out")
+        raise RequestError(
+            "a stop string is empty and would end every completion at once: leave it out"
+        )
     for stop in params.stop_strings:
         try:
             stop.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(f"the stop string {stop!r} cannot be written in UTF-8: send whole characters") from error
+            raise RequestError(
+                f"the stop string {stop!r} cannot be written in UTF-8: send whole characters"
+            ) from error
     if params.deadline_seconds is not None and not params.deadline_seconds > 0:
-        raise RequestError(f"deadline_seconds is {params.deadline_seconds}: give a positive time, or None for no limit")
+        raise RequestError(
+            f"deadline_seconds is {params.deadline_seconds}: give a positive time, or None for no "
+            "limit"
+        )
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int) -> None:
-    """Raises RequestError for a prompt that is empty or has ids outside a vocabulary of this size."""
+    """Raises RequestError for a prompt that is empty or has ids outside a vocabulary of this
+    size."""
     if len(prompt) == 0:
         raise RequestError("the prompt is empty: send at least one token")
     if not 0 <= min(prompt) <= max(prompt) < vocabulary:
         raise RequestError(
-            f"the prompt's token ids {min(prompt)}..{max(prompt)} leave the vocabulary of {vocabulary}: "
-            "encode it with the tokenizer of this model"
+            f"the prompt's token ids {min(prompt)}..{max(prompt)} leave the vocabulary of "
+            f"{vocabulary}: encode it with the tokenizer of this model"
         )

@@ -1,9 +1,11 @@
-"""Continuous batching: requests of token ids in, completions of token ids and log-probabilities out.
+"""Continuous batching: requests of token ids in, completions of token ids and log-probabilities
+out.
 
-`BatchedGenerator` schedules one engine. A request waits in a priority queue, gets a block table (with the pages of the
-prefix that earlier sequences share with its prompt), takes a slot, has the rest of its prompt computed in chunks
-between the decode calls of those that run already, and decodes. When it ends, its pages go to the prefix cache. Of two
-requests that arrive together with a common prefix, the second waits for the first's pages.
+`BatchedGenerator` schedules one engine. A request waits in a priority queue, gets a block table
+(with the pages of the prefix that earlier sequences share with its prompt), takes a slot, has the
+rest of its prompt computed in chunks between the decode calls of those that run already, and
+decodes. When it ends, its pages go to the prefix cache. Of two requests that arrive together with a
+common prefix, the second waits for the first's pages.
 
 Submission, deadlines and cancellation are those of `queueing.QueuedGenerator`.
 """
@@ -20,10 +22,17 @@ from mujica_jax.inference.generator import Capabilities, GeneratorStatistics
 from mujica_jax.inference.paging import BlockAllocator
 from mujica_jax.inference.queueing import QueuedGenerator
 from mujica_jax.inference.requests import PolicyError, RequestError, SamplingParams
-from mujica_jax.inference.sequence import SequenceState, fill_slot, next_flush, next_prefill, padded_tokens
+from mujica_jax.inference.sequence import (
+    SequenceState,
+    fill_slot,
+    next_flush,
+    next_prefill,
+    padded_tokens,
+)
 
-# Prompts are computed first until this share of the running requests decodes, where one is waited for (it is streamed
-# or has a deadline) and where all is one batch: there a decode call should be full, for it costs the same for few.
+# Prompts are computed first until this share of the running requests decodes, where one is waited
+# for (it is streamed or has a deadline) and where all is one batch: there a decode call should be
+# full, for it costs the same for few.
 DECODING_SHARE_WATCHED, DECODING_SHARE = 1 / 2, 7 / 8
 MAX_DEFERRED_CALLS = 2  # decode calls that a prompt of a batch waits for others to fill a call with
 
@@ -56,8 +65,8 @@ class BatchedGenerator(QueuedGenerator):
         self._allocate_slots()
 
     def reset_cache(self) -> None:
-        """Drop all cached prefixes. Called when weights change, and between units of work so that each is a function of
-        its own requests alone.
+        """Drop all cached prefixes. Called when weights change, and between units of work so that
+        each is a function of its own requests alone.
         """
         assert not self._running, "the cache is reset only while nothing runs"
         self._engine.reset_cache()
@@ -95,8 +104,8 @@ class BatchedGenerator(QueuedGenerator):
         needed = self._blocks.needed(len(prompt) + params.max_new_tokens)
         if needed > self._blocks.count:
             raise RequestError(
-                f"the request needs {needed} pages of KV memory and the engine has {self._blocks.count}: give it more "
-                "memory"
+                f"the request needs {needed} pages of KV memory and the engine has "
+                f"{self._blocks.count}: give it more memory"
             )
 
     def _turn(self) -> None:
@@ -121,7 +130,8 @@ class BatchedGenerator(QueuedGenerator):
         self._drop_given_up()
 
     def _admit(self) -> bool:
-        """Move waiting requests into free slots, as long as there are pages for them; True if any moved."""
+        """Move waiting requests into free slots, as long as there are pages for them; True if any
+        moved."""
         already, page_tokens = len(self._running), self._engine.page_tokens
         free = [slot for slot in range(self._engine.slots) if slot not in self._running]
         being_computed = {
@@ -135,11 +145,17 @@ class BatchedGenerator(QueuedGenerator):
             entry = heapq.heappop(self._waiting)
             sequence = entry[2]
             prompt = sequence.prompt
-            blocks = sequence.block_names(page_tokens)[self._blocks.cached_pages(prompt) :] if self._reuse else []
+            blocks = (
+                sequence.block_names(page_tokens)[self._blocks.cached_pages(prompt) :]
+                if self._reuse
+                else []
+            )
             if blocks and blocks[0] in being_computed:  # it waits for what another one computes
                 later.append(entry)
                 continue
-            block_table = self._blocks.allocate(prompt, len(prompt) + sequence.params.max_new_tokens, reuse=self._reuse)
+            block_table = self._blocks.allocate(
+                prompt, len(prompt) + sequence.params.max_new_tokens, reuse=self._reuse
+            )
             if block_table is None:  # memory is short: what runs gives some back
                 later.append(entry)
                 break
@@ -159,21 +175,27 @@ class BatchedGenerator(QueuedGenerator):
     def _place(self, slot: int, sequence: SequenceState) -> None:
         self._running[slot] = sequence
         vocabulary = self._engine.config.vocab_size
-        fill_slot(self._state, slot, prompt=sequence.prompt, params=sequence.params, vocabulary=vocabulary)
+        fill_slot(
+            self._state, slot, prompt=sequence.prompt, params=sequence.params, vocabulary=vocabulary
+        )
         self._count_started(sequence)
 
     def _prefill(self) -> None:
-        """Compute prompts: one chunk of `prefill_tokens` if most running requests decode, else until they do. In a
-        batch that nobody watches, what would not fill a call of the engine waits for more.
+        """Compute prompts: one chunk of `prefill_tokens` if most running requests decode, else
+        until they do. In a batch that nobody watches, what would not fill a call of the engine
+        waits for more.
         """
         began = time.monotonic()
-        while pending := [item for item in self._running.items() if not self._state.remaining[item[0]]]:
+        while pending := [
+            item for item in self._running.items() if not self._state.remaining[item[0]]
+        ]:
             budget = self._engine.prefill_tokens
             watched = any(sequence.watched for sequence in self._running.values())
             most = self._most_decode(watched)
             if most and not watched and self._deferred_calls < MAX_DEFERRED_CALLS:
                 waiting = sum(
-                    padded_tokens(self._engine, len(sequence.prompt) - 1 - sequence.computed) for _, sequence in pending
+                    padded_tokens(self._engine, len(sequence.prompt) - 1 - sequence.computed)
+                    for _, sequence in pending
                 )
                 budget = min(budget, waiting - waiting % self._engine.min_call_tokens)
             self._deferred_calls = 0 if budget else self._deferred_calls + 1
@@ -209,9 +231,15 @@ class BatchedGenerator(QueuedGenerator):
         if not self._state.remaining.any():
             return
         began = time.monotonic()
-        decoding = [(slot, sequence) for slot, sequence in self._running.items() if self._state.remaining[slot]]
+        decoding = [
+            (slot, sequence)
+            for slot, sequence in self._running.items()
+            if self._state.remaining[slot]
+        ]
         self._state, decoded = self._engine.decode(self._state)
-        ended = [(slot, sequence) for slot, sequence in decoding if self._take(slot, sequence, decoded)]
+        ended = [
+            (slot, sequence) for slot, sequence in decoding if self._take(slot, sequence, decoded)
+        ]
         self._return(ended)
         self._seconds += time.monotonic() - began
 
@@ -228,7 +256,9 @@ class BatchedGenerator(QueuedGenerator):
             sequence.show()
             return False
         length, reason = ending
-        self._counts["generated_tokens"] -= len(sequence.tokens) - length  # beyond the end: nobody gets them
+        self._counts["generated_tokens"] -= (
+            len(sequence.tokens) - length
+        )  # beyond the end: nobody gets them
         sequence.complete(length, reason, self.policy_version)
         return True
 
@@ -239,12 +269,19 @@ class BatchedGenerator(QueuedGenerator):
             if not sequence.finite:
                 if not sequence.future.done():
                     when = f"after {len(sequence.tokens)} tokens: check its weights"
-                    self._fail(sequence, PolicyError(f"the policy gave a log-probability that is not finite {when}"))
+                    self._fail(
+                        sequence,
+                        PolicyError(f"the policy gave a log-probability that is not finite {when}"),
+                    )
                 self._engine.free_slot(slot, broken_pages=self._blocks.evict(sequence.block_table))
                 self._drop(slot, sequence, held=0)
                 continue
             if self._reuse:
-                flushed.append(FlushRow(slot, sequence.block_table.pages, sequence.flushed, sequence.held_tokens))
+                flushed.append(
+                    FlushRow(
+                        slot, sequence.block_table.pages, sequence.flushed, sequence.held_tokens
+                    )
+                )
         self._engine.flush([row for row in flushed if row.stop > row.start])
         for slot, sequence in ended:
             if slot in self._running:

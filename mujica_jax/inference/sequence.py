@@ -1,6 +1,8 @@
-"""One request between its submission and its completion: its state, what was generated for it, and where that ends.
+"""One request between its submission and its completion: its state, what was generated for it, and
+where that ends.
 
-`PagedSequence` is the part that an engine with pages needs: a prompt, its pages, and how much of it is computed.
+`PagedSequence` is the part that an engine with pages needs: a prompt, its pages, and how much of it
+is computed.
 """
 
 import asyncio
@@ -25,8 +27,12 @@ class PagedSequence:
 
     prompt: np.ndarray  # int32
     block_table: BlockTable = dataclasses.field(init=False)  # from when it has pages
-    computed: int = dataclasses.field(default=0, init=False)  # tokens of the prompt whose keys and values are in memory
-    flushed: int = dataclasses.field(default=0, init=False)  # tokens of the sequence that the pages hold
+    computed: int = dataclasses.field(
+        default=0, init=False
+    )  # tokens of the prompt whose keys and values are in memory
+    flushed: int = dataclasses.field(
+        default=0, init=False
+    )  # tokens of the sequence that the pages hold
     _block_names: list[int] | None = dataclasses.field(default=None, init=False)
 
     @property
@@ -34,7 +40,8 @@ class PagedSequence:
         return self.computed >= len(self.prompt) - 1
 
     def block_names(self, page_tokens: int) -> list[int]:
-        """Return a name for every full page of the prompt, which stands for all tokens up to its end."""
+        """Return a name for every full page of the prompt, which stands for all tokens up to its
+        end."""
         if self._block_names is None:
             name, self._block_names = 0, []
             for start in range(0, (len(self.prompt) - 1) // page_tokens * page_tokens, page_tokens):
@@ -54,7 +61,9 @@ class SequenceState(PagedSequence):
     continues: bool
     future: asyncio.Future  # of its Completion
     shown: asyncio.Queue | None  # whole tokens, as they become final; None where nobody watches
-    token_bytes: Callable[[int], bytes] | None  # a token's text, which stop strings are looked for in
+    token_bytes: (
+        Callable[[int], bytes] | None
+    )  # a token's text, which stop strings are looked for in
     tokens: list[int] = dataclasses.field(default_factory=list)
     # One a token; they stay empty where the engine gives none.
     logprobs: list[float] = dataclasses.field(default_factory=list)
@@ -67,7 +76,9 @@ class SequenceState(PagedSequence):
     def __post_init__(self) -> None:
         self._matcher = None
         if self.params.stop_strings:
-            self._matcher = StopMatcher(self.params.stop_strings, thought_open=self.params.thought_open)
+            self._matcher = StopMatcher(
+                self.params.stop_strings, thought_open=self.params.thought_open
+            )
 
     @property
     def watched(self) -> bool:
@@ -76,8 +87,8 @@ class SequenceState(PagedSequence):
 
     @property
     def held_tokens(self) -> int:
-        """Tokens of the sequence whose keys and values are computed: all but the last, unless the engine went on after
-        it.
+        """Tokens of the sequence whose keys and values are computed: all but the last, unless the
+        engine went on after it.
         """
         return len(self.prompt) + len(self.tokens) - (not self._surplus)
 
@@ -92,8 +103,11 @@ class SequenceState(PagedSequence):
         self.sampling_logprobs += decoded.sampling_logprobs[:steps, slot].tolist()
         return new
 
-    def ending(self, new: Sequence[int], stop_token_ids: Collection[int]) -> tuple[int, FinishReason] | None:
-        """(tokens of the completion, why it ends there) if the new tokens, the last ones taken, end it."""
+    def ending(
+        self, new: Sequence[int], stop_token_ids: Collection[int]
+    ) -> tuple[int, FinishReason] | None:
+        """(tokens of the completion, why it ends there) if the new tokens, the last ones taken, end
+        it."""
         before = len(self.tokens) - len(new)
         for place, token in enumerate(new, start=before):
             if token in stop_token_ids or token in self.params.stop_token_ids:
@@ -128,8 +142,8 @@ class SequenceState(PagedSequence):
 
     def deadline_error(self) -> DeadlineError:
         return DeadlineError(
-            f"the deadline of {self.params.deadline_seconds} s passed after {len(self.tokens)} of up to "
-            f"{self.params.max_new_tokens} tokens: allow more time or send less at once"
+            f"the deadline of {self.params.deadline_seconds} s passed after {len(self.tokens)} of "
+            f"up to {self.params.max_new_tokens} tokens: allow more time or send less at once"
         )
 
     def close(self) -> None:
@@ -146,10 +160,11 @@ def padded_tokens(engine: Engine, tokens: int) -> int:
 def next_prefill(
     engine: Engine, pending: Sequence[tuple[int, Paged]], budget: int
 ) -> tuple[list[PrefillRow], list[tuple[int, Paged]]]:
-    """Return the rows of the next prefill call, of up to `budget` tokens, and those of `pending` that it completes.
+    """Return the rows of the next prefill call, of up to `budget` tokens, and those of `pending`
+    that it completes.
 
-    `pending` are slots and their sequences. A prompt of which nothing is left to compute has a row all the same: it
-    brings what is in its pages to the slot.
+    `pending` are slots and their sequences. A prompt of which nothing is left to compute has a row
+    all the same: it brings what is in its pages to the slot.
     """
     rows, ready = [], []
     for slot, sequence in pending:
@@ -164,7 +179,8 @@ def next_prefill(
 
 
 def next_flush(pages: BlockAllocator, ready: Sequence[tuple[int, PagedSequence]]) -> list[FlushRow]:
-    """Return what must be written to the pages of prompts that were just computed before others can read them."""
+    """Return what must be written to the pages of prompts that were just computed before others can
+    read them."""
     rows, size = [], pages.page_tokens
     for slot, sequence in ready:
         whole = (len(sequence.prompt) - 1) // size * size
@@ -174,13 +190,18 @@ def next_flush(pages: BlockAllocator, ready: Sequence[tuple[int, PagedSequence]]
     return rows
 
 
-def fill_slot(state: SlotState, slot: int, *, prompt: np.ndarray, params: SamplingParams, vocabulary: int) -> None:
+def fill_slot(
+    state: SlotState, slot: int, *, prompt: np.ndarray, params: SamplingParams, vocabulary: int
+) -> None:
     """Write a request into its slot. Nothing is decoded there until `remaining` is set."""
     state.token[slot] = prompt[-1]
     state.position[slot] = len(prompt) - 1
     state.remaining[slot] = 0
-    # What an array cannot hold comes as close as it can: an overflow here would fail everyone who waits.
-    state.temperature[slot] = params.temperature and np.clip(params.temperature, FLOAT32.tiny, FLOAT32.max)
+    # What an array cannot hold comes as close as it can: an overflow here would fail everyone who
+    # waits.
+    state.temperature[slot] = params.temperature and np.clip(
+        params.temperature, FLOAT32.tiny, FLOAT32.max
+    )
     state.seed[slot] = params.seed % 2**32
     state.top_k[slot] = min(params.top_k, vocabulary)
     state.top_p[slot] = params.top_p

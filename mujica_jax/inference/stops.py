@@ -1,19 +1,23 @@
 """Stop strings, found in the bytes of tokens as they are sampled, wherever token borders fall.
 
-What an agent gets that passes `SamplingParams.stop_strings`, from every generator: the completion ends with the token
-that completes one of them. `finish_reason` is then "stop_string" and `stop_string` names it ("stop" is a stop token,
-"length" neither). `token_ids` hold what was sampled, that last token included, and so do the log-probabilities: all of
-it may be learnt. So the text of a completion ends with its stop string, or with what the last token says beyond it: the
-stop `"</a>"` may be completed by a token `">\\n"`, and `text.partition(stop_string)[0]` is what stands before it. A
-stop token in the same place counts first. Of two stop strings that one token completes, the one that ends first counts,
-and the longer of two that end together. A stop string never begins in the prompt.
+What an agent gets that passes `SamplingParams.stop_strings`, from every generator: the completion
+ends with the token that completes one of them. `finish_reason` is then "stop_string" and
+`stop_string` names it ("stop" is a stop token, "length" neither). `token_ids` hold what was
+sampled, that last token included, and so do the log-probabilities: all of it may be learnt. So the
+text of a completion ends with its stop string, or with what the last token says beyond it: the stop
+`"</a>"` may be completed by a token `">\\n"`, and `text.partition(stop_string)[0]` is what stands
+before it. A stop token in the same place counts first. Of two stop strings that one token
+completes, the one that ends first counts, and the longer of two that end together. A stop string
+never begins in the prompt.
 
-Stop strings sleep while a thought is open (`models/thoughts.py`): inside of a thought they end nothing.
-`SamplingParams.thought_open` says that the prompt ends inside of a thought, where the chat template opens one.
+Stop strings sleep while a thought is open (`models/thoughts.py`): inside of a thought they end
+nothing. `SamplingParams.thought_open` says that the prompt ends inside of a thought, where the chat
+template opens one.
 
-The turn has no end-of-turn token: the conversation goes on with `Tokenizer.continue_conversation(text, stopped=False)`,
-and its prompt is found in the prefix cache up to and including that last token, although the engine decodes a few
-tokens further in the same call. Those are thrown away. What is found depends on the sampled tokens alone, not on
+The turn has no end-of-turn token: the conversation goes on with
+`Tokenizer.continue_conversation(text, stopped=False)`, and its prompt is found in the prefix cache
+up to and including that last token, although the engine decodes a few tokens further in the same
+call. Those are thrown away. What is found depends on the sampled tokens alone, not on
 `decode_steps_per_call` or on who else is in the batch.
 """
 
@@ -22,8 +26,11 @@ from collections.abc import Sequence
 from mujica_jax.models.thoughts import LONGEST_TAG_BYTES, THOUGHT_TAG_BYTES, end_of_unopened_thought
 
 
-def first_stop(text: bytes, stops: Sequence[bytes], *, thought_open: bool = False) -> tuple[int, bytes] | None:
-    """Return where the stop string ends that is complete first outside of thoughts, and that stop string.
+def first_stop(
+    text: bytes, stops: Sequence[bytes], *, thought_open: bool = False
+) -> tuple[int, bytes] | None:
+    """Return where the stop string ends that is complete first outside of thoughts, and that stop
+    string.
 
     The same as a `StopMatcher` finds while the text grows."""
     ending, _ = _scan(text, stops, 0, thought_open)
@@ -44,7 +51,8 @@ def first_stop_of_turn(text: str, stops: Sequence[str]) -> tuple[str, str] | Non
 
 
 def before_stop(text: str, stop: str) -> str:
-    """Return a whole turn up to where this string begins outside of thoughts; all of it where it does not."""
+    """Return a whole turn up to where this string begins outside of thoughts; all of it where it
+    does not."""
     ending = first_stop_of_turn(text, [stop])
     return text if ending is None else ending[0].removesuffix(stop)
 
@@ -72,10 +80,13 @@ class StopMatcher:
         return None if ending is None else ending[1].decode()
 
 
-def _scan(text: bytes, stops: Sequence[bytes], seen: int, thought_open: bool) -> tuple[tuple[int, bytes] | None, bool]:
+def _scan(
+    text: bytes, stops: Sequence[bytes], seen: int, thought_open: bool
+) -> tuple[tuple[int, bytes] | None, bool]:
     """Look at what comes after the first `seen` bytes.
 
-    Returns the first ending there, as `first_stop` does, and whether a thought is open at the end of the text.
+    Returns the first ending there, as `first_stop` does, and whether a thought is open at the end
+    of the text.
     """
     awake_from = seen + 1
     for tag in THOUGHT_TAG_BYTES.finditer(text):
@@ -94,8 +105,11 @@ def _scan(text: bytes, stops: Sequence[bytes], seen: int, thought_open: bool) ->
     return _first_ending(text, stops, awake_from, len(text)), False
 
 
-def _first_ending(text: bytes, stops: Sequence[bytes], earliest: int, latest: int) -> tuple[int, bytes] | None:
-    """Return the first stop string that ends between these two positions, and of two that end together the longer."""
+def _first_ending(
+    text: bytes, stops: Sequence[bytes], earliest: int, latest: int
+) -> tuple[int, bytes] | None:
+    """Return the first stop string that ends between these two positions, and of two that end
+    together the longer."""
     endings = []
     for stop in stops:
         place = text.find(stop, max(0, earliest - len(stop)), latest)

@@ -1,18 +1,21 @@
-"""Checkpoints of training: parameters, optimiser state, step, and a small dictionary of the loop around them.
+"""Checkpoints of training: parameters, optimiser state, step, and a small dictionary of the loop
+around them.
 
     directory/000007/arrays/      Orbax, one array a leaf
     directory/000007/about/       Orbax, JSON: the loop's dictionary
     directory/000007/COMMITTED    size and checksum of every file of the two, written after them
 
-Orbax's `CheckpointManager` numbers, writes in the background and removes all but the last `keep`. COMMITTED is ours,
-because Orbax restores most flipped bits without a word: a checkpoint without it, or whose files are not what it lists,
-is ignored, and the one before it is used. The checksums are SHA-256 on local disk, in a bucket the CRC32C that the
-service keeps of what it has stored, for which nothing is read.
+Orbax's `CheckpointManager` numbers, writes in the background and removes all but the last `keep`.
+COMMITTED is ours, because Orbax restores most flipped bits without a word: a checkpoint without it,
+or whose files are not what it lists, is ignored, and the one before it is used. The checksums are
+SHA-256 on local disk, in a bucket the CRC32C that the service keeps of what it has stored, for
+which nothing is read.
 
-A save holds the loop while the arrays are copied to the host. (On CPU there is no copy: a step does not reuse a buffer
-that the writer still looks at.) One save is under way at a time: the next one, a restore, `finish` and the end of a
-`with` block wait for it and raise what went wrong in it. Called by the methods around `learning.trainer.fit`. This file
-is imported with the first phase that is trained: Orbax takes 0.3 s.
+A save holds the loop while the arrays are copied to the host. (On CPU there is no copy: a step does
+not reuse a buffer that the writer still looks at.) One save is under way at a time: the next one, a
+restore, `finish` and the end of a `with` block wait for it and raise what went wrong in it. Called
+by the methods around `learning.trainer.fit`. This file is imported with the first phase that is
+trained: Orbax takes 0.3 s.
 """
 
 import contextlib
@@ -47,16 +50,18 @@ _log = logging.getLogger(__name__)
 
 
 def _is_not_raised_by_finish(record: logging.LogRecord) -> bool:
-    """Orbax logs what its threads raised, with a traceback. `finish` raises the same, and a full disk is worth one
-    sentence."""
+    """Orbax logs what its threads raised, with a traceback. `finish` raises the same, and a full
+    disk is worth one sentence."""
     return record.funcName not in RAISED_BY_FINISH
 
 
 class Checkpoints:
-    """The checkpoints of one directory. Every process of a multi-host run sees the same directory and calls every
-    method."""
+    """The checkpoints of one directory. Every process of a multi-host run sees the same directory
+    and calls every method."""
 
-    def __init__(self, directory: str | PurePath, *, keep: int, io_statistics: IoStatistics | None = None) -> None:
+    def __init__(
+        self, directory: str | PurePath, *, keep: int, io_statistics: IoStatistics | None = None
+    ) -> None:
         """`io_statistics` gets the seconds and bytes of every save and restore."""
         assert keep >= 1, "keep at least one checkpoint"
         path = run_path(directory)
@@ -73,21 +78,29 @@ class Checkpoints:
             max_to_keep=keep,
             step_format_fixed_length=NUMBER_DIGITS,
             create=False,
-            # In place, as in a bucket: a checkpoint counts once its COMMITTED and Orbax's own mark are there.
-            atomicity_options=orbax.options.AtomicityOptions(mode=orbax.options.AtomicityMode.COMMIT_FILE),
+            # In place, as in a bucket: a checkpoint counts once its COMMITTED and Orbax's own mark
+            # are there.
+            atomicity_options=orbax.options.AtomicityOptions(
+                mode=orbax.options.AtomicityMode.COMMIT_FILE
+            ),
             async_options=orbax.AsyncOptions(post_finalization_callback=self._commit),
         )
-        handlers = {"arrays": orbax.StandardCheckpointHandler(), "about": orbax.JsonCheckpointHandler()}
+        handlers = {
+            "arrays": orbax.StandardCheckpointHandler(),
+            "about": orbax.JsonCheckpointHandler(),
+        }
         with _as_user_error(self.directory):
-            self._manager = orbax.CheckpointManager(self.directory, item_handlers=handlers, options=options)
+            self._manager = orbax.CheckpointManager(
+                self.directory, item_handlers=handlers, options=options
+            )
 
     def __enter__(self) -> "Checkpoints":
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Whatever ends the block, a save under way is finished first: at exit its threads would find their executors
-        gone. Not where an error ends one of several processes: a save needs them all, and `distributed.abort` runs no
-        thread's end."""
+        """Whatever ends the block, a save under way is finished first: at exit its threads would
+        find their executors gone. Not where an error ends one of several processes: a save needs
+        them all, and `distributed.abort` runs no thread's end."""
         if error is not None and distributed.processes() > 1:
             return
         try:
@@ -118,17 +131,22 @@ class Checkpoints:
         with _as_user_error(self._folder(number)):
             self.directory.mkdir(parents=True, exist_ok=True)
             if isinstance(self.directory, Path):
-                require_space(self.directory, sum(array.nbytes for array in arrays.values()) + FILES_BYTES)
+                require_space(
+                    self.directory, sum(array.nbytes for array in arrays.values()) + FILES_BYTES
+                )
             self._saving, self._began = number, time.monotonic()
-            items = {"arrays": orbax.args.StandardSave(arrays), "about": orbax.args.JsonSave(loop_state)}
+            items = {
+                "arrays": orbax.args.StandardSave(arrays),
+                "about": orbax.args.JsonSave(loop_state),
+            }
             self._manager.save(number, args=orbax.args.Composite(**items), force=True)
 
     def restore_latest(self, template: State) -> tuple[State, dict[str, Any]] | None:
-        """The newest intact checkpoint, with the structure, types and shardings of `template` (arrays or
-        `jax.ShapeDtypeStruct`s).
+        """The newest intact checkpoint, with the structure, types and shardings of `template`
+        (arrays or `jax.ShapeDtypeStruct`s).
 
-        None if there is none. A checkpoint of other shapes or types is an error: the run directory belongs to another
-        model."""
+        None if there is none. A checkpoint of other shapes or types is an error: the run directory
+        belongs to another model."""
         self.finish()
         for number in sorted(self._manager.all_steps(), reverse=True):
             folder = self._folder(number)
@@ -137,10 +155,16 @@ class Checkpoints:
                 _log.warning("checkpoint %s is damaged and is ignored", folder)
                 continue
             wanted = _flatten(template)
-            with self.io_statistics.timed("read", sum(file["bytes"] for file in files)), _as_user_error(folder):
+            with (
+                self.io_statistics.timed("read", sum(file["bytes"] for file in files)),
+                _as_user_error(folder),
+            ):
                 _refuse_other_arrays(folder, self._manager.item_metadata(number)["arrays"], wanted)
                 abstract = jax.tree.map(orbax.utils.to_shape_dtype_struct, wanted)
-                items = {"arrays": orbax.args.StandardRestore(abstract), "about": orbax.args.JsonRestore()}
+                items = {
+                    "arrays": orbax.args.StandardRestore(abstract),
+                    "about": orbax.args.JsonRestore(),
+                }
                 found = self._manager.restore(number, args=orbax.args.Composite(**items))
             leaves = [found["arrays"][name] for name in wanted]
             return jax.tree.unflatten(jax.tree.structure(template), leaves), found["about"]
@@ -150,7 +174,8 @@ class Checkpoints:
         return self.directory / f"{number:0{NUMBER_DIGITS}d}"
 
     def _commit(self) -> None:
-        """Called in Orbax's thread when all files are written, before older checkpoints are removed."""
+        """Called in Orbax's thread when all files are written, before older checkpoints are
+        removed."""
         if distributed.is_primary() and self._saving is not None:
             size_bytes = _commit(self._folder(self._saving))
             self.seconds_a_save = time.monotonic() - self._began
@@ -178,7 +203,8 @@ def _flatten(state: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _as_user_error(folder: RunPath) -> Iterator[None]:
-    """What is wrong with the disk, or with the bucket after TensorStore's last retry, in a sentence for the user."""
+    """What is wrong with the disk, or with the bucket after TensorStore's last retry, in a sentence
+    for the user."""
     try:
         with as_user_error(folder):
             yield
@@ -187,8 +213,8 @@ def _as_user_error(folder: RunPath) -> Iterator[None]:
         if not failed:
             raise
         raise StoreUnavailable(
-            f"{folder} could not be written or read, at last because of: {reason.strip()[:200]}; see that the bucket "
-            "can be reached and start the same command again"
+            f"{folder} could not be written or read, at last because of: {reason.strip()[:200]}; "
+            "see that the bucket can be reached and start the same command again"
         ) from error
 
 
@@ -205,7 +231,9 @@ def _files(folder: RunPath) -> list[dict[str, Any]]:
         found = describe_folder(folder)
     else:
         objects = folder.objects().items()
-        found = [{"name": name, "bytes": info.bytes, "crc32c": info.crc32c} for name, info in objects]
+        found = [
+            {"name": name, "bytes": info.bytes, "crc32c": info.crc32c} for name, info in objects
+        ]
     return [file for file in found if file["name"].startswith(ITEMS)]
 
 
@@ -221,14 +249,16 @@ def _refuse_other_arrays(folder: RunPath, saved: Any, wanted: dict[str, Any]) ->
         there, here = (list(tree[name].shape) if name in tree else None for tree in (saved, wanted))
         if there != here:
             raise UserError(
-                f"checkpoint {folder} holds another model: {name} is {_words(there)} there and {_words(here)} in this "
-                "run: use the model it was made with, or another run directory"
+                f"checkpoint {folder} holds another model: {name} is {_words(there)} there and "
+                f"{_words(here)} in this run: use the model it was made with, or another run "
+                "directory"
             )
     for name, leaf in wanted.items():
         if (kept := str(saved[name].dtype)) != str(leaf.dtype):
             raise UserError(
                 f"checkpoint {folder} keeps {name} in {kept}, and this run in {leaf.dtype}: leave "
-                "trainer.parameter_dtype and trainer.first_moment_dtype as they were, or use another run directory"
+                "trainer.parameter_dtype and trainer.first_moment_dtype as they were, or use "
+                "another run directory"
             )
 
 

@@ -1,19 +1,23 @@
-"""AdamW or Muon with a cosine learning rate, global-norm clipping, and weight decay on matrices only.
+"""AdamW or Muon with a cosine learning rate, global-norm clipping, and weight decay on matrices
+only.
 
     gradient  := gradient * min(1, clip_norm / |gradient|)
     direction := Adam(gradient) + weight_decay * parameter        (no decay on norm scales and biases)
     parameter := parameter - learning_rate(step) * direction
 
-With `optimizer muon` the layers' matrices follow their orthogonalised momentum (Newton-Schulz), times 0.2
-sqrt(max(inputs, outputs)), instead of Adam's direction. That has the usual size of Adam's, so both take the same
-learning rate (arXiv 2502.16982, section 2.2). Embedding, head, norms, biases and adapters stay with Adam.
+With `optimizer muon` the layers' matrices follow their orthogonalised momentum (Newton-Schulz),
+times 0.2 sqrt(max(inputs, outputs)), instead of Adam's direction. That has the usual size of
+Adam's, so both take the same learning rate (arXiv 2502.16982, section 2.2). Embedding, head, norms,
+biases and adapters stay with Adam.
 
-All of it is computed in float32, whatever parameters and the first moment are kept in. A parameter kept in bfloat16 has
-8 bits: at MyGO's rates (5e-7) an update is a hundredth of their last bit, and rounding to nearest would drop every one.
-So it is rounded up or down at random, up with the probability that keeps the mean, by a key that follows from the step.
+All of it is computed in float32, whatever parameters and the first moment are kept in. A parameter
+kept in bfloat16 has 8 bits: at MyGO's rates (5e-7) an update is a hundredth of their last bit, and
+rounding to nearest would drop every one. So it is rounded up or down at random, up with the
+probability that keeps the mean, by a key that follows from the step.
 
-The learning rate is no part of the optimiser: a `Schedule` is six numbers that reach the compiled step as arguments, so
-warm-up, every round of MyGO and the control run share one compilation. Called by `learning.trainer`.
+The learning rate is no part of the optimiser: a `Schedule` is six numbers that reach the compiled
+step as arguments, so warm-up, every round of MyGO and the control run share one compilation. Called
+by `learning.trainer`.
 """
 
 import math
@@ -34,10 +38,11 @@ MUON_UPDATE_RMS = 0.2  # of Adam's directions, measured where Muon was scaled up
 
 
 class Schedule(NamedTuple):
-    """Linear from 0 to `peak` over `warmup_steps`, then a stretch of half a cosine from `peak` to `end_value` until
-    `total_steps`.
+    """Linear from 0 to `peak` over `warmup_steps`, then a stretch of half a cosine from `peak` to
+    `end_value` until `total_steps`.
 
-    `begin` and `end` say which stretch: 0 is the peak of the cosine, 1 its end, where the rate stays."""
+    `begin` and `end` say which stretch: 0 is the peak of the cosine, 1 its end, where the rate
+    stays."""
 
     peak: np.float32 | Float[Array, ""]
     end_value: np.float32 | Float[Array, ""]
@@ -48,36 +53,57 @@ class Schedule(NamedTuple):
 
 
 def schedule(
-    *, peak: float, end_value: float, total_steps: int, warmup_steps: int = 0, stretch: tuple[float, float] = (0.0, 1.0)
+    *,
+    peak: float,
+    end_value: float,
+    total_steps: int,
+    warmup_steps: int = 0,
+    stretch: tuple[float, float] = (0.0, 1.0),
 ) -> Schedule:
-    """A checked schedule for one phase of training; `stretch` is its part of a cosine that several phases share."""
+    """A checked schedule for one phase of training; `stretch` is its part of a cosine that several
+    phases share."""
     if not 0 <= end_value <= peak:
-        raise UserError(f"the learning rate goes from {peak} down to {end_value}: give an end between 0 and the peak")
+        raise UserError(
+            f"the learning rate goes from {peak} down to {end_value}: give an end between 0 and "
+            "the peak"
+        )
     assert 0 <= stretch[0] <= stretch[1] <= 1, f"{stretch} is no stretch of a cosine"
     if not 0 <= warmup_steps <= total_steps:
         raise UserError(
-            f"{warmup_steps} warm-up steps do not fit into {total_steps} steps: give at most as many warm-up steps as "
-            "steps"
+            f"{warmup_steps} warm-up steps do not fit into {total_steps} steps: give at most as "
+            "many warm-up steps as steps"
         )
     # Fixed types, because a schedule with other types would compile the step again.
     begin, end = map(np.float32, stretch)
-    return Schedule(np.float32(peak), np.float32(end_value), np.int32(total_steps), np.int32(warmup_steps), begin, end)
+    return Schedule(
+        np.float32(peak),
+        np.float32(end_value),
+        np.int32(total_steps),
+        np.int32(warmup_steps),
+        begin,
+        end,
+    )
 
 
 def learning_rate(schedule: Schedule, step: int | Int[Array, ""]) -> Float[Array, ""]:
-    """The rate of the update number `step`, counted from 0. The first warm-up step is not idle: it runs at peak /
-    warmup_steps."""
-    peak, end_value, total_steps, warmup_steps, begin, end = (jnp.asarray(value, jnp.float32) for value in schedule)
+    """The rate of the update number `step`, counted from 0. The first warm-up step is not idle: it
+    runs at peak / warmup_steps."""
+    peak, end_value, total_steps, warmup_steps, begin, end = (
+        jnp.asarray(value, jnp.float32) for value in schedule
+    )
     step = jnp.asarray(step, jnp.float32)
     rising = peak * (step + 1.0) / jnp.maximum(warmup_steps, 1.0)
-    progress = jnp.clip((step - warmup_steps) / jnp.maximum(total_steps - warmup_steps, 1.0), 0.0, 1.0)
+    progress = jnp.clip(
+        (step - warmup_steps) / jnp.maximum(total_steps - warmup_steps, 1.0), 0.0, 1.0
+    )
     progress = begin + (end - begin) * progress
     falling = end_value + (peak - end_value) * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
     return jnp.where(step < warmup_steps, rising, falling)
 
 
 def make_optimizer(config: TrainerConfig) -> optax.GradientTransformation:
-    """Clipping, direction and decay; its updates still want to be multiplied by minus the learning rate."""
+    """Clipping, direction and decay; its updates still want to be multiplied by minus the learning
+    rate."""
     moment = jnp.dtype(config.first_moment_dtype)
     direction = optax.scale_by_adam(b1=config.b1, b2=config.b2, mu_dtype=moment)
     if config.optimizer == "muon":
@@ -85,7 +111,9 @@ def make_optimizer(config: TrainerConfig) -> optax.GradientTransformation:
             optax.contrib.scale_by_muon(
                 beta=MUON_MOMENTUM,
                 mu_dtype=moment,
-                weight_dimension_numbers=lambda params: jax.tree.map_with_path(_matrix_dimensions, params),
+                weight_dimension_numbers=lambda params: jax.tree.map_with_path(
+                    _matrix_dimensions, params
+                ),
             ),
             optax.stateless(lambda updates, _: jax.tree.map_with_path(_sized_like_adam, updates)),
         )
@@ -98,17 +126,26 @@ def make_optimizer(config: TrainerConfig) -> optax.GradientTransformation:
 
 
 def _transformations(params: Any) -> Any:
-    """Which transformation each parameter has: Muon for the matrices of the layers, by the names of `models.layers`."""
-    return jax.tree.map_with_path(lambda path, _: "muon" if path_name(path).endswith("_kernel") else "adamw", params)
+    """Which transformation each parameter has: Muon for the matrices of the layers, by the names of
+    `models.layers`."""
+    return jax.tree.map_with_path(
+        lambda path, _: "muon" if path_name(path).endswith("_kernel") else "adamw", params
+    )
 
 
-def _matrix_dimensions(path: jax.tree_util.KeyPath, kernel: Array) -> optax.contrib.MuonDimensionNumbers:
+def _matrix_dimensions(
+    path: jax.tree_util.KeyPath, kernel: Array
+) -> optax.contrib.MuonDimensionNumbers:
     """Which dimensions of a kernel are inputs and which outputs; the first one is the layer."""
     first_output = kernel.ndim - 1 if path_name(path).endswith("output_kernel") else 2
-    return optax.contrib.MuonDimensionNumbers(tuple(range(1, first_output)), tuple(range(first_output, kernel.ndim)))
+    return optax.contrib.MuonDimensionNumbers(
+        tuple(range(1, first_output)), tuple(range(first_output, kernel.ndim))
+    )
 
 
-def _sized_like_adam(path: jax.tree_util.KeyPath, update: Float[Array, "..."]) -> Float[Array, "..."]:
+def _sized_like_adam(
+    path: jax.tree_util.KeyPath, update: Float[Array, "..."]
+) -> Float[Array, "..."]:
     dimensions = _matrix_dimensions(path, update)
     inputs, outputs = (
         math.prod(update.shape[axis] for axis in np.atleast_1d(axes))
@@ -122,27 +159,35 @@ def apply_updates(params: Any, direction: Any, rate: Float[Array, ""], step: Int
     leaves, structure = jax.tree.flatten(params)
     changed = [
         _rounded(leaf.astype(jnp.float32) - rate * change, leaf.dtype, step, number)
-        for number, (leaf, change) in enumerate(zip(leaves, jax.tree.leaves(direction), strict=True))
+        for number, (leaf, change) in enumerate(
+            zip(leaves, jax.tree.leaves(direction), strict=True)
+        )
     ]
     return jax.tree.unflatten(structure, changed)
 
 
-def _rounded(values: Float[Array, "..."], dtype: Any, step: Int[Array, ""], number: int) -> Float[Array, "..."]:
-    """Float32 as it is; bfloat16 is the upper half of its bits, and random lower bits carry into it as often as they
-    should."""
+def _rounded(
+    values: Float[Array, "..."], dtype: Any, step: Int[Array, ""], number: int
+) -> Float[Array, "..."]:
+    """Float32 as it is; bfloat16 is the upper half of its bits, and random lower bits carry into it
+    as often as they should."""
     if dtype == jnp.float32:
         return values
     assert dtype == jnp.bfloat16, f"parameters are kept in float32 or bfloat16, not in {dtype}"
     key = jax.random.fold_in(jax.random.key(number), step)
     noise = jax.random.bits(key, values.shape, jnp.uint16).astype(jnp.uint32)
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + noise
-    return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32).astype(jnp.bfloat16)
+    return jax.lax.bitcast_convert_type(bits & jnp.uint32(0xFFFF0000), jnp.float32).astype(
+        jnp.bfloat16
+    )
 
 
 def decayed(params: Any) -> Any:
-    """True for matrices, False for norm scales and biases. By name: stacked over layers, all of them have two
-    dimensions or more."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: not path_name(path).endswith(("norm", "bias")), params)
+    """True for matrices, False for norm scales and biases. By name: stacked over layers, all of
+    them have two dimensions or more."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: not path_name(path).endswith(("norm", "bias")), params
+    )
 
 
 def path_name(path: jax.tree_util.KeyPath) -> str:

@@ -1,9 +1,10 @@
-"""A window of training steps under JAX's profiler (`--profile.steps 20 25`), written into the run directory once a
-start.
+"""A window of training steps under JAX's profiler (`--profile.steps 20 25`), written into the run
+directory once a start.
 
-The trace begins before the first step of the window is dispatched and ends when the last one is done on the device. The
-phase is the first that reaches the window, or the one that `--profile.phase` names; a phase that cannot show the window
-whole says so. docs/metrics.md says how to open what is written.
+The trace begins before the first step of the window is dispatched and ends when the last one is
+done on the device. The phase is the first that reaches the window, or the one that
+`--profile.phase` names; a phase that cannot show the window whole says so. docs/metrics.md says how
+to open what is written.
 """
 
 import contextlib
@@ -20,11 +21,15 @@ FOLDER = "profile"
 
 
 class ProfileWindow:
-    """The window of one run. `methods.run` asks it how far it may train at a stretch, and tells it before and after."""
+    """The window of one run. `methods.run` asks it how far it may train at a stretch, and tells it
+    before and after."""
 
-    def __init__(self, config: ProfileConfig, directory: RunPath, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, config: ProfileConfig, directory: RunPath, say: Callable[[str], None]
+    ) -> None:
         self._steps, self._phase, self._say = config.steps, config.phase, say
-        # The profiler writes to local disk: where the run is in a bucket, into the folder that it was started in.
+        # The profiler writes to local disk: where the run is in a bucket, into the folder that it
+        # was started in.
         self._directory = (directory if isinstance(directory, Path) else Path()) / FOLDER
         self._open: tuple[int, int] | None = None  # the window, while a phase that shows it trains
         self._tracing = False
@@ -32,8 +37,8 @@ class ProfileWindow:
 
     @contextlib.contextmanager
     def of_phase(self, name: str, *, done: int, steps: int) -> Iterator[None]:
-        """A phase that goes from step `done` to `steps`. A trace that an error or a signal interrupts is ended and
-        kept."""
+        """A phase that goes from step `done` to `steps`. A trace that an error or a signal
+        interrupts is ended and kept."""
         self._name = name
         self._open = self._window(name, done, steps)
         try:
@@ -69,8 +74,8 @@ class ProfileWindow:
         if self._steps is not None:
             where = "no phase" if self._phase is None else f"no phase {self._phase}"
             self._say(
-                f"profile.steps {self._steps[0]} {self._steps[1]}: {where} of this run trained these steps from their "
-                "beginning, and nothing was traced"
+                f"profile.steps {self._steps[0]} {self._steps[1]}: {where} of this run trained "
+                "these steps from their beginning, and nothing was traced"
             )
 
     def _window(self, name: str, done: int, steps: int) -> tuple[int, int] | None:
@@ -78,10 +83,16 @@ class ProfileWindow:
             return None
         first, last = self._steps
         if last > steps:
-            self._say(f"{name} has {steps} steps and profile.steps is {first} {last}: this phase is not traced")
+            self._say(
+                f"{name} has {steps} steps and profile.steps is {first} {last}: this phase is not "
+                "traced"
+            )
             return None
         if done >= first:
-            self._say(f"{name} goes on after step {done} and profile.steps is {first} {last}: this phase is not traced")
+            self._say(
+                f"{name} goes on after step {done} and profile.steps is {first} {last}: this phase "
+                "is not traced"
+            )
             return None
         return first, last
 
@@ -89,4 +100,7 @@ class ProfileWindow:
         self._tracing = False
         jax.profiler.stop_trace()
         assert self._directory.exists(), "the profiler writes where it was told to"
-        self._say(f"profile.steps: {how}; the trace is in {self._directory / self._name.replace(' ', '-')}")
+        self._say(
+            f"profile.steps: {how}; the trace is in "
+            f"{self._directory / self._name.replace(' ', '-')}"
+        )

@@ -1,29 +1,30 @@
-"""The trainer: one compiled step of a loss (`learning.losses`) on packed rows, and the loop around it.
+"""The trainer: one compiled step of a loss (`learning.losses`) on packed rows, and the loop around
+it.
 
 The loop's order is fixed:
 
     1. stop, if asked to;
-    2. draw the batch of this step, a pure function of (seed, step), from a Grain iterator whose place is saved with the
-       state;
+    2. draw the batch of this step, a pure function of (seed, step), from a Grain iterator whose
+       place is saved with the state;
     3. dispatch the step;
-    4. read the metrics of the step before, while this one runs; a loss or gradient that is not finite, and too many
-       spikes (`learning.spike_guard`), end the run here.
+    4. read the metrics of the step before, while this one runs; a loss or gradient that is not
+       finite, and too many spikes (`learning.spike_guard`), end the run here.
 
-The metrics of the last step are read before `fit` returns, and no batch is drawn beyond it: what it returns is never
-broken and may be saved. A run restored from there continues with exactly the batches it would have seen. Where to save,
-a caller cuts the phase into stretches.
+The metrics of the last step are read before `fit` returns, and no batch is drawn beyond it: what it
+returns is never broken and may be saved. A run restored from there continues with exactly the
+batches it would have seen. Where to save, a caller cuts the phase into stretches.
 
-The step is compiled once a process for each (rows, row_tokens), shared by all phases and all trainers of one model and
-loss: the learning-rate schedule is an argument. Parameters, optimiser state and batch lie on the mesh (data, fsdp,
-tensor). Called by the methods.
+The step is compiled once a process for each (rows, row_tokens), shared by all phases and all
+trainers of one model and loss: the learning-rate schedule is an argument. Parameters, optimiser
+state and batch lie on the mesh (data, fsdp, tensor). Called by the methods.
 
-With `accumulation_steps` the rows of a batch go through the model part by part inside the step. The gradients of the
-parts, each divided by what the loss counts in the whole batch, add up in float32 to the gradient of the whole;
-activations take the memory of one part.
+With `accumulation_steps` the rows of a batch go through the model part by part inside the step. The
+gradients of the parts, each divided by what the loss counts in the whole batch, add up in float32
+to the gradient of the whole; activations take the memory of one part.
 
-With `lora_rank` the decoder gets adapters (`models.lora`) and only they have gradients, moments and decay: its own
-weights go through a step untouched, bit for bit. What leaves the trainer (`policy`, `decoder`) is a plain decoder with
-the adapters merged into its weights.
+With `lora_rank` the decoder gets adapters (`models.lora`) and only they have gradients, moments and
+decay: its own weights go through a step untouched, bit for bit. What leaves the trainer (`policy`,
+`decoder`) is a plain decoder with the adapters merged into its weights.
 """
 
 import dataclasses
@@ -46,7 +47,13 @@ from mujica_jax.errors import UserError
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.mle import MLE
-from mujica_jax.learning.optimizer import Schedule, apply_updates, learning_rate, make_optimizer, schedule
+from mujica_jax.learning.optimizer import (
+    Schedule,
+    apply_updates,
+    learning_rate,
+    make_optimizer,
+    schedule,
+)
 from mujica_jax.learning.spike_guard import detect_spike, no_spikes, raise_if_too_many
 from mujica_jax.models.attention import resolve
 from mujica_jax.models.decoder import Decoder
@@ -58,9 +65,12 @@ from mujica_jax.trajectories.packing import Batch, PackedRows
 
 
 class TrainState(NamedTuple):
-    """All that a step changes. `Trainer.train_step` consumes it: its buffers are reused for the next state."""
+    """All that a step changes. `Trainer.train_step` consumes it: its buffers are reused for the
+    next state."""
 
-    step: Int[Array, ""]  # updates made in this phase; the schedule and the order of batches count from its start
+    step: Int[
+        Array, ""
+    ]  # updates made in this phase; the schedule and the order of batches count from its start
     params: nnx.State  # with LoRA: the frozen weights and the adapters
     opt_state: Any  # of what is trained
     spikes: Any = ()  # `learning.spike_guard.Spikes` where the configuration asks for it
@@ -73,8 +83,12 @@ class StepMetrics:
     grad_norm: float  # before clipping
     learning_rate: float
     trained_tokens: int
-    skipped: int = 0  # updates of this phase that were spikes and were not made (`learning.spike_guard`)
-    of_loss: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what this loss tells of itself, by name
+    skipped: int = (
+        0  # updates of this phase that were spikes and were not made (`learning.spike_guard`)
+    )
+    of_loss: Mapping[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # what this loss tells of itself, by name
 
     def values(self) -> dict[str, float | int]:
         """All but the step, under the names that the training log has."""
@@ -95,7 +109,8 @@ class NotFinite(UserError):
 
 
 class Trainer:
-    """A model on a mesh with its compiled step. It holds no weights: they live in the `TrainState` that goes round."""
+    """A model on a mesh with its compiled step. It holds no weights: they live in the `TrainState`
+    that goes round."""
 
     def __init__(
         self,
@@ -104,9 +119,9 @@ class Trainer:
         loss: Loss | None = None,
         devices: Sequence[Any] | None = None,
     ) -> None:
-        """With this loss (None: maximum likelihood with `z_loss`), on these devices (None: those that are here); they
-        may be of a topology that is only compiled for. States know nothing of the loss: trainers of one model pass them
-        on to each other."""
+        """With this loss (None: maximum likelihood with `z_loss`), on these devices (None: those
+        that are here); they may be of a topology that is only compiled for. States know nothing of
+        the loss: trainers of one model pass them on to each other."""
         check_rows(config)
         check_rank(model, config.lora_rank)
         self.model, self.config = model, config
@@ -115,8 +130,8 @@ class Trainer:
         self._program = _program(model, config, self.loss, self.mesh)
 
     def initial_state(self, decoder: Decoder, *, seed: int = 0) -> TrainState:
-        """Step 0 with a copy of the decoder's weights and an empty optimiser; `seed` draws the adapters, where there
-        are some."""
+        """Step 0 with a copy of the decoder's weights and an empty optimiser; `seed` draws the
+        adapters, where there are some."""
         kept = jnp.dtype(self.config.parameter_dtype)
         weights = jax.tree.map(lambda array: jnp.asarray(array, kept), nnx.state(decoder))
         weights = jax.device_put(weights, self._program.policy_shardings, may_alias=False)
@@ -124,19 +139,22 @@ class Trainer:
             return self._program.empty_state(weights, np.uint32(seed))
 
     def next_phase(self, state: TrainState) -> TrainState:
-        """The same weights at step 0 of another schedule; Adam's moments are kept and still know the gradients, and
-        what a usual loss is has to be learnt again."""
+        """The same weights at step 0 of another schedule; Adam's moments are kept and still know
+        the gradients, and what a usual loss is has to be learnt again."""
         shardings = self._program.shardings
-        spikes = jax.device_put(no_spikes(), shardings.spikes) if self.config.spike_deviations else ()
+        spikes = (
+            jax.device_put(no_spikes(), shardings.spikes) if self.config.spike_deviations else ()
+        )
         return state._replace(step=jax.device_put(np.int32(0), shardings.step), spikes=spikes)
 
     def abstract_state(self) -> TrainState:
-        """Shapes, types and shardings of a state, without its arrays: what a checkpoint is restored into."""
+        """Shapes, types and shardings of a state, without its arrays: what a checkpoint is restored
+        into."""
         return self._program.abstract_state
 
     def policy(self, state: TrainState) -> nnx.State:
-        """The weights of a plain decoder, adapters merged in. They may share memory with `state`: copy what is to
-        outlive it."""
+        """The weights of a plain decoder, adapters merged in. They may share memory with `state`:
+        copy what is to outlive it."""
         with jax.set_mesh(self.mesh):
             return self._program.policy(state.params)
 
@@ -144,9 +162,11 @@ class Trainer:
         """A decoder of its own memory, so that training may go on while it samples."""
         return nnx.merge(self._program.policy_graph, jax.tree.map(jnp.copy, self.policy(state)))
 
-    def train_step(self, state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
-        """One update with this process's `own_rows` of a batch. Returns at once, with metrics that are still being
-        computed; `state` cannot be used again."""
+    def train_step(
+        self, state: TrainState, batch: Batch, schedule: Schedule
+    ) -> tuple[TrainState, dict[str, Array]]:
+        """One update with this process's `own_rows` of a batch. Returns at once, with metrics that
+        are still being computed; `state` cannot be used again."""
         with jax.set_mesh(self.mesh):
             return self._program.train_step(state, shard_batch(batch, self.mesh), schedule)
 
@@ -155,17 +175,23 @@ class Trainer:
         return own_rows(self.config.rows_per_step, self.mesh)
 
     def lower_step(self) -> jax.stages.Lowered:
-        """One update of the configured batch, lowered for the mesh without any array: `.compile()` asks for no
-        device."""
+        """One update of the configured batch, lowered for the mesh without any array: `.compile()`
+        asks for no device."""
         shape = (self.config.rows_per_step, self.config.row_tokens)
         rows = NamedSharding(self.mesh, PartitionSpec(RULES["batch"].mesh_axes))
         integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
         mask: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=rows)
         numbers: Any = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=rows)
-        batch = Batch(integers, integers, integers, mask, {name: numbers for name in self.loss.columns})
+        batch = Batch(
+            integers, integers, integers, mask, {name: numbers for name in self.loss.columns}
+        )
         with jax.set_mesh(self.mesh):
             step: Any = self._program.train_step
-            return step.lower(self._program.abstract_state, batch, schedule(peak=1.0, end_value=1.0, total_steps=1))
+            return step.lower(
+                self._program.abstract_state,
+                batch,
+                schedule(peak=1.0, end_value=1.0, total_steps=1),
+            )
 
     def score(self, state: TrainState, rows: PackedRows) -> Float[np.ndarray, "rows time"]:
         """log p of every token given its prefix in its segment; 0 for padding and first tokens."""
@@ -175,7 +201,9 @@ class Trainer:
             # A last batch that is short begins again, to keep its shape.
             batch = rows.batch(chosen[self.own_rows()] % rows.num_rows)
             with jax.set_mesh(self.mesh):
-                scored = np.asarray(self._program.score(state.params, shard_batch(batch, self.mesh)))
+                scored = np.asarray(
+                    self._program.score(state.params, shard_batch(batch, self.mesh))
+                )
             inside = chosen < rows.num_rows
             scores[chosen[inside]] = scored[inside]
         return scores
@@ -193,10 +221,11 @@ def fit(
     on_step: Callable[[StepMetrics], None] = lambda metrics: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> FitResult:
-    """Train from `state.step` until `steps` updates are made in this phase, or `should_stop` ends the loop.
+    """Train from `state.step` until `steps` updates are made in this phase, or `should_stop` ends
+    the loop.
 
-    `input_state` is what the checkpoint of `state` says about the place in the data; without one it is the place of
-    `state.step`. `on_step` sees every step once, in order."""
+    `input_state` is what the checkpoint of `state` says about the place in the data; without one it
+    is the place of `state.step`. `on_step` sees every step once, in order."""
     own, columns = trainer.own_rows(), trainer.loss.columns
     batches = Batches(rows, trainer.config.rows_per_step, seed=seed, own=own, columns=columns)
     done = int(state.step)
@@ -227,8 +256,9 @@ def _read(step: int, metrics: dict[str, Array], *, max_skips: int) -> StepMetric
     values: dict[str, Any] = {name: np.asarray(value).item() for name, value in metrics.items()}
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
         raise NotFinite(
-            f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the run ends before this "
-            "is saved; lower the learning rate or start from another checkpoint"
+            f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the "
+            "run ends before this is saved; lower the learning rate or start from another "
+            "checkpoint"
         )
     if "skipped" in values:
         raise_if_too_many(values, step=step, most=max_skips)
@@ -254,15 +284,20 @@ class _Program:
 
 @functools.lru_cache(maxsize=8)
 def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh) -> _Program:
-    """Kept for the life of the process, so that a second trainer of the same model compiles nothing."""
+    """Kept for the life of the process, so that a second trainer of the same model compiles
+    nothing."""
     plain = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)))
     policy_graph, abstract_weights = nnx.split(plain)
     kept = jnp.dtype(config.parameter_dtype)
-    abstract_weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, kept), abstract_weights)
+    abstract_weights = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, kept), abstract_weights
+    )
     rank, alpha = config.lora_rank, config.lora_alpha
 
     def with_adapters(decoder: Decoder, seed: Any) -> Decoder:
-        return adapted(decoder, rank=rank, alpha=alpha, key=jax.random.key(seed)) if rank else decoder
+        return (
+            adapted(decoder, rank=rank, alpha=alpha, key=jax.random.key(seed)) if rank else decoder
+        )
 
     graph = nnx.graphdef(nnx.eval_shape(lambda: with_adapters(plain, 0)))
     optimizer = make_optimizer(config)
@@ -286,7 +321,9 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     attention = resolve(config.attention, time=config.row_tokens, platform=platform)
 
-    def train_step(state: TrainState, batch: Batch, schedule: Schedule) -> tuple[TrainState, dict[str, Array]]:
+    def train_step(
+        state: TrainState, batch: Batch, schedule: Schedule
+    ) -> tuple[TrainState, dict[str, Array]]:
         trained, frozen = split(state.params)
         counts = loss.counts(batch)
 
@@ -305,37 +342,53 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
         direction, opt_state = optimizer.update(gradient, state.opt_state, wide)
         rate = learning_rate(schedule, state.step)
         after, spikes = apply_updates(trained, direction, rate, state.step), state.spikes
-        metrics |= counts | {"loss": value, "grad_norm": optax.global_norm(gradient), "learning_rate": rate}
+        metrics |= counts | {
+            "loss": value,
+            "grad_norm": optax.global_norm(gradient),
+            "learning_rate": rate,
+        }
         if config.spike_deviations:
             limits = {"deviations": config.spike_deviations, "window": config.spike_window_steps}
             skip, spikes = detect_spike(spikes, value, metrics["grad_norm"], **limits)
             # Chosen, not mixed, so that each is what it was.
-            after, opt_state = optax.tree.where(skip, (trained, state.opt_state), (after, opt_state))
+            after, opt_state = optax.tree.where(
+                skip, (trained, state.opt_state), (after, opt_state)
+            )
             metrics |= {"skipped": spikes.skipped, "skipped_in_a_row": spikes.in_a_row}
-        return TrainState(state.step + 1, nnx.merge_state(after, frozen), opt_state, spikes), metrics
+        return TrainState(
+            state.step + 1, nnx.merge_state(after, frozen), opt_state, spikes
+        ), metrics
 
     def score(params: nnx.State, batch: Batch) -> Array:
-        return token_log_probs(nnx.merge(graph, params), batch, attention=attention, remat=config.remat)
+        return token_log_probs(
+            nnx.merge(graph, params), batch, attention=attention, remat=config.remat
+        )
 
     abstract_state = jax.eval_shape(empty_state, abstract_weights, np.uint32(0))
-    shardings, policy_shardings = shardings_of(abstract_state, mesh), shardings_of(abstract_weights, mesh)
+    shardings, policy_shardings = (
+        shardings_of(abstract_state, mesh),
+        shardings_of(abstract_weights, mesh),
+    )
     whole = NamedSharding(mesh, PartitionSpec())
     return _Program(
         policy_graph=policy_graph,
         policy_shardings=policy_shardings,
         policy=jax.jit(policy, out_shardings=policy_shardings) if rank else lambda params: params,
-        abstract_state=jax.tree.map(lambda leaf, at: leaf.update(sharding=at), abstract_state, shardings),
+        abstract_state=jax.tree.map(
+            lambda leaf, at: leaf.update(sharding=at), abstract_state, shardings
+        ),
         shardings=shardings,
         empty_state=jax.jit(empty_state, out_shardings=shardings, donate_argnums=0),
-        # The state's layout is fixed on the way out, or the compiler might choose another one and compile again for it.
+        # The state's layout is fixed on the way out, or the compiler might choose another one and
+        # compile again for it.
         train_step=jax.jit(train_step, out_shardings=(shardings, whole), donate_argnums=0),
         score=jax.jit(score, out_shardings=whole),
     )
 
 
 def _parts(batch: Batch, count: int, mesh: Mesh) -> Batch:
-    """The rows in `count` parts, [count, rows / count, time]. Part n has every count-th row from n on, so that each
-    device cuts what it holds and no row moves."""
+    """The rows in `count` parts, [count, rows / count, time]. Part n has every count-th row from n
+    on, so that each device cuts what it holds and no row moves."""
     layout = NamedSharding(mesh, PartitionSpec(None, RULES["batch"].mesh_axes))
 
     def cut(array: Array) -> Array:
@@ -346,15 +399,23 @@ def _parts(batch: Batch, count: int, mesh: Mesh) -> Batch:
 
 
 def _accumulated(
-    loss_and_gradient: Callable[[nnx.State, Batch], tuple[tuple[Array, dict[str, Array]], nnx.State]],
+    loss_and_gradient: Callable[
+        [nnx.State, Batch], tuple[tuple[Array, dict[str, Array]], nnx.State]
+    ],
     trained: nnx.State,
     parts: Batch,
 ) -> tuple[tuple[Array, dict[str, Array]], nnx.State]:
-    """Loss, metrics and gradient of all parts together: each is divided by a count of the whole already."""
+    """Loss, metrics and gradient of all parts together: each is divided by a count of the whole
+    already."""
 
-    def add_part(total: tuple[Array, nnx.State], part: Batch) -> tuple[tuple[Array, nnx.State], dict[str, Array]]:
+    def add_part(
+        total: tuple[Array, nnx.State], part: Batch
+    ) -> tuple[tuple[Array, nnx.State], dict[str, Array]]:
         (loss, metrics), gradient = loss_and_gradient(trained, part)
-        return (total[0] + loss, optax.tree.add(total[1], optax.tree.cast(gradient, jnp.float32))), metrics
+        return (
+            total[0] + loss,
+            optax.tree.add(total[1], optax.tree.cast(gradient, jnp.float32)),
+        ), metrics
 
     nothing = optax.tree.zeros_like(trained, dtype=jnp.float32)
     (loss, gradient), metrics = jax.lax.scan(add_part, (jnp.zeros((), jnp.float32), nothing), parts)

@@ -1,23 +1,25 @@
-"""DecEx-RAG: a search tree for each question, maximum likelihood on the best chains, then DPO on the executions and
-decisions that the trees scored (section 2.3 and appendix A.2 of the paper).
+"""DecEx-RAG: a search tree for each question, maximum likelihood on the best chains, then DPO on
+the executions and decisions that the trees scored (section 2.3 and appendix A.2 of the paper).
 
-The phases: a warm-up, or the checkpoint as it is where `warmup.steps` is 0; `trees`, all of the run's questions from
-that policy, a shard at a time; `sft`; `dpo`, whose reference is the policy that it begins with. Each of the last two
-can be left out. `methods/search_tree.py` has the trees and how we read them, `methods/tree_records.py` what is kept of
-them; a restart finds that, and the log-probabilities of the reference, in the run directory.
+The phases: a warm-up, or the checkpoint as it is where `warmup.steps` is 0; `trees`, all of the
+run's questions from that policy, a shard at a time; `sft`; `dpo`, whose reference is the policy
+that it begins with. Each of the last two can be left out. `methods/search_tree.py` has the trees
+and how we read them, `methods/tree_records.py` what is kept of them; a restart finds that, and the
+log-probabilities of the reference, in the run directory.
 
-The policy writes a tree alone, or a second model behind `method.remote` writes all of it but the executions of
-retrieval decisions, as Qwen3-30B-A3B did in the paper for Qwen2.5-7B-Instruct (section 3.2).
+The policy writes a tree alone, or a second model behind `method.remote` writes all of it but the
+executions of retrieval decisions, as Qwen3-30B-A3B did in the paper for Qwen2.5-7B-Instruct
+(section 3.2).
 
 Differences from the paper, besides those of the tree and of the agent:
 
-- SFT learns the path from root to leaf where a leaf has the tree's best reward, and one path where several have. Where
-  no leaf has it, an episode that was played from a node and has it stands in. A chain is learnt if it earns
-  `min_reward`; the paper does not say whether a wrong one is learnt.
-- A chain is one row with all of its turns trained. The paper cuts it into pairs of input and output at the searches,
-  which trains the same tokens given the same tokens before them.
-- beta 0.1, the learning rate 5e-7 and one epoch of DPO are ours, and so are the learning rates and epochs of SFT: the
-  paper published none.
+- SFT learns the path from root to leaf where a leaf has the tree's best reward, and one path where
+  several have. Where no leaf has it, an episode that was played from a node and has it stands in. A
+  chain is learnt if it earns `min_reward`; the paper does not say whether a wrong one is learnt.
+- A chain is one row with all of its turns trained. The paper cuts it into pairs of input and output
+  at the searches, which trains the same tokens given the same tokens before them.
+- beta 0.1, the learning rate 5e-7 and one epoch of DPO are ours, and so are the learning rates and
+  epochs of SFT: the paper published none.
 """
 
 import asyncio
@@ -37,7 +39,14 @@ from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.phases import WARM_UP, Phase, PhaseResult, PhaseState
 from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.methods.rollouts import score_once
-from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round, sampling
+from mujica_jax.methods.rounds import (
+    attempt,
+    close_round,
+    finished_round,
+    method_of,
+    questions_a_round,
+    sampling,
+)
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.search_tree import Growth, Tree
 from mujica_jax.methods.shares import play_share
@@ -60,7 +69,8 @@ REFERENCE = "phases/dpo-reference.npy"
 
 
 def decex(run: Run) -> list[PhaseResult]:
-    """The warm-up, SFT and DPO, and the control if asked for. Finished phases are read from the run directory."""
+    """The warm-up, SFT and DPO, and the control if asked for. Finished phases are read from the run
+    directory."""
     config = method_of(run, DecexTreeConfig)
     start, first, demonstrations = begin(run)
     began = time.monotonic()
@@ -74,8 +84,8 @@ def decex(run: Run) -> list[PhaseResult]:
     _tell(run, records, found)
     if found["unfinished"] or found["budget_spent"]:
         run.progress.line(
-            f"{found['unfinished']} of {len(trees)} trees have no chain, {found['budget_spent']} trees spent "
-            f"method.budget_tokens {config.budget_tokens}; what they made is kept"
+            f"{found['unfinished']} of {len(trees)} trees have no chain, {found['budget_spent']} "
+            f"trees spent method.budget_tokens {config.budget_tokens}; what they made is kept"
         )
     spent = int(sum(tree.counts["forward_tokens"] for tree in trees))
     sampled = int(sum(tree.counts["finished"] for tree in trees))
@@ -87,11 +97,13 @@ def decex(run: Run) -> list[PhaseResult]:
         results.append(result)
         began, spent, sampled = time.monotonic(), 0, 0
     if pairs:
-        results.append(_learn_pairs(run, state, pairs, began=began, trajectories=sampled, forward_tokens=spent))
+        results.append(
+            _learn_pairs(run, state, pairs, began=began, trajectories=sampled, forward_tokens=spent)
+        )
     elif config.dpo:
         run.progress.line(
-            f"{DPO.name}: the {len(trees)} trees left no preference pair that fits trainer.row_tokens "
-            f"{run.config.trainer.row_tokens}; the policy stays as it is"
+            f"{DPO.name}: the {len(trees)} trees left no preference pair that fits "
+            f"trainer.row_tokens {run.config.trainer.row_tokens}; the policy stays as it is"
         )
     return with_control(run, start, demonstrations, first, results)
 
@@ -131,7 +143,11 @@ def _expanded(run: Run, state: PhaseState) -> list[Trajectory]:
             records += found
             grown = min(len(questions), (index + 1) * size)
             stage.update(grown)
-    rewards = [record.reward for record in records if not is_pair(record) and not record.is_environment_fault]
+    rewards = [
+        record.reward
+        for record in records
+        if not is_pair(record) and not record.is_environment_fault
+    ]
     close_round(run, ROUND, entries, mean_reward=statistics.fmean(rewards))
     return records
 
@@ -155,9 +171,11 @@ def _grown(
     endpoint: Endpoint | None,
     on_tree: Callable[[int, float], None],
 ) -> list[Trajectory]:
-    """Grow the trees of a shard, which share the engine. Their nodes are written before the shard is.
+    """Grow the trees of a shard, which share the engine. Their nodes are written before the shard
+    is.
 
-    Raises UserError where all of them are lost to the retriever: nothing of the shard is kept then."""
+    Raises UserError where all of them are lost to the retriever: nothing of the shard is kept then.
+    """
     config, agent, began = method_of(run, DecexTreeConfig), run.agent, time.monotonic()
     assert isinstance(agent, Decex), "checked with the configuration"
     writer = _writer(run, endpoint)
@@ -182,15 +200,18 @@ def _grown(
 
     async def all_of_them() -> list[Tree]:
         gate = asyncio.Semaphore(run.config.engine.slots)
-        return await gather_polled([one(question, gate) for question in asked], run.preemption.check)
+        return await gather_polled(
+            [one(question, gate) for question in asked], run.preemption.check
+        )
 
     trees = asyncio.run(all_of_them())
     if all(best_chain(tree, config.retrievals)[0].is_environment_fault for tree in trees):
         failed = int(sum(tree.counts["retriever_failed"] for tree in trees))
         tries = run.config.faults.repeats + 1
         raise UserError(
-            f"{failed} searches failed, each in {tries} tries, and none of {len(trees)} trees came to an end: start "
-            "the retriever again or correct its address, then give the same command; finished shards are kept"
+            f"{failed} searches failed, each in {tries} tries, and none of {len(trees)} trees came "
+            "to an end: start the retriever again or correct its address, then give the same "
+            "command; finished shards are kept"
         )
     seconds = (time.monotonic() - began) / len(trees)
     run.store.create(f"trees/shard-{shard:05d}.parquet", encode_nodes(trees))
@@ -199,20 +220,23 @@ def _grown(
 
 def _tell(run: Run, records: Sequence[Trajectory], found: Mapping[str, float]) -> None:
     """Print the share of chains that are leaves, what pairs prefer, and what was lost."""
-    preferred = ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in pairs_by_preference(records).items())
+    preferred = ", ".join(
+        f"{name.replace('_', ' ')} {count}" for name, count in pairs_by_preference(records).items()
+    )
     run.progress.line(
-        f"trees: the best chain is a leaf in {found['leaf_share']:.0%}, its reward {found['best_reward']:.2f}; pairs: "
-        f"{preferred}"
+        f"trees: the best chain is a leaf in {found['leaf_share']:.0%}, its reward "
+        f"{found['best_reward']:.2f}; pairs: {preferred}"
     )
     if found["retriever_failed"]:
         run.progress.line(
-            f"trees: {found['retriever_failed']} pieces and episodes are left out because a search failed, after "
-            f"{found['repeated']} repeats"
+            f"trees: {found['retriever_failed']} pieces and episodes are left out because a search "
+            f"failed, after {found['repeated']} repeats"
         )
 
 
 def _pairs(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
-    """Chosen, rejected, chosen, rejected, ... of the kinds that are learnt, where both train anything and fit a row."""
+    """Chosen, rejected, chosen, rejected, ... of the kinds that are learnt, where both train
+    anything and fit a row."""
     config, limit = method_of(run, DecexTreeConfig), run.config.trainer.row_tokens
     kinds = {"decision": config.decision_pairs, "execution": config.execution_pairs}
     pairs = [record.conversations for record in records if is_pair(record)]
@@ -220,41 +244,58 @@ def _pairs(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
     trained = [pair for pair in pairs if all(any(side.loss_mask) for side in pair)]
     fitting = [pair for pair in trained if sum(len(side.token_ids) for side in pair) <= limit]
     if len(trained) < len(pairs):
-        run.progress.line(f"{len(pairs) - len(trained)} of {len(pairs)} pairs have a side without a token to learn")
+        run.progress.line(
+            f"{len(pairs) - len(trained)} of {len(pairs)} pairs have a side without a token to "
+            "learn"
+        )
     if len(fitting) < len(trained):
         run.progress.line(
-            f"{len(trained) - len(fitting)} of {len(trained)} pairs exceed {limit} tokens and are left out"
+            f"{len(trained) - len(fitting)} of {len(trained)} pairs exceed {limit} tokens and are "
+            "left out"
         )
     return [side for pair in fitting for side in pair]
 
 
 def _learn_chains(
-    run: Run, state: PhaseState, trees: Sequence[Trajectory], chains: Sequence[Trajectory], **phase: Any
+    run: Run,
+    state: PhaseState,
+    trees: Sequence[Trajectory],
+    chains: Sequence[Trajectory],
+    **phase: Any,
 ) -> tuple[PhaseState, PhaseResult]:
     config, trainer = method_of(run, DecexTreeConfig), run.config.trainer
     best = max(tree.reward for tree in trees)
     if not chains:
         raise UserError(
-            f"the best chain of {len(trees)} trees earns {best:.2f} and method.min_reward is {config.min_reward}: "
-            f"raise method.branches {config.branches} or warmup.steps {run.config.warmup.steps}, start from a stronger "
-            "model, or lower method.min_reward"
+            f"the best chain of {len(trees)} trees earns {best:.2f} and method.min_reward is "
+            f"{config.min_reward}: raise method.branches {config.branches} or warmup.steps "
+            f"{run.config.warmup.steps}, start from a stronger model, or lower method.min_reward"
         )
-    rows = run.fitting([conversation for chain in chains for conversation in chain.conversations], "chains")
+    rows = run.fitting(
+        [conversation for chain in chains for conversation in chain.conversations], "chains"
+    )
     if not rows:
         shortest = min(len(chain.conversations[0].token_ids) for chain in chains)
         raise UserError(
-            f"none of {len(chains)} chains fits trainer.row_tokens {trainer.row_tokens}, the shortest has {shortest} "
-            "tokens: raise trainer.row_tokens"
+            f"none of {len(chains)} chains fits trainer.row_tokens {trainer.row_tokens}, the "
+            f"shortest has {shortest} tokens: raise trainer.row_tokens"
         )
     packed = pack(rows, row_tokens=trainer.row_tokens, seed=run.config.seed + SFT.step)
     steps = steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.epochs)
     learnt = run.learn(
-        SFT.name, state, lambda: packed, steps=steps, peak=config.learning_rate, end_value=config.end_learning_rate
+        SFT.name,
+        state,
+        lambda: packed,
+        steps=steps,
+        peak=config.learning_rate,
+        end_value=config.end_learning_rate,
     )
     return learnt, _finish(run, SFT, learnt, steps, accepted=len(rows), **phase)
 
 
-def _learn_pairs(run: Run, state: PhaseState, pairs: Sequence[Conversation], **phase: Any) -> PhaseResult:
+def _learn_pairs(
+    run: Run, state: PhaseState, pairs: Sequence[Conversation], **phase: Any
+) -> PhaseResult:
     config, trainer = method_of(run, DecexTreeConfig), run.config.trainer
     packed = pack(pairs, row_tokens=trainer.row_tokens, seed=run.config.seed + DPO.step, pairs=True)
     steps = steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.dpo_epochs)

@@ -1,4 +1,5 @@
-"""Evaluating policies under configurations: score, print, and write the results. Called by `eval`."""
+"""Evaluating policies under configurations: score, print, and write the results. Called by
+`eval`."""
 
 import asyncio
 import dataclasses
@@ -16,9 +17,21 @@ from mujica_jax.config.schema import Config, MujicaConfig, SingleConfig, TaskCon
 from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.generator import PolicyGenerator
-from mujica_jax.methods.evaluation import Play, ScoredGenerator, Scores, held_out_questions, score_policy
+from mujica_jax.methods.evaluation import (
+    Play,
+    ScoredGenerator,
+    Scores,
+    held_out_questions,
+    score_policy,
+)
 from mujica_jax.methods.judge import Judge, judge_behind
-from mujica_jax.methods.parts import check_engine_temperatures, check_prompts, make_agent, make_reward, statistics_of
+from mujica_jax.methods.parts import (
+    check_engine_temperatures,
+    check_prompts,
+    make_agent,
+    make_reward,
+    statistics_of,
+)
 from mujica_jax.methods.policies import Checkpoint
 from mujica_jax.methods.remote import Endpoint
 from mujica_jax.methods.setup import about_questions, build_task, check_dtypes, require_packages
@@ -56,8 +69,9 @@ def evaluate(
     ask: str | None = None,
     note: str | None = None,
 ) -> None:
-    """Score, print, and write the results; of several configurations, which differ in task and agent, a table too. Or
-    show how the first one's agent answers what `ask` says. `note` is printed first."""
+    """Score, print, and write the results; of several configurations, which differ in task and
+    agent, a table too. Or show how the first one's agent answers what `ask` says. `note` is printed
+    first."""
     first = configs[0]
     if plot:
         import_extra("matplotlib", "--plot", extra="plots")
@@ -193,7 +207,9 @@ def _evaluate_one(
     )
     if not distributed.is_primary():
         return compared
-    about = _about(config, task) | policy.about() | ({} if worker is None else {"worker": worker.place})
+    about = (
+        _about(config, task) | policy.about() | ({} if worker is None else {"worker": worker.place})
+    )
     atomic_write(file.with_suffix(".predictions.jsonl"), scores.predictions())
     atomic_write(file.with_suffix(".parquet"), shards.encode(scores.greedy.trajectories))
     atomic_write(file, (json.dumps(about | summary, indent=2, allow_nan=False) + "\n").encode())
@@ -202,7 +218,9 @@ def _evaluate_one(
         progress.line(f"a search shows {shown} of its question")
     for kind, found in summary.items():
         reasons = ", ".join(f"{reason} {count}" for reason, count in found["stop_reasons"].items())
-        progress.line(f"{kind}: {found['searches']:.2f} searches a question; episodes ended: {reasons}")
+        progress.line(
+            f"{kind}: {found['searches']:.2f} searches a question; episodes ended: {reasons}"
+        )
     progress.line(f"retrieval: {statistics_of(task, scores.questions).sentence()}")
     progress.line(f"results and predictions: {file}")
     return compared
@@ -213,9 +231,10 @@ def _judged(judge: Judge, place: str, scores: Scores, progress: Progress) -> dic
     progress.line(f"{judge.name} at {place} judges {scores.greedy.score.questions} answers")
     verdicts = judge.judge(scores.questions, scores.greedy.trajectories, scores.rule).summary()
     progress.line(
-        f"{judge.name} says yes to {verdicts['judge']}%, without the {verdicts['judge_failures']} answers on which it "
-        f"gave no verdict; yes without an exact match {verdicts['judge_yes_not_exact']} times and no with one "
-        f"{verdicts['judge_no_but_exact']} times"
+        f"{judge.name} says yes to {verdicts['judge']}%, without the {verdicts['judge_failures']} "
+        "answers on which it gave no verdict; yes without an exact match "
+        f"{verdicts['judge_yes_not_exact']} times and no with one {verdicts['judge_no_but_exact']} "
+        "times"
     )
     return verdicts | {"judged_by": judge.name}
 
@@ -229,8 +248,13 @@ def _about(config: Config, task: Task) -> dict[str, Any]:
         "agent": config.agent.kind,
         "left_out": len(getattr(task, "left_out", ())),  # questions that the task could not ask
         "notes": list(getattr(task, "notes", ())),
-        "shown": getattr(task, "shown", ""),  # of a question's own passages, as in "5 of 10 passages"
-        "settings": {"task": dataclasses.asdict(config.task), "agent": dataclasses.asdict(config.agent)},
+        "shown": getattr(
+            task, "shown", ""
+        ),  # of a question's own passages, as in "5 of 10 passages"
+        "settings": {
+            "task": dataclasses.asdict(config.task),
+            "agent": dataclasses.asdict(config.agent),
+        },
         "prompt": getattr(config.agent, "prompt", None),  # baselines have one each
         "seed": config.seed,
         "temperature": config.eval.temperature,
@@ -241,10 +265,13 @@ def _worker(worker: Checkpoint, config: Config, tokenizer: Tokenizer) -> ScoredG
     """Raises UserError where its tokens are others."""
     own, generator = worker.open(config)
     said = "Who? <think> Ghent [1] </think> 14 März 1961"
-    if own.vocab_size != tokenizer.vocab_size or own.encode_trusted(said) != tokenizer.encode_trusted(said):
+    if own.vocab_size != tokenizer.vocab_size or own.encode_trusted(
+        said
+    ) != tokenizer.encode_trusted(said):
         raise UserError(
             f"--worker {worker.place} has {own.vocab_size:,} tokens and the planner's checkpoint "
-            f"{tokenizer.vocab_size:,}, or splits text otherwise: choose a worker with the same tokenizer"
+            f"{tokenizer.vocab_size:,}, or splits text otherwise: choose a worker with the same "
+            "tokenizer"
         )
     return generator
 
@@ -261,16 +288,22 @@ def _stem(config: Config, task: Task) -> str:
     return "-".join(which)
 
 
-def _parts(config: Config, task: Task, policy: Checkpoint | Endpoint, worker: Checkpoint | None) -> RunPath:
+def _parts(
+    config: Config, task: Task, policy: Checkpoint | Endpoint, worker: Checkpoint | None
+) -> RunPath:
     """Return the folder that keeps what is played until all is: one for all processes of a job."""
     identity = distributed.broadcast("parts", lambda: _identity(config, task, policy, worker))
     return policy.out / f".parts-{identity}"
 
 
-def _identity(config: Config, task: Task, policy: Checkpoint | Endpoint, worker: Checkpoint | None) -> str:
-    """Return a hash of all that a part depends on: settings, questions, passages or graph, and weights.
+def _identity(
+    config: Config, task: Task, policy: Checkpoint | Endpoint, worker: Checkpoint | None
+) -> str:
+    """Return a hash of all that a part depends on: settings, questions, passages or graph, and
+    weights.
 
-    Questions, passages and weights are known by their content: two data folders may agree in names, sizes and times.
+    Questions, passages and weights are known by their content: two data folders may agree in names,
+    sizes and times.
     """
     settings = (
         config.task,
@@ -287,14 +320,19 @@ def _identity(config: Config, task: Task, policy: Checkpoint | Endpoint, worker:
         for name in ("model", "adapter"):
             folder = getattr(checkpoint, name, None)
             weights.append([] if folder is None else describe_folder(folder))
-    content = [fingerprint_of_questions(questions), fingerprint_of_searches(task, questions), weights]
+    content = [
+        fingerprint_of_questions(questions),
+        fingerprint_of_searches(task, questions),
+        weights,
+    ]
     identity = [repr(settings), repr(getattr(policy, "remote", None)), config.reward, config.seed]
     identity += [policy.place, policy.name, distributed.processes(), content]
     return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
 
 
 def _kept(parts: RunDirectory, name: str, play: Play) -> Sequence[Trajectory]:
-    """Return what an earlier start has played of a part. A part that is damaged, as by a full disk, is played again."""
+    """Return what an earlier start has played of a part. A part that is damaged, as by a full disk,
+    is played again."""
     if parts.exists(name):
         try:
             return shards.decode(parts.read(name), name)
@@ -312,6 +350,8 @@ def _require_writable(folder: RunPath) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot write into {folder} ({error.strerror}): choose another folder with --out") from error
+        raise UserError(
+            f"cannot write into {folder} ({error.strerror}): choose another folder with --out"
+        ) from error
     if not os.access(folder, os.W_OK):
         raise UserError(f"cannot write into {folder}: choose another folder with --out")

@@ -1,4 +1,5 @@
-"""Scores a policy on the held-out questions, greedily and sampled: after each phase of a run, and for `eval`."""
+"""Scores a policy on the held-out questions, greedily and sampled: after each phase of a run, and
+for `eval`."""
 
 import asyncio
 import dataclasses
@@ -9,7 +10,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from mujica_jax import metrics
-from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, OnEpisode, Policy, TwoPolicies, run_episodes
+from mujica_jax.agents.agent import (
+    Agent,
+    Attempt,
+    EnginePolicy,
+    OnEpisode,
+    Policy,
+    TwoPolicies,
+    run_episodes,
+)
 from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
@@ -47,8 +56,8 @@ class KindScore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One pass over the questions, one attempt each. Scores and means leave out the episodes whose search failed: they
-    say nothing about the policy."""
+    """One pass over the questions, one attempt each. Scores and means leave out the episodes whose
+    search failed: they say nothing about the policy."""
 
     score: KindScore  # of all
     by_kind: dict[str, KindScore]
@@ -59,7 +68,9 @@ class Evaluation:
 
     @property
     def scored(self) -> list[Trajectory]:
-        return [trajectory for trajectory in self.trajectories if not trajectory.is_environment_fault]
+        return [
+            trajectory for trajectory in self.trajectories if not trajectory.is_environment_fault
+        ]
 
     @property
     def left_out(self) -> int:
@@ -76,7 +87,9 @@ class Evaluation:
             "seconds": round(sum(t.seconds for t in self.scored) / len(self.scored), 3),
             **{name: round(value, 2) for name, value in self.further.items()},
             "stop_reasons": self.stop_reasons,
-            "by_kind": {kind: rounded(dataclasses.asdict(score)) for kind, score in self.by_kind.items()},
+            "by_kind": {
+                kind: rounded(dataclasses.asdict(score)) for kind, score in self.by_kind.items()
+            },
         }
 
 
@@ -104,11 +117,13 @@ class Scores:
         return tuple(self._scores_of(question, trajectory)["em"] for question, trajectory in pairs)
 
     def predictions(self) -> bytes:
-        """One JSON object a line: what was asked, what came greedily, how it scored and what its reward was; and what
-        came when it was sampled. An episode whose search failed has null for its scores, and an episode that could not
-        be rewarded null for its reward."""
+        """One JSON object a line: what was asked, what came greedily, how it scored and what its
+        reward was; and what came when it was sampled. An episode whose search failed has null for
+        its scores, and an episode that could not be rewarded null for its reward."""
         lines = []
-        for place, (question, trajectory) in enumerate(zip(self.questions, self.greedy.trajectories, strict=True)):
+        for place, (question, trajectory) in enumerate(
+            zip(self.questions, self.greedy.trajectories, strict=True)
+        ):
             row = {
                 "id": question.id,
                 "kind": question.kind,
@@ -118,11 +133,17 @@ class Scores:
                 **self._scores_of(question, trajectory),
                 "reward": trajectory.reward if trajectory.is_rewarded else None,
                 "stop_reason": trajectory.stop_reason.value,
-                "searches": [{"query": search.query, "sentence": search.sentence} for search in trajectory.searches],
+                "searches": [
+                    {"query": search.query, "sentence": search.sentence}
+                    for search in trajectory.searches
+                ],
             }
             if self.sampled is not None:
                 sampled = self.sampled.trajectories[place]
-                row["sampled"] = {"prediction": sampled.answer, **self._scores_of(question, sampled)}
+                row["sampled"] = {
+                    "prediction": sampled.answer,
+                    **self._scores_of(question, sampled),
+                }
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         return "".join(lines).encode()
 
@@ -152,21 +173,24 @@ def score_policy(
     part_questions: int | None = None,
     keep: Callable[[str, Play], Sequence[Trajectory]] = lambda name, play: play(),
 ) -> Scores:
-    """Scores of the generator's policy, `concurrency` episodes at a time; `name` and `live` figures are shown with the
-    progress; without `sampled` it is greedy alone. `worker` is another model for the turns of workers. Several
-    processes share the questions, and `gather(kind, own trajectories)` brings together what they played. Each process
-    plays `part_questions` at a time (None: all at once): `keep(name of the part, play)` gives what an earlier start has
-    played of a part, or plays it."""
+    """Scores of the generator's policy, `concurrency` episodes at a time; `name` and `live` figures
+    are shown with the progress; without `sampled` it is greedy alone. `worker` is another model for
+    the turns of workers. Several processes share the questions, and `gather(kind, own
+    trajectories)` brings together what they played. Each process plays `part_questions` at a time
+    (None: all at once): `keep(name of the part, play)` gives what an earlier start has played of a
+    part, or plays it."""
     questions = held_out_questions(task, config)
     guard = FaultGuard() if faults is None else faults
     if not (own := distributed.shard_for_process(questions)):
         raise UserError(
-            f"{len(questions)} held-out questions are fewer than {distributed.processes()} processes: raise "
-            f"eval.questions {config.eval.questions}, or give the task more of them"
+            f"{len(questions)} held-out questions are fewer than {distributed.processes()} "
+            f"processes: raise eval.questions {config.eval.questions}, or give the task more of "
+            "them"
         )
     if len(questions) < config.eval.questions:
         progress.line(
-            f"{name}: all {len(questions)} held-out questions are evaluated; eval.questions is {config.eval.questions}"
+            f"{name}: all {len(questions)} held-out questions are evaluated; eval.questions is "
+            f"{config.eval.questions}"
         )
 
     def play(part: Sequence[Attempt], on_episode: OnEpisode) -> Sequence[Trajectory]:
@@ -195,17 +219,24 @@ def score_policy(
         kind = "greedy" if temperature == 0 else "sampled"
         preemption.enter(f"{name}: evaluating, {kind}")
         golds = {question.id: question.answers for question in own}
-        attempts = [Attempt(question=asked, number=0, seed=config.seed, temperature=temperature) for asked in own]
+        attempts = [
+            Attempt(question=asked, number=0, seed=config.seed, temperature=temperature)
+            for asked in own
+        ]
         done = scored = 0
         correct = 0.0
-        with progress.stage(f"{name}: evaluating, {kind}", total=len(own), unit="episodes", live=live) as stage:
+        with progress.stage(
+            f"{name}: evaluating, {kind}", total=len(own), unit="episodes", live=live
+        ) as stage:
 
             def on_episode(trajectory: Trajectory) -> None:
                 nonlocal done, scored, correct
                 done += 1
                 if not trajectory.is_environment_fault:
                     scored += 1
-                    correct += metrics.score(trajectory.final_answer, golds[trajectory.question_id], task.rule).em
+                    correct += metrics.score(
+                        trajectory.final_answer, golds[trajectory.question_id], task.rule
+                    ).em
                 stage.update(done, em=100 * correct / max(1, scored))
 
             played: Sequence[Trajectory] = []
@@ -222,8 +253,8 @@ def score_policy(
         evaluation = summarise(questions, played, task.rule, task.environment_kind)
         if evaluation.left_out:
             progress.line(
-                f"{name}, {kind}: {evaluation.left_out} of {len(questions)} episodes are left out of the scores "
-                "because a search failed"
+                f"{name}, {kind}: {evaluation.left_out} of {len(questions)} episodes are left out "
+                "of the scores because a search failed"
             )
         return evaluation
 
@@ -232,10 +263,16 @@ def score_policy(
     return Scores(questions=questions, rule=task.rule, greedy=greedy, sampled=drawn)
 
 
-def right_ones(questions: Iterable[Question], trajectories: Iterable[Trajectory], rule: Rule) -> list[Trajectory]:
+def right_ones(
+    questions: Iterable[Question], trajectories: Iterable[Trajectory], rule: Rule
+) -> list[Trajectory]:
     """Those that answer their question, by exact match."""
     golds = {question.id: question.answers for question in questions}
-    return [t for t in trajectories if metrics.score(t.final_answer, golds[t.question_id], rule).em == 1.0]
+    return [
+        t
+        for t in trajectories
+        if metrics.score(t.final_answer, golds[t.question_id], rule).em == 1.0
+    ]
 
 
 def held_out_questions(task: Task, config: Config) -> Sequence[Question]:
@@ -243,12 +280,20 @@ def held_out_questions(task: Task, config: Config) -> Sequence[Question]:
 
 
 def summarise(
-    questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule, environment: EnvironmentKind = "text"
+    questions: Sequence[Question],
+    trajectories: Sequence[Trajectory],
+    rule: Rule,
+    environment: EnvironmentKind = "text",
 ) -> Evaluation:
-    """Return the scores of one trajectory a question, in the same order. An episode that did not answer scores zero,
-    and one whose search failed counts in no mean. Raises UserError where all of them failed so."""
+    """Return the scores of one trajectory a question, in the same order. An episode that did not
+    answer scores zero, and one whose search failed counts in no mean. Raises UserError where all of
+    them failed so."""
     _check_any_scored(trajectories)
-    pairs = [pair for pair in zip(questions, trajectories, strict=True) if not pair[1].is_environment_fault]
+    pairs = [
+        pair
+        for pair in zip(questions, trajectories, strict=True)
+        if not pair[1].is_environment_fault
+    ]
     scores: list[metrics.Score] = []
     kinds: dict[str, list[metrics.Score]] = {}
     for question, trajectory in pairs:
@@ -258,8 +303,12 @@ def summarise(
         score=_mean(scores),
         by_kind={kind: _mean(members) for kind, members in kinds.items()},
         searches=sum(len(trajectory.searches) for _, trajectory in pairs) / len(pairs),
-        stop_reasons=dict(sorted(Counter(trajectory.stop_reason.value for trajectory in trajectories).items())),
-        further=_further([question for question, _ in pairs], [played for _, played in pairs], environment),
+        stop_reasons=dict(
+            sorted(Counter(trajectory.stop_reason.value for trajectory in trajectories).items())
+        ),
+        further=_further(
+            [question for question, _ in pairs], [played for _, played in pairs], environment
+        ),
         trajectories=tuple(trajectories),
     )
 
@@ -267,18 +316,19 @@ def summarise(
 def _check_any_scored(trajectories: Sequence[Trajectory]) -> None:
     if all(trajectory.is_environment_fault for trajectory in trajectories):
         raise UserError(
-            f"a search failed in all {len(trajectories)} episodes that were played for an evaluation, and nothing can "
-            "be scored: start the retriever again or correct its address, then give the same command"
+            f"a search failed in all {len(trajectories)} episodes that were played for an "
+            "evaluation, and nothing can be scored: start the retriever again or correct its "
+            "address, then give the same command"
         )
 
 
 def _further(
     questions: Sequence[Question], trajectories: Sequence[Trajectory], environment: EnvironmentKind
 ) -> dict[str, float]:
-    """`set_f1`, the plain macro F1, and `gerbil_macro_f1` where questions ask for several answers. Where they have gold
-    passages and passages were searched: `gold_found`, the share of them among all that was found, and `support_em` and
-    `support_f1` of those that were read for an answer: what a worker selected, or all that was found where nobody
-    selects."""
+    """`set_f1`, the plain macro F1, and `gerbil_macro_f1` where questions ask for several answers.
+    Where they have gold passages and passages were searched: `gold_found`, the share of them among
+    all that was found, and `support_em` and `support_f1` of those that were read for an answer:
+    what a worker selected, or all that was found where nobody selects."""
     found: dict[str, list[float]] = {}
     sets: list[metrics.Score] = []
     answered: list[bool] = []
@@ -290,7 +340,10 @@ def _further(
             continue
         searches = trajectory.searches
         gold = set(map(str, range(len(question.gold_passages))))
-        shown = [(_names_of_shown(search, question.gold_passages), search.selected) for search in searches]
+        shown = [
+            (_names_of_shown(search, question.gold_passages), search.selected)
+            for search in searches
+        ]
         retrieved = {name for names, _ in shown for name in names}
         chosen = {names[place] for names, selected in shown for place in selected}
         support = metrics.supporting(chosen or retrieved, gold)
@@ -305,14 +358,17 @@ def _further(
 
 
 def _names_of_shown(search: Search, gold: Sequence[GoldPassage]) -> list[str]:
-    """Return a name for each passage that a search has shown: the number of its gold passage, or else its whole text.
+    """Return a name for each passage that a search has shown: the number of its gold passage, or
+    else its whole text.
 
     A passage that was shown alone may have been cut to fit.
     """
     names = []
     for text in search.materials:
         is_cut = len(search.materials) == 1
-        numbers = [number for number, passage in enumerate(gold) if passage.is_shown_by(text, cut=is_cut)]
+        numbers = [
+            number for number, passage in enumerate(gold) if passage.is_shown_by(text, cut=is_cut)
+        ]
         names.append(str(numbers[0]) if numbers else f"passage {text}")
     return names
 

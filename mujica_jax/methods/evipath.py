@@ -1,31 +1,35 @@
-"""EviPath: learn trajectories that a teacher writes backwards from answer and evidence ("From Evidence to Trajectory").
+"""EviPath: learn trajectories that a teacher writes backwards from answer and evidence ("From
+Evidence to Trajectory").
 
     warm-up     optional; of 0 steps, what the run starts from is evaluated as it is
     synthesis   one trajectory a question (`agents/synthesis.py`), kept if it answers the question rightly
     learning    conversational fine-tuning: maximum likelihood of planner conversations of several turns and worker
                 conversations of one, as rows of one objective (equation 7), for some epochs
 
-The teacher is a language model (`evipath_teacher.py`): the policy itself, a second checkpoint, or the model behind an
-endpoint (the paper's has 70B). It serves the abductive and the deductive mode alike, so table 4's comparison has one
-teacher, and `method.trajectories` gives both rows the same number of trajectories. The script of a world from scratch
-is no language model: it replays the demonstrations that a warm-up shows, without noise. It shows what perfect
-trajectories teach, and says nothing about abduction.
+The teacher is a language model (`evipath_teacher.py`): the policy itself, a second checkpoint, or
+the model behind an endpoint (the paper's has 70B). It serves the abductive and the deductive mode
+alike, so table 4's comparison has one teacher, and `method.trajectories` gives both rows the same
+number of trajectories. The script of a world from scratch is no language model: it replays the
+demonstrations that a warm-up shows, without noise. It shows what perfect trajectories teach, and
+says nothing about abduction.
 
-With `tune` one of the two roles is learnt; two such runs and `eval --worker` are planner and worker as two models
-(table 5).
+With `tune` one of the two roles is learnt; two such runs and `eval --worker` are planner and worker
+as two models (table 5).
 
 Differences from the paper, beside those of the synthesis:
 
 - The learning rate falls along a cosine to `end_learning_rate` after its rise.
-- Conversations are packed, and a step takes rows, not conversations; every trained token of a batch weighs the same.
-- Equation 7 adds up probabilities and conditions the last turn on the answer; we read log-likelihoods, and the answer
-  stands in no prompt that is learnt.
-- A question whose trajectory fails or answers wrongly is left out, in the deductive mode too: the paper names no
-  filter.
+- Conversations are packed, and a step takes rows, not conversations; every trained token of a batch
+  weighs the same.
+- Equation 7 adds up probabilities and conditions the last turn on the answer; we read
+  log-likelihoods, and the answer stands in no prompt that is learnt.
+- A question whose trajectory fails or answers wrongly is left out, in the deductive mode too: the
+  paper names no filter.
 - Questions are taken in the task's order, at most `sampling.questions_per_round`.
 - A run has one task, where the paper learns from three data sets at once.
 
-Round 1 of the run directory holds the trajectories, for round 0 is that of a warm-up from worked examples.
+Round 1 of the run directory holds the trajectories, for round 0 is that of a warm-up from worked
+examples.
 """
 
 import collections
@@ -72,21 +76,24 @@ def evipath(run: Run) -> list[PhaseResult]:
     kept = right[: config.trajectories or None]
     if len(kept) < config.trajectories:
         run.progress.line(
-            f"{EVIPATH.name}: all {len(questions)} questions give {len(kept)} right trajectories, and "
-            f"method.trajectories is {config.trajectories}: give more questions with --sampling.questions-per-round"
+            f"{EVIPATH.name}: all {len(questions)} questions give {len(kept)} right trajectories, "
+            f"and method.trajectories is {config.trajectories}: give more questions with "
+            "--sampling.questions-per-round"
         )
     conversations = [row for row in training_rows(kept) if row.role in TUNED[config.tune]]
     rows = run.fitting(conversations)
     beyond = f" ({len(right) - len(kept)} more are right)" if len(right) > len(kept) else ""
     run.progress.line(
         f"{EVIPATH.name}: {len(kept)} of {len(trajectories)} trajectories are kept{beyond}, after "
-        f"{_summed(trajectories)[RETRIES]} retries of the teacher; not kept: {_not_kept(trajectories, right) or 'none'}"
+        f"{_summed(trajectories)[RETRIES]} retries of the teacher; not kept: "
+        f"{_not_kept(trajectories, right) or 'none'}"
     )
     if not rows:
         raise UserError(
-            f"of {len(trajectories)} trajectories {len(kept)} are right, and none of their {len(conversations)} "
-            f"conversations can be learnt ({_not_kept(trajectories, right)}): ask another teacher, give more "
-            f"questions, or raise trainer.row_tokens {run.config.trainer.row_tokens}"
+            f"of {len(trajectories)} trajectories {len(kept)} are right, and none of their "
+            f"{len(conversations)} conversations can be learnt ({_not_kept(trajectories, right)}): "
+            "ask another teacher, give more questions, or raise trainer.row_tokens "
+            f"{run.config.trainer.row_tokens}"
         )
     slots = run.config.trainer.rows_per_step * run.config.trainer.row_tokens
     with run.clock.stage("packing"):
@@ -115,26 +122,36 @@ def evipath(run: Run) -> list[PhaseResult]:
 def _questions(run: Run) -> list[Question]:
     """The first ones; a script follows triples, and plays questions that have some."""
     scripted = method_of(run, EviPathConfig).teacher == "scripted"
-    questions = [question for question in run.task.questions("train") if question.evidences or not scripted]
+    questions = [
+        question for question in run.task.questions("train") if question.evidences or not scripted
+    ]
     if not questions:
         raise UserError(
-            f"no training question of task {run.task.name} has gold triples and method.teacher is scripted: choose "
-            "another teacher"
+            f"no training question of task {run.task.name} has gold triples and method.teacher is "
+            "scripted: choose another teacher"
         )
     return questions[: run.config.sampling.questions_per_round]
 
 
 def _say_what_pools_hold(run: Run, questions: Sequence[Question]) -> None:
-    """Say where pools hold what a search finds because questions bring no paragraphs of their own."""
+    """Say where pools hold what a search finds because questions bring no paragraphs of their
+    own."""
     config = method_of(run, EviPathConfig)
-    if config.mode != "abductive" or config.distractors != "own" or run.task.environment_kind != "text":
+    if (
+        config.mode != "abductive"
+        or config.distractors != "own"
+        or run.task.environment_kind != "text"
+    ):
         return
     task = run.task
-    bring_some = [isinstance(task, ParagraphTask) and bool(task.own_paragraphs(question)) for question in questions]
+    bring_some = [
+        isinstance(task, ParagraphTask) and bool(task.own_paragraphs(question))
+        for question in questions
+    ]
     if lacking := bring_some.count(False):
         run.progress.line(
-            f"{EVIPATH.name}: {lacking} of {len(questions)} questions bring no paragraphs of their own; their workers "
-            "read what searches find, with the gold passages among it"
+            f"{EVIPATH.name}: {lacking} of {len(questions)} questions bring no paragraphs of their "
+            "own; their workers read what searches find, with the gold passages among it"
         )
 
 
@@ -162,7 +179,14 @@ def _synthesize(
     def unit(index: int, on_episode: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
         author.begin_shard()
         attempts = [attempt(run, question, 0, number) for question in shards[index]]
-        return run.sample(number, index, attempts, on_episode, agent=author.synthesizer, concurrency=author.concurrency)
+        return run.sample(
+            number,
+            index,
+            attempts,
+            on_episode,
+            agent=author.synthesizer,
+            concurrency=author.concurrency,
+        )
 
     units = [functools.partial(unit, index) for index in range(len(shards))]
     # If the synthesis may end early, the hosts share out a few shards at a time: one for each host.
@@ -184,9 +208,11 @@ def _synthesize(
                 made.add(entry, trajectories, shards[index])
                 if made.nothing_usable:
                     raise UserError(
-                        f"nothing that the teacher {config.teacher} wrote for {len(made.trajectories)} questions can "
-                        f"be used ({_not_kept(made.trajectories, [])}); what was made is kept: ask another teacher, or "
-                        f"begin another run with more than method.max_tries {config.max_tries}"
+                        f"nothing that the teacher {config.teacher} wrote for "
+                        f"{len(made.trajectories)} questions can be used "
+                        f"({_not_kept(made.trajectories, [])}); what was made is kept: ask another "
+                        "teacher, or begin another run with more than method.max_tries "
+                        f"{config.max_tries}"
                     )
             if made.has_enough:
                 break
@@ -195,7 +221,8 @@ def _synthesize(
 
 
 class _Made:
-    """What a synthesis has made so far. It ends at `wanted` right trajectories; 0: it asks all questions."""
+    """What a synthesis has made so far. It ends at `wanted` right trajectories; 0: it asks all
+    questions."""
 
     def __init__(self, rule: Rule, wanted: int) -> None:
         self._rule: Rule = rule
@@ -210,7 +237,9 @@ class _Made:
         self.episodes += 1
         self.failed += trajectory.stop_reason is StopReason.SYNTHESIS_FAILED
 
-    def add(self, entry: ShardEntry, trajectories: Sequence[Trajectory], questions: Sequence[Question]) -> None:
+    def add(
+        self, entry: ShardEntry, trajectories: Sequence[Trajectory], questions: Sequence[Question]
+    ) -> None:
         self.entries.append(entry)
         self.trajectories += trajectories
         self.right += len(right_ones(questions, trajectories, self._rule))
@@ -221,8 +250,12 @@ class _Made:
 
     @property
     def nothing_usable(self) -> bool:
-        written = [trajectory for trajectory in self.trajectories if not trajectory.is_environment_fault]
-        return bool(written) and all(trajectory.stop_reason is StopReason.SYNTHESIS_FAILED for trajectory in written)
+        written = [
+            trajectory for trajectory in self.trajectories if not trajectory.is_environment_fault
+        ]
+        return bool(written) and all(
+            trajectory.stop_reason is StopReason.SYNTHESIS_FAILED for trajectory in written
+        )
 
 
 def _summed(trajectories: Sequence[Trajectory]) -> collections.Counter[str]:
@@ -233,16 +266,24 @@ def _summed(trajectories: Sequence[Trajectory]) -> collections.Counter[str]:
 
 
 def _reasons(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, int]:
-    """Why trajectories are not kept, the commonest reason first: a teacher's failing turn, another end of the episode,
-    or a wrong answer."""
+    """Why trajectories are not kept, the commonest reason first: a teacher's failing turn, another
+    end of the episode, or a wrong answer."""
     right = {id(trajectory) for trajectory in kept}
     found: collections.Counter[str] = collections.Counter()
     for trajectory in trajectories:
-        failed = [name.removeprefix(FAILED) for name in trajectory.counts if name.startswith(FAILED)]
+        failed = [
+            name.removeprefix(FAILED) for name in trajectory.counts if name.startswith(FAILED)
+        ]
         ended = trajectory.stop_reason
-        why = failed[0] if failed else "wrong_answer" if ended is StopReason.ANSWERED else ended.value
+        why = (
+            failed[0] if failed else "wrong_answer" if ended is StopReason.ANSWERED else ended.value
+        )
         found[why] += id(trajectory) not in right
-    return {why: count for why, count in sorted(found.items(), key=lambda item: (-item[1], item[0])) if count}
+    return {
+        why: count
+        for why, count in sorted(found.items(), key=lambda item: (-item[1], item[0]))
+        if count
+    }
 
 
 def _not_kept(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> str:

@@ -1,13 +1,14 @@
 """EviPath's teachers, and what they need to write trajectories.
 
-A teacher is a language model: the policy that the run starts with, a second checkpoint, or the model behind an
-endpoint. All of them serve all modes. The script is no language model: it replays the demonstrations that the warm-up
-shows.
+A teacher is a language model: the policy that the run starts with, a second checkpoint, or the
+model behind an endpoint. All of them serve all modes. The script is no language model: it replays
+the demonstrations that the warm-up shows.
 
-A policy that is trained from scratch has read no text about tasks, so it cannot follow a prompt that it never saw. Its
-warm-up shows it the teacher's prompts too (`lessons`), beside the agent's own: the script writes both. Such a policy
-stands in for the paper's Llama, which follows either prompt, in the abductive as in the deductive mode. It is asked for
-no plan: the thoughts of the demonstrations hold none.
+A policy that is trained from scratch has read no text about tasks, so it cannot follow a prompt
+that it never saw. Its warm-up shows it the teacher's prompts too (`lessons`), beside the agent's
+own: the script writes both. Such a policy stands in for the paper's Llama, which follows either
+prompt, in the abductive as in the deductive mode. It is asked for no plan: the thoughts of the
+demonstrations hold none.
 """
 
 import asyncio
@@ -44,11 +45,14 @@ class Author:
     """A synthesizer with the teacher that writes for it."""
 
     synthesizer: Synthesizer
-    concurrency: int | None = None  # episodes at a time; None: as many as the run's engine has slots
+    concurrency: int | None = (
+        None  # episodes at a time; None: as many as the run's engine has slots
+    )
     generator: PolicyGenerator | None = None  # of a second checkpoint
 
     def begin_shard(self) -> None:
-        """Empty the teacher's cache, so that a shard is a function of its attempts and the teacher alone."""
+        """Empty the teacher's cache, so that a shard is a function of its attempts and the teacher
+        alone."""
         if self.generator is not None:
             self.generator.reset_cache()
 
@@ -67,13 +71,21 @@ def find_author(run: Run) -> Callable[[], Author]:
         return functools.partial(_own_policy, run, trained)
     if config.teacher == "remote":
         return functools.partial(_endpoint, run, open_endpoint(config.remote, run.store.root))
-    assert config.teacher_checkpoint is not None, "the configuration was checked to name a checkpoint"
+    assert config.teacher_checkpoint is not None, (
+        "the configuration was checked to name a checkpoint"
+    )
     name = config.teacher_checkpoint
-    policy = distributed.primary_first("the teacher", lambda: find_policy(name, policy=None, adapter=None))
+    policy = distributed.primary_first(
+        "the teacher", lambda: find_policy(name, policy=None, adapter=None)
+    )
     _check_trained_agent(run, policy)
     trained = None if policy.run is None else _trained_agent(policy).get("prompt")
-    tokenizer = distributed.primary_first("the teacher's tokenizer", lambda: Tokenizer.load(policy.model))
-    _check_room(run, tokenizer, _prompt(run, trained), _checkpoint_limit(run), "method.teacher_max_tokens")
+    tokenizer = distributed.primary_first(
+        "the teacher's tokenizer", lambda: Tokenizer.load(policy.model)
+    )
+    _check_room(
+        run, tokenizer, _prompt(run, trained), _checkpoint_limit(run), "method.teacher_max_tokens"
+    )
     return functools.partial(_checkpoint, run, policy, trained)
 
 
@@ -84,7 +96,9 @@ def lessons(run: Run) -> list[Conversation]:
     if not is_taught(run.config):
         return []
     rows: list[Conversation] = []
-    synthesizer = _synthesizer(run, _scripted_teacher(run), _prompt(run, trained="brief"), mode="abductive")
+    synthesizer = _synthesizer(
+        run, _scripted_teacher(run), _prompt(run, trained="brief"), mode="abductive"
+    )
 
     async def play() -> None:
         for question, environment in from_scratch(run.task).demonstrations():
@@ -109,18 +123,26 @@ def _own_policy(run: Run, trained: PromptMode | None) -> Author:
 def _endpoint(run: Run, endpoint: Endpoint) -> Author:
     teacher = Teacher(policy=EnginePolicy(endpoint.generator), tokenizer=endpoint.tokenizer)
     synthesizer = _synthesizer(run, teacher, _prompt(run, trained=None))
-    return Author(synthesizer=synthesizer, concurrency=method_of(run, EviPathConfig).remote.concurrency)
+    return Author(
+        synthesizer=synthesizer, concurrency=method_of(run, EviPathConfig).remote.concurrency
+    )
 
 
 def _checkpoint(run: Run, policy: SavedPolicy, trained: PromptMode | None) -> Author:
     run.generator.release_weights()  # the teacher takes their place
     limit = _checkpoint_limit(run)
-    served = dataclasses.replace(run.config, agent=dataclasses.replace(_agent(run), max_trajectory_tokens=limit))
+    served = dataclasses.replace(
+        run.config, agent=dataclasses.replace(_agent(run), max_trajectory_tokens=limit)
+    )
     checkpoint = Checkpoint(**vars(policy), out=run.store.root)
     tokenizer, generator = checkpoint.open(served, context_setting="method.teacher_max_tokens")
     teacher = _model_teacher(run, EnginePolicy(generator), tokenizer, trained, limit)
-    served_by = cast(PolicyGenerator, generator)  # a checkpoint is served by an engine on this machine
-    return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)), generator=served_by)
+    served_by = cast(
+        PolicyGenerator, generator
+    )  # a checkpoint is served by an engine on this machine
+    return Author(
+        synthesizer=_synthesizer(run, teacher, _prompt(run, trained)), generator=served_by
+    )
 
 
 def _checkpoint_limit(run: Run) -> int:
@@ -132,13 +154,15 @@ def _checkpoint_limit(run: Run) -> int:
 def _model_teacher(
     run: Run, policy: Policy | None, tokenizer: Tokenizer, trained: PromptMode | None, limit: int
 ) -> Teacher:
-    """Return a teacher on this machine. A teacher that reads brief prompts was never shown a request for a plan."""
+    """Return a teacher on this machine. A teacher that reads brief prompts was never shown a
+    request for a plan."""
     plans = _prompt(run, trained) != "brief"
     return Teacher(policy=policy, tokenizer=tokenizer, plans=plans, max_tokens=limit)
 
 
 def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, field: str) -> None:
-    """Refuse a teacher whose prompt leaves no room for what it reads and writes, before anything is learnt."""
+    """Refuse a teacher whose prompt leaves no room for what it reads and writes, before anything is
+    learnt."""
     agent = _agent(run)
     kind = run.task.environment_kind
     for role in (PLANNER, WORKER):
@@ -147,16 +171,21 @@ def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, 
         if method_of(run, EviPathConfig).mode != "deductive":
             system += planner_addition(prompt) if role == PLANNER else worker_addition(prompt)
         tokens = len(tokenizer.open_conversation(system, "", opening.examples))
-        needed = tokens + agent.max_turn_tokens + (agent.max_observation_tokens if role == WORKER else 0)
+        needed = (
+            tokens + agent.max_turn_tokens + (agent.max_observation_tokens if role == WORKER else 0)
+        )
         if needed > limit:
             raise UserError(
-                f"the teacher's prompt as {role} ({prompt}) has {tokens} tokens, needs {needed} with what "
-                f"agent.max_turn_tokens and agent.max_observation_tokens allow, and {field} is {limit}: raise it, "
-                "evidence comes on top, or choose a shorter --method.teacher-prompt"
+                f"the teacher's prompt as {role} ({prompt}) has {tokens} tokens, needs {needed} "
+                "with what agent.max_turn_tokens and agent.max_observation_tokens allow, and "
+                f"{field} is {limit}: raise it, evidence comes on top, or choose a shorter "
+                "--method.teacher-prompt"
             )
 
 
-def _synthesizer(run: Run, teacher: Teacher, prompt: PromptMode, *, mode: str | None = None) -> Synthesizer:
+def _synthesizer(
+    run: Run, teacher: Teacher, prompt: PromptMode, *, mode: str | None = None
+) -> Synthesizer:
     config = method_of(run, EviPathConfig)
     paragraphs = run.task.own_paragraphs if isinstance(run.task, ParagraphTask) else None
     if config.distractors == "retrieved":
@@ -176,13 +205,16 @@ def _synthesizer(run: Run, teacher: Teacher, prompt: PromptMode, *, mode: str | 
 
 
 def _prompt(run: Run, trained: PromptMode | None) -> PromptMode:
-    """Return the mode of prompts that the teacher reads; `trained` is the mode that it was trained on, if any."""
+    """Return the mode of prompts that the teacher reads; `trained` is the mode that it was trained
+    on, if any."""
     config = method_of(run, EviPathConfig)
     return (trained or "few_shot") if config.teacher_prompt == "auto" else config.teacher_prompt
 
 
 def _script_policy(run: Run) -> ScriptedPolicy:
-    return ScriptedPolicy(run.tokenizer, seed=run.config.seed, contract=contract_of(run.config.agent))
+    return ScriptedPolicy(
+        run.tokenizer, seed=run.config.seed, contract=contract_of(run.config.agent)
+    )
 
 
 def _scripted_teacher(run: Run) -> Teacher:
@@ -190,7 +222,9 @@ def _scripted_teacher(run: Run) -> Teacher:
 
 
 def _agent(run: Run) -> MujicaConfig:
-    assert isinstance(run.config.agent, MujicaConfig), "the configuration was checked to play mujica"
+    assert isinstance(run.config.agent, MujicaConfig), (
+        "the configuration was checked to play mujica"
+    )
     return run.config.agent
 
 
@@ -201,14 +235,15 @@ def _trained_agent(policy: SavedPolicy) -> dict:
 
 
 def _check_trained_agent(run: Run, policy: SavedPolicy) -> None:
-    """Refuse a teacher that was trained as another agent, and say what else its run says otherwise."""
+    """Refuse a teacher that was trained as another agent, and say what else its run says
+    otherwise."""
     if policy.run is None:
         return
     trained = _trained_agent(policy)["kind"]
     if trained != _agent(run).kind:
         raise UserError(
-            f"method.teacher_checkpoint {policy.run} was trained as {trained}, and a teacher of EviPath plays "
-            f"{_agent(run).kind}: choose another --method.teacher-checkpoint"
+            f"method.teacher_checkpoint {policy.run} was trained as {trained}, and a teacher of "
+            f"EviPath plays {_agent(run).kind}: choose another --method.teacher-checkpoint"
         )
     if otherwise := policy.trained_otherwise(_agent(run)):
         run.progress.line(f"the teacher was trained under other settings: {'; '.join(otherwise)}")

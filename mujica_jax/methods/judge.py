@@ -1,14 +1,16 @@
 """A language model as judge: does a prediction mean the same as one of the gold answers?
 
-The measure of "Learning When to Search", which trains and tests with one judge: here it gives the rewards `judge` and
-`staged` (`RewardFunction.judge`), and `eval` scores with it. As in the paper's instruction (appendix B.4; the wording
-here is ours), the judge reads the normalised prediction and references and says YES or NO and nothing else;
-`judge.show_question` shows it the question too. Any `Generator` may judge.
+The measure of "Learning When to Search", which trains and tests with one judge: here it gives the
+rewards `judge` and `staged` (`RewardFunction.judge`), and `eval` scores with it. As in the paper's
+instruction (appendix B.4; the wording here is ours), the judge reads the normalised prediction and
+references and says YES or NO and nothing else; `judge.show_question` shows it the question too. Any
+`Generator` may judge.
 
-A verdict is kept by the judge's model, the instruction and all that it read, so nothing is asked twice. A training run
-keeps its verdicts in the run directory: where it was killed, the episodes that are played again earn what they earned
-before. A request has the deadline and the retries of its endpoint. What is no verdict after these is not kept and
-raises `NoVerdict`; where that happens too often in a row, the judge is gone, and `JudgeLost` ends the program.
+A verdict is kept by the judge's model, the instruction and all that it read, so nothing is asked
+twice. A training run keeps its verdicts in the run directory: where it was killed, the episodes
+that are played again earn what they earned before. A request has the deadline and the retries of
+its endpoint. What is no verdict after these is not kept and raises `NoVerdict`; where that happens
+too often in a row, the judge is gone, and `JudgeLost` ends the program.
 """
 
 import asyncio
@@ -33,13 +35,14 @@ from mujica_jax.rewards import NoVerdict
 from mujica_jax.storage.run_directory import RunDirectory, RunPath
 
 INSTRUCTION = (
-    "You compare a predicted answer with reference answers. The wording may differ: what counts is whether the "
-    "prediction means the same as at least one of the references.\n"
+    "You compare a predicted answer with reference answers. The wording may differ: what counts is "
+    "whether the prediction means the same as at least one of the references.\n"
     "Reply with one word: YES if it does, NO if it does not."
 )
 INSTRUCTION_WITH_QUESTION = (
-    "You compare a predicted answer to a question with reference answers. The wording may differ: what counts is "
-    "whether the prediction, as an answer to the question, means the same as at least one of the references.\n"
+    "You compare a predicted answer to a question with reference answers. The wording may differ: "
+    "what counts is whether the prediction, as an answer to the question, means the same as at "
+    "least one of the references.\n"
     "Reply with one word: YES if it does, NO if it does not."
 )
 MAX_TOKENS = 8  # of a verdict
@@ -76,7 +79,8 @@ class CachedVerdicts:
 
 
 class RunVerdicts:
-    """Verdicts in a run directory, one object each. If several processes write one, the first verdict stays."""
+    """Verdicts in a run directory, one object each. If several processes write one, the first
+    verdict stays."""
 
     def __init__(self, store: RunDirectory) -> None:
         self._store = store
@@ -94,7 +98,9 @@ class RunVerdicts:
             reply = self._store.read_json(name)["reply"]
             _verdict_of(reply)
         except (KeyError, TypeError, AttributeError, StoreError, NoVerdict) as error:
-            raise StoreError(f"{self._store.root / name} holds no verdict: remove it, and it is asked again") from error
+            raise StoreError(
+                f"{self._store.root / name} holds no verdict: remove it, and it is asked again"
+            ) from error
         return reply
 
     def _name(self, key: str) -> str:
@@ -105,8 +111,8 @@ class RunVerdicts:
 class Judgement:
     """The verdicts on one evaluation.
 
-    A prediction without a verdict, or whose search failed, is left out of the mean: the judge or the retriever failed,
-    not the policy."""
+    A prediction without a verdict, or whose search failed, is left out of the mean: the judge or
+    the retriever failed, not the policy."""
 
     verdicts: tuple[bool | None, ...]  # None: the judge failed
     exact: tuple[bool, ...]
@@ -116,7 +122,9 @@ class Judgement:
         pairs = list(zip(self.verdicts, self.exact, strict=True))
         return {
             "judge": round(100 * sum(known) / len(known), 2) if known else None,
-            "judge_interval": [round(bound, 2) for bound in bootstrap_interval(known)] if known else None,
+            "judge_interval": [round(bound, 2) for bound in bootstrap_interval(known)]
+            if known
+            else None,
             "judge_failures": self.verdicts.count(None),
             # where the judge and exact match differ
             "judge_yes_not_exact": pairs.count((True, False)),
@@ -138,8 +146,8 @@ class Judge:
         verdicts: VerdictStore | None = None,
         max_failures_in_a_row: int = 16,
     ) -> None:
-        """`name` is the model's name, since another judge has other verdicts. `concurrency` bounds the requests under
-        way. `verdicts` keeps the replies (None: the user's cache folder)."""
+        """`name` is the model's name, since another judge has other verdicts. `concurrency` bounds
+        the requests under way. `verdicts` keeps the replies (None: the user's cache folder)."""
         self.name = name
         self._generator, self._tokenizer = generator, tokenizer
         self._show_question = show_question
@@ -153,7 +161,8 @@ class Judge:
         self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def __call__(self, question: Question, answer: str | None) -> bool:
-        """Return whether an answer is right. The judge is not asked where there is no answer: that is wrong.
+        """Return whether an answer is right. The judge is not asked where there is no answer: that
+        is wrong.
 
         Raises NoVerdict and JudgeLost."""
         if answer is None:
@@ -162,12 +171,16 @@ class Judge:
         key = hashlib.sha256("\n".join([self.name, self._instruction, text]).encode()).hexdigest()
         if key in self._known:
             return self._known[key]
-        if key not in self._asking:  # attempts that answer the same at the same time share one verdict
+        if (
+            key not in self._asking
+        ):  # attempts that answer the same at the same time share one verdict
             self._asking[key] = asyncio.ensure_future(self._find(key, text))
             self._asking[key].add_done_callback(functools.partial(self._answered, key))
         return await asyncio.shield(self._asking[key])
 
-    def judge(self, questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule) -> Judgement:
+    def judge(
+        self, questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule
+    ) -> Judgement:
         """Return the verdicts on the answers of an evaluation."""
         pairs = [
             (question, trajectory)
@@ -182,14 +195,21 @@ class Judge:
                 return None
 
         async def all_verdicts() -> list[bool | None]:
-            return await asyncio.gather(*(verdict(question, played.final_answer) for question, played in pairs))
+            return await asyncio.gather(
+                *(verdict(question, played.final_answer) for question, played in pairs)
+            )
 
-        exact = (score(played.final_answer, question.answers, rule).em == 1.0 for question, played in pairs)
+        exact = (
+            score(played.final_answer, question.answers, rule).em == 1.0
+            for question, played in pairs
+        )
         return Judgement(verdicts=tuple(asyncio.run(all_verdicts())), exact=tuple(exact))
 
     def check(self) -> None:
         """Ask for one verdict, before anything is played. Raises UserError where none comes."""
-        text = self._message(Question(id="check", text="What is the capital of France?", answers=("Paris",)), "Paris")
+        text = self._message(
+            Question(id="check", text="What is the capital of France?", answers=("Paris",)), "Paris"
+        )
 
         async def asked() -> None:
             _verdict_of(await self._reply(text))
@@ -198,7 +218,8 @@ class Judge:
             asyncio.run(asked())
         except NoVerdict as error:
             raise UserError(
-                f"the judge {self.name} gives no verdict ({error}): correct --judge.base-url and --judge.model"
+                f"the judge {self.name} gives no verdict ({error}): correct --judge.base-url and "
+                "--judge.model"
             ) from error
 
     def _answered(self, key: str, task: asyncio.Future[bool]) -> None:
@@ -207,7 +228,8 @@ class Judge:
             task.exception()  # read here: whoever asked may have been cancelled
 
     async def _find(self, key: str, text: str) -> bool:
-        """Read the verdict, or ask for it and keep it. Stores are asked in a thread: one in a bucket is slow."""
+        """Read the verdict, or ask for it and keep it. Stores are asked in a thread: one in a
+        bucket is slow."""
         reply = await asyncio.to_thread(self._verdicts.read, key)
         if reply is None or not _is_verdict(reply):  # what is kept may be damaged
             async with self._place():
@@ -225,9 +247,10 @@ class Judge:
             self._failures_in_a_row += 1
             if self._failures_in_a_row > self._max_failures_in_a_row:
                 raise JudgeLost(
-                    f"the judge {self.name} gave no verdict {self._failures_in_a_row} times in a row, and "
-                    f"faults.max_in_a_row is {self._max_failures_in_a_row}; the last time: {error}; start it again or "
-                    "correct its address, then give the same command; what is finished is kept"
+                    f"the judge {self.name} gave no verdict {self._failures_in_a_row} times in a "
+                    f"row, and faults.max_in_a_row is {self._max_failures_in_a_row}; the last "
+                    f"time: {error}; start it again or correct its address, then give the same "
+                    "command; what is finished is kept"
                 ) from error
             raise
         self._failures_in_a_row = 0
@@ -251,8 +274,8 @@ class Judge:
         return "\n".join(lines)
 
     def _place(self) -> asyncio.Semaphore:
-        """Return the places of the event loop that runs. Waiting for one does not count against a request's deadline,
-        as there may be many more answers than places."""
+        """Return the places of the event loop that runs. Waiting for one does not count against a
+        request's deadline, as there may be many more answers than places."""
         loop = asyncio.get_running_loop()
         if self._places is None or self._places[0] is not loop:
             self._places = loop, asyncio.Semaphore(self._concurrency)
@@ -260,7 +283,8 @@ class Judge:
 
 
 def open_judge(config: Config, verdicts: VerdictStore | None, *, out: RunPath) -> Judge | None:
-    """Return the judge that the reward of a configuration asks; None where it asks none. Sends no request yet."""
+    """Return the judge that the reward of a configuration asks; None where it asks none. Sends no
+    request yet."""
     if not needs_judge(config.reward, config.staged):
         return None
     return judge_behind(open_endpoint(config.judge, out), config, verdicts)
@@ -280,7 +304,8 @@ def judge_behind(endpoint: Endpoint, config: Config, verdicts: VerdictStore | No
 
 
 def _shown(answer: str) -> str:
-    """Return an answer as the judge reads it: normalised, and as it is written where nothing would be left of it."""
+    """Return an answer as the judge reads it: normalised, and as it is written where nothing would
+    be left of it."""
     return normalise_squad(answer) or " ".join(answer.split())
 
 

@@ -1,4 +1,5 @@
-"""Training in one phase: from the state before it, or from the last checkpoint, with a save now and then."""
+"""Training in one phase: from the state before it, or from the last checkpoint, with a save now and
+then."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +18,8 @@ if TYPE_CHECKING:
     from mujica_jax.methods.run import Run
 
 SAVE_EVERY_SECONDS = 15.0  # of training, at least; a save takes about 60 ms for the tiny models
-SAVING_SHARE = 0.05  # of training that saves may take, where `trainer.save_seconds` does not say how often they come
+# of training that saves may take, where `trainer.save_seconds` does not say how often they come
+SAVING_SHARE = 0.05
 STEPS_A_STRETCH = 25
 
 
@@ -32,12 +34,15 @@ def train_phase(
     loss: Loss | None,
     config: TrainerConfig,
 ) -> TrainState:
-    """The state after `steps` updates. Called by `Run.learn`. A preemption saves the step it comes at."""
+    """The state after `steps` updates. Called by `Run.learn`. A preemption saves the step it comes
+    at."""
     from mujica_jax.learning.checkpoints import Checkpoints
 
     run.generator.release_weights()
     checkpoints = Checkpoints(
-        run.store.root / learning_folder(name), keep=config.keep_checkpoints, io_statistics=run.store.io_statistics
+        run.store.root / learning_folder(name),
+        keep=config.keep_checkpoints,
+        io_statistics=run.store.io_statistics,
     )
     trainer = run.trainer
     if loss or config != run.config.trainer:
@@ -56,7 +61,8 @@ def train_phase(
     last_save, saved = time.monotonic(), done
 
     with (
-        checkpoints,  # a save goes on beside the steps and is finished before the phase ends, however it ends
+        # a save goes on beside the steps and is finished before the phase ends, however it ends
+        checkpoints,
         run.progress.stage(f"{name}: learning", total=steps, unit="steps", done=done) as stage,
         run.profile.of_phase(name, done=done, steps=steps),
     ):
@@ -68,7 +74,8 @@ def train_phase(
                 stage.update(metrics.step, tokens_per_second=round(more["tokens_per_second"]))
                 run.metrics.write(f"{name}/learn", metrics.step, metrics.values() | more)
 
-        # A save is due by the clock, but what a restart repeats is the same steps with the same batches either way.
+        # A save is due by the clock, but what a restart repeats is the same steps with the same
+        # batches either way.
         while done < steps:
             until = run.profile.until(done, min(steps, done + STEPS_A_STRETCH))
             run.profile.before(done)
@@ -86,13 +93,17 @@ def train_phase(
                 )
             state, done, input_state = result.state, result.steps, result.input_state
             run.profile.after(done, state)
-            every = config.save_seconds or max(SAVE_EVERY_SECONDS, checkpoints.seconds_a_save / SAVING_SHARE)
+            every = config.save_seconds or max(
+                SAVE_EVERY_SECONDS, checkpoints.seconds_a_save / SAVING_SHARE
+            )
             due = result.stopped or done == steps or time.monotonic() - last_save > every
             if distributed.broadcast(f"{name}: save", lambda due=due: due) and done > saved:
                 with run.clock.stage("saving"):
                     run.metrics.flush()  # a resumed run does not repeat these steps
                     checkpoints.save(state, {"phase": name, "steps": steps, "input": input_state})
-                run.preemption.keeps(f"step {saved} of {steps} is kept")  # the new one goes on being written
+                run.preemption.keeps(
+                    f"step {saved} of {steps} is kept"
+                )  # the new one goes on being written
                 last_save, saved = time.monotonic(), done
             if result.stopped:
                 checkpoints.finish()

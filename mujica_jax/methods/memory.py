@@ -7,9 +7,10 @@
 | sampling | state, engine weights, keys and values, the engine's temporaries |
 | learning | state, gradients and activations of a step, keys and values; the engine's weights have left |
 
-The embedder and the rows of an exact search are there from sampling on. State and policy lie over the trainer's mesh,
-engine weights, keys and values over `engine.tensor` chips. Called by `setup`, which refuses what does not fit, and by
-`run`, which leaves the keys and values what the rest does not need.
+The embedder and the rows of an exact search are there from sampling on. State and policy lie over
+the trainer's mesh, engine weights, keys and values over `engine.tensor` chips. Called by `setup`,
+which refuses what does not fit, and by `run`, which leaves the keys and values what the rest does
+not need.
 """
 
 import dataclasses
@@ -37,7 +38,8 @@ from mujica_jax.runtime.chips import Chip
 CHECKPOINT, PARAMETERS, MOMENTS = "checkpoint", "parameters", "optimiser"
 POLICY, ENGINE, CACHE = "policy on its way", "engine weights", "keys and values"
 RETRIEVAL, STEP, CALLS = "embedder and index", "step", "engine calls"
-# The programs of the engine, beside weights and cache: what tests/test_tpu_compile.py holds them to.
+# The programs of the engine, beside weights and cache: what tests/test_tpu_compile.py holds them
+# to.
 ENGINE_TEMPORARIES = 600_000_000
 REMEDIES = {
     CHECKPOINT: "raise trainer.fsdp",
@@ -71,17 +73,23 @@ def phases(
     calls: int = ENGINE_TEMPORARIES,
     retrieval: int = 0,
 ) -> list[PhaseMemory]:
-    """`step` and `calls`: temporaries of the compiled training step and of the engine's programs; `retrieval`: embedder
-    and index on a chip."""
+    """`step` and `calls`: temporaries of the compiled training step and of the engine's programs;
+    `retrieval`: embedder and index on a chip."""
     state, mesh = trainer.abstract_state(), trainer.mesh
     parameters, moments = _bytes(state.params), _bytes(state.opt_state)
     compute = jnp.dtype(config.trainer.dtype)
     plain = nnx.eval_shape(lambda: nnx.state(Decoder(model, rngs=nnx.Rngs(0), dtype=compute)))
-    stored = jax.eval_shape(lambda weights: engine_weights(weights, model, config.engine.weights, compute), plain)
+    stored = jax.eval_shape(
+        lambda weights: engine_weights(weights, model, config.engine.weights, compute), plain
+    )
     kept = {PARAMETERS: parameters, MOMENTS: moments}
     around = {CACHE: cache_bytes(config, model), RETRIEVAL: retrieval}
-    engine = {ENGINE: _bytes(_laid_out(stored, AbstractMesh((1, 1, config.engine.tensor), MESH_AXES)))}
-    checkpoint = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, config.trainer.parameter_dtype), plain)
+    engine = {
+        ENGINE: _bytes(_laid_out(stored, AbstractMesh((1, 1, config.engine.tensor), MESH_AXES)))
+    }
+    checkpoint = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, config.trainer.parameter_dtype), plain
+    )
     found = {
         "loading": {CHECKPOINT: _bytes(_laid_out(checkpoint, mesh)), **kept, **around},
         "syncing": {POLICY: _bytes(_laid_out(stored, mesh)), **kept, **engine, **around},
@@ -98,15 +106,15 @@ def check_memory(config: Config, found: list[PhaseMemory], chip: Chip) -> None:
         return
     largest = max(fullest.parts, key=lambda part: fullest.parts[part])
     raise UserError(
-        f"{config.name} needs {_gigabytes(fullest.bytes)} GB a chip while {fullest.name} and a {chip.name} has "
-        f"{_gigabytes(chip.memory_bytes)} GB: the largest part is {_gigabytes(fullest.parts[largest])} GB of "
-        f"{largest}, so {REMEDIES[largest]}"
+        f"{config.name} needs {_gigabytes(fullest.bytes)} GB a chip while {fullest.name} and a "
+        f"{chip.name} has {_gigabytes(chip.memory_bytes)} GB: the largest part is "
+        f"{_gigabytes(fullest.parts[largest])} GB of {largest}, so {REMEDIES[largest]}"
     )
 
 
 def cache_bytes(config: Config, model: DecoderConfig) -> int:
-    """Keys and values on each chip: all slots at full length, or what `engine.cache_gigabytes` allows. 0 where it does
-    not say: they take what the rest leaves."""
+    """Keys and values on each chip: all slots at full length, or what `engine.cache_gigabytes`
+    allows. 0 where it does not say: they take what the rest leaves."""
     engine = config.engine
     if not engine.cache_gigabytes:
         return 0
@@ -117,12 +125,17 @@ def cache_bytes(config: Config, model: DecoderConfig) -> int:
 
 
 def _laid_out(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    return jax.tree.map(lambda leaf, sharding: leaf.update(sharding=sharding), tree, shardings_of(tree, mesh))
+    return jax.tree.map(
+        lambda leaf, sharding: leaf.update(sharding=sharding), tree, shardings_of(tree, mesh)
+    )
 
 
 def _bytes(tree: Any) -> int:
     """On each chip."""
-    return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def _gigabytes(count: int) -> str:

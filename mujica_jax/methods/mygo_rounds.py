@@ -1,7 +1,9 @@
-"""A round of MyGO's sampling: its questions in shards, first attempts, the threshold, later attempts in waves.
+"""A round of MyGO's sampling: its questions in shards, first attempts, the threshold, later
+attempts in waves.
 
-Every unit of work is a function of its attempts and the policy, so a round can be read back, gone on with, or sampled
-by several processes. The rule of the threshold and of what is kept stands in `trajectories.select`. Called by `mygo`.
+Every unit of work is a function of its attempts and the policy, so a round can be read back, gone
+on with, or sampled by several processes. The rule of the threshold and of what is kept stands in
+`trajectories.select`. Called by `mygo`.
 """
 
 import collections
@@ -12,7 +14,14 @@ from collections.abc import Callable, Sequence
 from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.config.schema import MygoConfig
 from mujica_jax.methods.phases import PhaseState
-from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round, sampling
+from mujica_jax.methods.rounds import (
+    attempt,
+    close_round,
+    finished_round,
+    method_of,
+    questions_a_round,
+    sampling,
+)
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Question, Trajectory
@@ -24,8 +33,8 @@ from mujica_jax.trajectories.store import SUMMARY, ShardEntry
 def sample_round(
     run: Run, state: PhaseState, number: int, *, version: int, previous_k: float
 ) -> tuple[list[Trajectory], float]:
-    """All trajectories of a round, by the policy of this version, and its threshold. The first half of its shards holds
-    first attempts."""
+    """All trajectories of a round, by the policy of this version, and its threshold. The first half
+    of its shards holds first attempts."""
     earlier = finished_round(run, number)
     if earlier is not None:
         sampled, threshold = earlier
@@ -37,7 +46,8 @@ def sample_round(
     external = run.config.sampling.workers == "external" and not run.store.exists(SUMMARY)
     if external:
         run.progress.line(
-            f"round {number} waits for workers: python -m mujica_jax.sample --run {run.store.root}, on any machine"
+            f"round {number} waits for workers: python -m mujica_jax.sample --run "
+            f"{run.store.root}, on any machine"
         )
     if not external:
         run.use_policy(state, version)
@@ -45,7 +55,9 @@ def sample_round(
     trajectories: list[Trajectory] = []
     episodes = accepted = played = 0
     k, best = previous_k, run.reward.best
-    with sampling(run, f"round {number}: sampling", number, total=2 * len(shards), unit="shards") as stage:
+    with sampling(
+        run, f"round {number}: sampling", number, total=2 * len(shards), unit="shards"
+    ) as stage:
 
         def on_episode(trajectory: Trajectory) -> None:
             nonlocal episodes, accepted
@@ -83,13 +95,17 @@ class Unit:
     """One shard's worth of episodes."""
 
     index: int  # of its shard
-    play: Callable[[OnEpisode], tuple[ShardEntry | None, list[Trajectory]]]  # or read what was played
+    play: Callable[
+        [OnEpisode], tuple[ShardEntry | None, list[Trajectory]]
+    ]  # or read what was played
     has_work: Callable[[], bool] = lambda: True
 
 
 def first_attempts(run: Run, number: int, shards: Sequence[Sequence[Question]]) -> list[Unit]:
     def play(index: int, callback: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
-        return run.sample(number, index, [attempt(run, q, 0, number) for q in shards[index]], callback)
+        return run.sample(
+            number, index, [attempt(run, q, 0, number) for q in shards[index]], callback
+        )
 
     return [Unit(index=index, play=functools.partial(play, index)) for index in range(len(shards))]
 
@@ -101,16 +117,20 @@ def later_attempts(
     first_attempts_of: Callable[[int], Sequence[Trajectory]],
     k: float,
 ) -> list[Unit]:
-    """`first_attempts_of`: those at the questions of a shard. Of a shard that needs no others nothing is left in the
-    store."""
+    """`first_attempts_of`: those at the questions of a shard. Of a shard that needs no others
+    nothing is left in the store."""
 
     def wave(index: int, earlier: Sequence[Trajectory]) -> list[Attempt]:
         tried = [*first_attempts_of(index), *earlier]
-        following = next_attempts(method_of(run, MygoConfig), shards[index], tried, k=k, best_reward=run.reward.best)
+        following = next_attempts(
+            method_of(run, MygoConfig), shards[index], tried, k=k, best_reward=run.reward.best
+        )
         return [attempt(run, question, place, number) for question, place in following]
 
     def play(index: int, callback: OnEpisode) -> tuple[ShardEntry | None, list[Trajectory]]:
-        return run.sample_waves(number, len(shards) + index, functools.partial(wave, index), callback)
+        return run.sample_waves(
+            number, len(shards) + index, functools.partial(wave, index), callback
+        )
 
     def unit(index: int) -> Unit:
         played = functools.partial(play, index)
@@ -130,7 +150,9 @@ def plan_round(run: Run, number: int, version: int, previous_k: float) -> list[l
     config, size = method_of(run, MygoConfig), run.config.sampling.shard_questions
     questions, count = run.task.questions("train"), questions_a_round(run, f"round {number}")
     # The next ones in the task's order, from the beginning again when they are used up.
-    chosen = [questions[index % len(questions)] for index in range((number - 1) * count, number * count)]
+    chosen = [
+        questions[index % len(questions)] for index in range((number - 1) * count, number * count)
+    ]
     shards = [chosen[at : at + size] for at in range(0, count, size)]
     plan = {
         "policy_version": version,
@@ -152,15 +174,17 @@ def next_attempts(
     k: float,
     best_reward: float,
 ) -> list[tuple[Question, int]]:
-    """Questions with the numbers of their next attempts: those with fewer than m kept trajectories, while attempts are
-    left.
+    """Questions with the numbers of their next attempts: those with fewer than m kept trajectories,
+    while attempts are left.
 
-    A trajectory counts if it would be kept, so one that repeats another does not (`trajectories.select`). Waves double:
-    with `tried` attempts behind them, questions get as many again."""
+    A trajectory counts if it would be kept, so one that repeats another does not
+    (`trajectories.select`). Waves double: with `tried` attempts behind them, questions get as many
+    again."""
     m = config.keep_per_question
     tried = 1 + max(trajectory.attempt for trajectory in trajectories)
     kept = collections.Counter(
-        trajectory.question_id for trajectory in select(trajectories, k=k, keep_per_question=m, best_reward=best_reward)
+        trajectory.question_id
+        for trajectory in select(trajectories, k=k, keep_per_question=m, best_reward=best_reward)
     )
     return [
         (question, number)

@@ -1,4 +1,5 @@
-"""Parts that a configuration describes, for runs and `eval` alike: agent, reward, generator, retrieval statistics."""
+"""Parts that a configuration describes, for runs and `eval` alike: agent, reward, generator,
+retrieval statistics."""
 
 import dataclasses
 import itertools
@@ -34,9 +35,14 @@ def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
     return implementation(config)(tokenizer, config)
 
 
-def check_prompts(agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKind, *modes: PromptMode) -> None:
-    """A conversation has room behind its prompt, in the agent's mode and in these, worked examples included."""
-    tokenizer.open_conversation("", "")  # refuses a chat template that cannot be used before anything is played
+def check_prompts(
+    agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKind, *modes: PromptMode
+) -> None:
+    """A conversation has room behind its prompt, in the agent's mode and in these, worked examples
+    included."""
+    tokenizer.open_conversation(
+        "", ""
+    )  # refuses a chat template that cannot be used before anything is played
     if not isinstance(agent, PromptedAgent):  # baselines have prompts of their own
         return
     # Readers are shown what a search found.
@@ -47,17 +53,23 @@ def check_prompts(agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKin
     for mode, role in itertools.product(sorted({agent.prompt, *modes}), roles):
         opening = make_agent(dataclasses.replace(agent, prompt=mode), tokenizer).opening(role, kind)
         tokens = len(tokenizer.open_conversation(opening.system, "", opening.examples))
-        needed = tokens + agent.max_turn_tokens + (agent.max_observation_tokens if role in readers else 0)
+        needed = (
+            tokens
+            + agent.max_turn_tokens
+            + (agent.max_observation_tokens if role in readers else 0)
+        )
         if needed > agent.max_trajectory_tokens:
             raise UserError(
-                f"the {role}'s prompt ({mode}) has {tokens} tokens, needs {needed} with what agent.max_turn_tokens and "
-                "agent.max_observation_tokens allow, and agent.max_trajectory_tokens is "
-                f"{agent.max_trajectory_tokens}: raise it to {needed} or more, or show less"
+                f"the {role}'s prompt ({mode}) has {tokens} tokens, needs {needed} with what "
+                "agent.max_turn_tokens and agent.max_observation_tokens allow, and "
+                f"agent.max_trajectory_tokens is {agent.max_trajectory_tokens}: raise it to "
+                f"{needed} or more, or show less"
             )
 
 
 def make_reward(config: Config, rule: Rule, judge: Correctness | None = None) -> RewardFunction:
-    """Return the reward of a configuration, with the embedder that it needs and the judge that it asks."""
+    """Return the reward of a configuration, with the embedder that it needs and the judge that it
+    asks."""
     similarity = None
     if config.reward == STAGED and config.staged.search:
         similarity = find_similarity(config.staged.embedder)
@@ -65,7 +77,8 @@ def make_reward(config: Config, rule: Rule, judge: Correctness | None = None) ->
 
 
 def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatistics:
-    """Of all environments that these questions are answered in; those that share a retriever share its statistics."""
+    """Of all environments that these questions are answered in; those that share a retriever share
+    its statistics."""
     all_statistics = [task.environment(question).statistics for question in questions]
     total = RetrievalStatistics()
     for statistics in {id(statistics): statistics for statistics in all_statistics}.values():
@@ -73,7 +86,9 @@ def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatist
     return total
 
 
-def make_generator(decoder: Decoder, config: Config, tokenizer: Tokenizer, reserved_bytes: int = 0) -> PolicyGenerator:
+def make_generator(
+    decoder: Decoder, config: Config, tokenizer: Tokenizer, reserved_bytes: int = 0
+) -> PolicyGenerator:
     """Return the generator of a run or an evaluation. `reserved_bytes`: see `make_engine`."""
     return open_generator(
         decoder,
@@ -110,10 +125,17 @@ def open_generator(
             reserved_bytes=reserved_bytes,
         )
     own = make_engine(
-        decoder, engine, positions=positions, stop_token_ids=tokenizer.stop_token_ids, reserved_bytes=reserved_bytes
+        decoder,
+        engine,
+        positions=positions,
+        stop_token_ids=tokenizer.stop_token_ids,
+        reserved_bytes=reserved_bytes,
     )
     return BatchedGenerator(
-        own, prefix_reuse=engine.prefix_reuse, queue_size=queue_size, token_bytes=tokenizer.token_bytes
+        own,
+        prefix_reuse=engine.prefix_reuse,
+        queue_size=queue_size,
+        token_bytes=tokenizer.token_bytes,
     )
 
 
@@ -122,14 +144,18 @@ def check_engine_temperatures(
 ) -> None:
     """Check that an engine which samples all requests alike is asked for no other temperature.
 
-    A run `trains`; an evaluation alone is greedy and, if it is `sampled` too, has eval.temperature. Raises UserError.
+    A run `trains`; an evaluation alone is greedy and, if it is `sampled` too, has eval.temperature.
+    Raises UserError.
     """
     name = f"engine.factory {config.engine.factory}"
-    is_greedy = not generator.capabilities.sampling_per_request and generator.capabilities.temperature == 0
+    is_greedy = (
+        not generator.capabilities.sampling_per_request and generator.capabilities.temperature == 0
+    )
     if is_greedy and sampled and not trains:
         raise UserError(
-            f"{name} decodes greedily and the sampled scores have eval.temperature {config.eval.temperature}: add "
-            "--sampled False, or use an engine that samples each request by itself"
+            f"{name} decodes greedily and the sampled scores have eval.temperature "
+            f"{config.eval.temperature}: add --sampled False, or use an engine that samples each "
+            "request by itself"
         )
     temperatures = {"the temperature of greedy evaluations": 0.0}
     if sampled:
@@ -140,15 +166,17 @@ def check_engine_temperatures(
 
 
 def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
-    """Return what training goes on from, if the configuration names an adapter: it has the rank that is trained."""
+    """Return what training goes on from, if the configuration names an adapter: it has the rank
+    that is trained."""
     if config.adapter is None:
         return None
     adapter, trainer = read_adapter(decoder, local_folder(config.adapter)), config.trainer
     rank, alpha = adapter.rank_and_alpha()
     if rank != trainer.lora_rank or not math.isclose(alpha, trainer.lora_alpha, rel_tol=1e-4):
         raise UserError(
-            f"{config.adapter} has rank {rank} and alpha {alpha:g}, and trainer.lora_rank is {trainer.lora_rank}, "
-            f"trainer.lora_alpha {trainer.lora_alpha:g}: give --trainer.lora-rank {rank} --trainer.lora-alpha {alpha:g}"
+            f"{config.adapter} has rank {rank} and alpha {alpha:g}, and trainer.lora_rank is "
+            f"{trainer.lora_rank}, trainer.lora_alpha {trainer.lora_alpha:g}: give "
+            f"--trainer.lora-rank {rank} --trainer.lora-alpha {alpha:g}"
         )
     return adapter
 
@@ -156,6 +184,6 @@ def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
 def use_weights(
     generator: PolicyGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
 ) -> None:
-    """Let the engine sample from these weights of a model like `decoder`; returns when they are there. They are copied:
-    training reuses its buffers."""
+    """Let the engine sample from these weights of a model like `decoder`; returns when they are
+    there. They are copied: training reuses its buffers."""
     generator.set_weights(engine_weights(weights, decoder.config, storage, decoder.dtype), version)

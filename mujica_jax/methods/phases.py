@@ -1,4 +1,5 @@
-"""The stretches of a run that end with an evaluation: their names, what they leave, and the state they end with."""
+"""The stretches of a run that end with an evaluation: their names, what they leave, and the state
+they end with."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -11,7 +12,13 @@ from mujica_jax.report.results import PhaseRow
 
 GetState = Callable[[], TrainState]
 # Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
-SAMPLING, EVALUATING, LEARNING, MISMATCH, TIME = "sampling", "evaluating", "learning", "mismatch", "time"
+SAMPLING, EVALUATING, LEARNING, MISMATCH, TIME = (
+    "sampling",
+    "evaluating",
+    "learning",
+    "mismatch",
+    "time",
+)
 RETRIEVAL = "retrieval"
 
 
@@ -30,7 +37,8 @@ WARM_UP = Phase(name="warm-up", step=0)  # its trajectories are round 0 of the r
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseResult:
-    """What a phase left: its row of the table, and what it computed, so that the control can be given as much."""
+    """What a phase left: its row of the table, and what it computed, so that the control can be
+    given as much."""
 
     row: PhaseRow
     forward_tokens: int  # tokens that went through the model once, while sampling
@@ -40,7 +48,8 @@ class PhaseResult:
 class PhaseState:
     """The state that a phase ends with: trained, or restored, when it is first called for.
 
-    Training that goes on from it reuses its buffers; called again after that, it is restored from its checkpoint."""
+    Training that goes on from it reuses its buffers; called again after that, it is restored from
+    its checkpoint."""
 
     def __init__(self, make: GetState) -> None:
         self._make = make
@@ -48,7 +57,9 @@ class PhaseState:
 
     @property
     def is_here(self) -> bool:
-        return self._state is not None and not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
+        return self._state is not None and not any(
+            leaf.is_deleted() for leaf in jax.tree.leaves(self._state)
+        )
 
     def __call__(self) -> TrainState:
         if self._state is None or not self.is_here:
@@ -68,4 +79,6 @@ def learning_folder(name: str) -> str:
 
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:
     """Tokens of all conversations: each went through the model once while sampling."""
-    return sum(len(turn.token_ids) for t in trajectories for c in t.conversations for turn in c.turns)
+    return sum(
+        len(turn.token_ids) for t in trajectories for c in t.conversations for turn in c.turns
+    )

@@ -1,5 +1,5 @@
-"""Finding a policy by the name that a user gives it: a run directory, a model on disk, or one that is converted first.
-Called by `eval` and `serve`.
+"""Finding a policy by the name that a user gives it: a run directory, a model on disk, or one that
+is converted first. Called by `eval` and `serve`.
 """
 
 import dataclasses
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from mujica_jax.models.decoder import Decoder
     from mujica_jax.models.tokenizer import Tokenizer
 
-WANTED = "give --checkpoint a run directory, or a Hugging Face directory, a GGUF file or smollm2 and a configuration"
+WANTED = (
+    "give --checkpoint a run directory, or a Hugging Face directory, a GGUF file or smollm2 and a "
+    "configuration"
+)
 _INIT = re.compile("--init(=|$)")
 
 
@@ -39,12 +42,17 @@ class SavedPolicy:
     adapter: Path | None = None
 
     def load(
-        self, dtype: str, mesh: "Mesh | None" = None, *, context_tokens: int = 0, context_setting: str = ""
+        self,
+        dtype: str,
+        mesh: "Mesh | None" = None,
+        *,
+        context_tokens: int = 0,
+        context_setting: str = "",
     ) -> "tuple[Tokenizer, Decoder]":
         """Load the policy in the type it computes in, over `mesh`. An adapter is added in float32.
 
-        Raises UserError, before the weights are read, where the model cannot read `context_tokens`. The sentence names
-        `context_setting`, if it is given, as what to lower.
+        Raises UserError, before the weights are read, where the model cannot read `context_tokens`.
+        The sentence names `context_setting`, if it is given, as what to lower.
         """
         from mujica_jax.inference.engine.factory import CONTEXT_SETTING, check_context
         from mujica_jax.methods.setup import open_model
@@ -57,12 +65,18 @@ class SavedPolicy:
         return tokenizer, with_adapter(load(mesh), self.adapter)
 
     def trained_otherwise(self, agent: AgentConfig) -> list[str]:
-        """What the run that made the policy says otherwise of its agent: a configuration beside a run replaces it."""
+        """What the run that made the policy says otherwise of its agent: a configuration beside a
+        run replaces it."""
         if self.run is None:
             return []
-        trained, now = read_object(self.run / "config.json")["config"]["agent"], dataclasses.asdict(agent)
+        trained, now = (
+            read_object(self.run / "config.json")["config"]["agent"],
+            dataclasses.asdict(agent),
+        )
         said = trained if trained["kind"] == now["kind"] else {"kind": trained["kind"]}
-        return differences({"agent": said}, {"agent": {key: now.get(key) for key in said}}, ignore=())
+        return differences(
+            {"agent": said}, {"agent": {key: now.get(key) for key in said}}, ignore=()
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,7 +88,9 @@ class Checkpoint(SavedPolicy):
     def concurrency(self, config: Config) -> int:
         return config.engine.slots
 
-    def open(self, config: Config, *, context_setting: str = "") -> "tuple[Tokenizer, ScoredGenerator]":
+    def open(
+        self, config: Config, *, context_setting: str = ""
+    ) -> "tuple[Tokenizer, ScoredGenerator]":
         from flax import nnx
 
         from mujica_jax.inference.engine.factory import engine_mesh
@@ -99,29 +115,40 @@ class Checkpoint(SavedPolicy):
 
 def init_as_checkpoint(words: Sequence[str]) -> list[str]:
     """`--init` is another name of `--checkpoint`, for models that are no run."""
-    return ["--checkpoint" + word.removeprefix("--init") if _INIT.match(word) else word for word in words]
+    return [
+        "--checkpoint" + word.removeprefix("--init") if _INIT.match(word) else word
+        for word in words
+    ]
 
 
 def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> SavedPolicy:
-    """What `--checkpoint`, `--policy` and `--adapter` name; the files of a run are compared with their checksums.
+    """What `--checkpoint`, `--policy` and `--adapter` name; the files of a run are compared with
+    their checksums.
 
     Raises UserError."""
     folder = checkpoint_folder(checkpoint) if is_converted(checkpoint) else run_path(checkpoint)
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {WANTED}")
     if (folder / "adapter_config.json").exists():
-        raise UserError(f"{folder} is an adapter: give --init the checkpoint it was trained on, and --adapter {folder}")
+        raise UserError(
+            f"{folder} is an adapter: give --init the checkpoint it was trained on, and --adapter "
+            f"{folder}"
+        )
     if not is_run(folder):
         if policy is not None:
-            raise UserError(f"--policy is {policy} and {folder} is no run directory: leave --policy out")
+            raise UserError(
+                f"--policy is {policy} and {folder} is no run directory: leave --policy out"
+            )
         of_adapter = local_folder(adapter) if adapter else None
         name = checkpoint if of_adapter is None else f"{checkpoint} with {adapter}"
         model = local_folder(folder)
-        return SavedPolicy(name=name, model=model, place=str(folder), version=0, run=None, adapter=of_adapter)
+        return SavedPolicy(
+            name=name, model=model, place=str(folder), version=0, run=None, adapter=of_adapter
+        )
     if adapter is not None:
         raise UserError(
-            f"--adapter is {adapter} and {folder} is a run, whose policies have theirs merged in: give --init "
-            "the checkpoint that the adapter was trained on, or leave --adapter out"
+            f"--adapter is {adapter} and {folder} is a run, whose policies have theirs merged in: "
+            "give --init the checkpoint that the adapter was trained on, or leave --adapter out"
         )
     store = Store(folder)
     version = max(store.policies(), default=None) if policy is None else policy
@@ -129,7 +156,9 @@ def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> 
         raise UserError(f"{folder} has no policy yet: go on with the run until its warm-up is done")
     model = store.policy_path(version) / "model"
     place = str(store.policy_place(version) / "model")
-    return SavedPolicy(name=f"policy {version}", model=model, place=place, version=version, run=folder)
+    return SavedPolicy(
+        name=f"policy {version}", model=model, place=place, version=version, run=folder
+    )
 
 
 def is_run(folder: RunPath) -> bool:

@@ -8,27 +8,32 @@
                 and the reference's for the KL term;
     5. learn    the clipped objective of all conversations of the attempts, in several updates.
 
-These five are a round; every `rounds_per_phase` rounds the policy is committed and evaluated (a row of the table).
-Sources: GRPO, DeepSeekMath (arXiv 2402.03300); DAPO, arXiv 2503.14476; both on agents, "Learning When to Search",
-section 3.2, and Mujica-MyGO, section 3.2. What is ours:
+These five are a round; every `rounds_per_phase` rounds the policy is committed and evaluated (a row
+of the table). Sources: GRPO, DeepSeekMath (arXiv 2402.03300); DAPO, arXiv 2503.14476; both on
+agents, "Learning When to Search", section 3.2, and Mujica-MyGO, section 3.2. What is ours:
 
 - A planner's and its workers' conversations all carry the advantage of their trajectory.
-- Without a group that teaches there is no update at all: with weight decay and momentum an update of zero gradient
-  would still move the weights.
-- Refilling asks for exactly as many questions as groups are missing, again and again; questions go on in the task's
-  order, from the beginning again when all are used, and no question comes twice in one round.
-- The learning rate falls along one cosine over all rounds, each on its stretch; Adam's moments live on.
-- An attempt whose search or judge failed is no member of its group. A group with fewer than two members left is
-  dropped and counted.
-- A turn that a length limit cut is learnt like any other, so what punishes a long attempt reaches the turn itself.
-- "Learning When to Search" lists a KL coefficient of 1e-4 in its table 5, and its text says that DAPO has none. DAPO
-  has none by default (`kl_coefficient` 0); the configuration of the paper's 8B run takes the table's.
+- Without a group that teaches there is no update at all: with weight decay and momentum an update
+  of zero gradient would still move the weights.
+- Refilling asks for exactly as many questions as groups are missing, again and again; questions go
+  on in the task's order, from the beginning again when all are used, and no question comes twice in
+  one round.
+- The learning rate falls along one cosine over all rounds, each on its stretch; Adam's moments live
+  on.
+- An attempt whose search or judge failed is no member of its group. A group with fewer than two
+  members left is dropped and counted.
+- A turn that a length limit cut is learnt like any other, so what punishes a long attempt reaches
+  the turn itself.
+- "Learning When to Search" lists a KL coefficient of 1e-4 in its table 5, and its text says that
+  DAPO has none. DAPO has none by default (`kl_coefficient` 0); the configuration of the paper's 8B
+  run takes the table's.
 - The reference is the policy that the rounds began with, as it is committed (in the compute type).
-- At a sampling temperature other than 1 the ratio is to the policy without temperature, as log-probabilities are.
+- At a sampling temperature other than 1 the ratio is to the policy without temperature, as
+  log-probabilities are.
 - A conversation longer than a training row is left out, and counted.
 
-A killed run goes on: a round's shards, its scores (`scores.npy`), its checkpoint and `LEARNT.json`, which says that the
-round is over, are each found again.
+A killed run goes on: a round's shards, its scores (`scores.npy`), its checkpoint and `LEARNT.json`,
+which says that the round is over, are each found again.
 """
 
 import dataclasses
@@ -39,8 +44,23 @@ from mujica_jax.config.methods import PolicyGradientConfig
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.phases import GetState, Phase, PhaseResult, PhaseState, tokens_of
-from mujica_jax.methods.rollouts import Rollout, compared_groups, figures, is_learnt, loss_of, prepare, scored
-from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, questions_a_round, sampling
+from mujica_jax.methods.rollouts import (
+    Rollout,
+    compared_groups,
+    figures,
+    is_learnt,
+    loss_of,
+    prepare,
+    scored,
+)
+from mujica_jax.methods.rounds import (
+    attempt,
+    close_round,
+    finished_round,
+    method_of,
+    questions_a_round,
+    sampling,
+)
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
@@ -66,8 +86,8 @@ class Left:
 
 
 def policy_gradient(run: Run) -> list[PhaseResult]:
-    """The warm-up, or the checkpoint as it is; all rounds; the control if asked for. Finished rounds are read from the
-    run directory."""
+    """The warm-up, or the checkpoint as it is; all rounds; the control if asked for. Finished
+    rounds are read from the run directory."""
     state, warmed, demonstrations = begin(run)
     return with_control(run, state, demonstrations, warmed, _run_rounds(run, state))
 
@@ -97,8 +117,11 @@ def _run_rounds(run: Run, state: PhaseState) -> list[PhaseResult]:
     return results
 
 
-def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: GetState) -> tuple[PhaseState, Left]:
-    """Questions from the `first` one on. Of a round that is over, nothing is read before its state is called for."""
+def _one_round(
+    run: Run, state: PhaseState, number: int, first: int, reference: GetState
+) -> tuple[PhaseState, Left]:
+    """Questions from the `first` one on. Of a round that is over, nothing is read before its state
+    is called for."""
     config, file = method_of(run, PolicyGradientConfig), f"rounds/{number:04d}/LEARNT.json"
     is_over = distributed.broadcast(file, lambda: run.store.exists(file))
     left = Left(**run.store.read_json(file)) if is_over else None
@@ -109,7 +132,8 @@ def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: 
 
     @functools.cache
     def rows() -> PackedRows:
-        """Return the round's rows, filled up with rows of padding to one update: none is learnt twice."""
+        """Return the round's rows, filled up with rows of padding to one update: none is learnt
+        twice."""
         compared = scored(run, config, rollout().rows, state, number, reference)
         return compared.with_empty_rows(_trainer(run).rows_per_step)
 
@@ -146,7 +170,10 @@ def _one_round(run: Run, state: PhaseState, number: int, first: int, reference: 
             if steps:
                 run.remove_past_checkpoints()
         distributed.barrier(f"round {number} is learnt")
-    for cached in (rollout, rows):  # states that are kept know how to be made again, and so keep these
+    for cached in (
+        rollout,
+        rows,
+    ):  # states that are kept know how to be made again, and so keep these
         cached.cache_clear()
     return after, left
 
@@ -165,7 +192,8 @@ def _left(run: Run, rollout: Rollout, steps: int) -> Left:
         trajectories=len(rollout.trajectories),
         learnt=sum(len(group.trajectories) for group in rollout.learnt) if steps else 0,
         steps=steps,
-        forward_tokens=tokens_of(rollout.trajectories) + (scores * rollout.rows.tokens.size if steps else 0),
+        forward_tokens=tokens_of(rollout.trajectories)
+        + (scores * rollout.rows.tokens.size if steps else 0),
         trained_slots=steps * trainer.rows_per_step * trainer.row_tokens,
     )
 
@@ -177,21 +205,24 @@ def _say(run: Run, rollout: Rollout, number: int) -> None:
     degenerate = sum(not group.is_comparable for group in rollout.groups)
     if left_out := sum(group.left_out for group in rollout.groups):
         run.progress.line(
-            f"round {number}: {left_out} of {len(rollout.trajectories)} attempts are left out because a search or the "
-            f"judge failed; {degenerate} of {sampled} groups have fewer than two attempts left and are dropped"
+            f"round {number}: {left_out} of {len(rollout.trajectories)} attempts are left out "
+            f"because a search or the judge failed; {degenerate} of {sampled} groups have fewer "
+            "than two attempts left and are dropped"
         )
     if not teaching:
         mean = mean_reward(rollout.trajectories)
         run.progress.line(
-            f"round {number}: no update, for at each of {sampled} questions all attempts earned the same (on average "
-            f"{mean:.3f}): raise method.group_attempts {config.group_attempts} or sampling.temperature "
-            f"{run.config.sampling.temperature}, or begin with a policy that is right now and then"
+            f"round {number}: no update, for at each of {sampled} questions all attempts earned "
+            f"the same (on average {mean:.3f}): raise method.group_attempts "
+            f"{config.group_attempts} or sampling.temperature {run.config.sampling.temperature}, "
+            "or begin with a policy that is right now and then"
         )
     elif config.dynamic_sampling and teaching < run.config.sampling.questions_per_round:
         run.progress.line(
-            f"round {number}: {teaching} groups of {run.config.sampling.questions_per_round} wanted teach anything "
-            f"after {sampled} questions, as many as method.max_sampled_batches {config.max_sampled_batches} and the "
-            "task allow; it learns from these"
+            f"round {number}: {teaching} groups of {run.config.sampling.questions_per_round} "
+            f"wanted teach anything after {sampled} questions, as many as "
+            f"method.max_sampled_batches {config.max_sampled_batches} and the task allow; it "
+            "learns from these"
         )
 
 
@@ -202,9 +233,16 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
         return earlier[0]
     config, size = method_of(run, PolicyGradientConfig), run.config.sampling.shard_questions
     questions, wanted = run.task.questions("train"), questions_a_round(run, f"round {number}")
-    most = min(wanted * (config.max_sampled_batches if config.dynamic_sampling else 1), len(questions))
+    most = min(
+        wanted * (config.max_sampled_batches if config.dynamic_sampling else 1), len(questions)
+    )
     if distributed.is_primary():
-        plan = {"policy_version": number - 1, "first_question": first, "groups": wanted, "max_questions": most}
+        plan = {
+            "policy_version": number - 1,
+            "first_question": first,
+            "groups": wanted,
+            "max_questions": most,
+        }
         run.store.write_plan(number, plan)
     run.preemption.enter(f"round {number}: sampling", kept=KEPT_SHARDS)
     run.use_policy(state, number - 1)
@@ -219,11 +257,17 @@ def _sample_round(run: Run, state: PhaseState, number: int, first: int) -> list[
             stage.update(teaching, episodes=episodes)
 
         while more := max(0, min(wanted - teaching, most - asked)):
-            chosen = [questions[(first + place) % len(questions)] for place in range(asked, asked + more)]
+            chosen = [
+                questions[(first + place) % len(questions)] for place in range(asked, asked + more)
+            ]
             shards = [chosen[at : at + size] for at in range(0, more, size)]
             units = []
             for index, shard in enumerate(shards, start=len(entries)):
-                tries = [attempt(run, one, place, number) for one in shard for place in range(config.group_attempts)]
+                tries = [
+                    attempt(run, one, place, number)
+                    for one in shard
+                    for place in range(config.group_attempts)
+                ]
                 units.append(functools.partial(run.sample, number, index, tries))
             play_share(run.progress, f"round {number}: questions {asked} to {asked + more}", units)
             for unit in units:

@@ -1,11 +1,13 @@
-"""Preference pairs of a search tree: of two executions after the same past, the one whose mean reward is higher is
-chosen (equation 2 of the DecEx-RAG paper: chosen and rejected after the question and the steps before).
+"""Preference pairs of a search tree: of two executions after the same past, the one whose mean
+reward is higher is chosen (equation 2 of the DecEx-RAG paper: chosen and rejected after the
+question and the steps before).
 
     execution   the best execution of a kind against each worse one: sub-questions, answers from memory, sub-queries,
                 final answers
     decision    the best executions of the two branches of a decision: stop and go on, memory and search
 
-Equal means give no pair, and neither does what was not scored. The paper does not say which siblings it pairs.
+Equal means give no pair, and neither does what was not scored. The paper does not say which
+siblings it pairs.
 """
 
 import dataclasses
@@ -24,14 +26,20 @@ EXECUTIONS: dict[PieceKind, str] = {
     "search": "sub_query",
     "answer": "final_answer",
 }
-BRANCHES: dict[PieceKind, str] = {"answer": "stop", "sub-question": "go_on", "memory": "memory", "search": "search"}
+BRANCHES: dict[PieceKind, str] = {
+    "answer": "stop",
+    "sub-question": "go_on",
+    "memory": "memory",
+    "search": "search",
+}
 DECISIONS = ("stop_over_go_on", "go_on_over_stop", "memory_over_search", "search_over_memory")
 PREFERENCES = (*DECISIONS, *EXECUTIONS.values())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two conversations that differ in their last turn, which alone is trained; the first one is preferred."""
+    """Two conversations that differ in their last turn, which alone is trained; the first one is
+    preferred."""
 
     kind: PairKind
     prefers: str  # one of PREFERENCES
@@ -87,7 +95,8 @@ def decision_pairs(decisions: Sequence[tuple[Group, Group]]) -> list[Pair]:
 
 
 def scored(siblings: Group) -> list[Node]:
-    """Return the siblings that have a reward. Of the others no episode was played, or every search failed."""
+    """Return the siblings that have a reward. Of the others no episode was played, or every search
+    failed."""
     return [node for node in siblings if node.rewards]
 
 

@@ -1,4 +1,5 @@
-"""A model behind an OpenAI-compatible endpoint in the place of a policy, for `eval`, such as GPT-4.1 or vLLM."""
+"""A model behind an OpenAI-compatible endpoint in the place of a policy, for `eval`, such as
+GPT-4.1 or vLLM."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """What is evaluated and where that is written down. It has no policy version, and its results name none."""
+    """What is evaluated and where that is written down. It has no policy version, and its results
+    name none."""
 
     remote: RemoteConfig
     tokenizer: "Tokenizer"
@@ -45,11 +47,14 @@ class Endpoint:
 
 
 def open_endpoint(remote: RemoteConfig, out: RunPath) -> Endpoint:
-    """Tokenizer and generator of an endpoint that `config.checks.check_remote` accepted. Sends no request yet."""
+    """Tokenizer and generator of an endpoint that `config.checks.check_remote` accepted. Sends no
+    request yet."""
     from mujica_jax.inference.remote.generator import RemoteGenerator
     from mujica_jax.models.tokenizer import Tokenizer
 
-    assert remote.base_url and remote.model and remote.mode and remote.tokenizer, "the endpoint was checked to be whole"
+    assert remote.base_url and remote.model and remote.mode and remote.tokenizer, (
+        "the endpoint was checked to be whole"
+    )
     tokenizer = Tokenizer.load(remote.tokenizer)
     generator = RemoteGenerator(remote, tokenizer)
     return Endpoint(remote=remote, tokenizer=tokenizer, generator=generator, out=out)

@@ -1,5 +1,6 @@
-"""What a round of GRPO or DAPO samples, made ready for learning: groups with their advantages, packed rows with the
-columns of the loss, and the figures of the round. Called by `methods.policy_gradient`.
+"""What a round of GRPO or DAPO samples, made ready for learning: groups with their advantages,
+packed rows with the columns of the loss, and the figures of the round. Called by
+`methods.policy_gradient`.
 """
 
 import dataclasses
@@ -46,7 +47,10 @@ def compared_groups(config: Method, trajectories: Sequence[Trajectory]) -> list[
     def reward(trajectory: Trajectory) -> float:
         if not config.overlong_tokens:
             return trajectory.reward
-        limits = {"limit_tokens": config.overlong_tokens, "cache_tokens": config.overlong_cache_tokens}
+        limits = {
+            "limit_tokens": config.overlong_tokens,
+            "cache_tokens": config.overlong_cache_tokens,
+        }
         return trajectory.reward + overlong_punishment(generated_tokens([trajectory]), **limits)
 
     return groups_of(trajectories, reward)
@@ -60,8 +64,9 @@ def is_learnt(config: Method, group: Group) -> bool:
 def prepare(run: Run, config: Method, trajectories: list[Trajectory], number: int) -> Rollout:
     """Turn a round's trajectories into training rows with advantages.
 
-    Groups that teach nothing are left out under dynamic sampling alone: in GRPO they count in its mean. A group of
-    fewer than two members is always left out. Turns that a length limit cut are learnt like others."""
+    Groups that teach nothing are left out under dynamic sampling alone: in GRPO they count in its
+    mean. A group of fewer than two members is always left out. Turns that a length limit cut are
+    learnt like others."""
     groups = compared_groups(config, trajectories)
     learnt = [group for group in groups if is_learnt(config, group)]
     selected: list[Conversation] = []
@@ -84,19 +89,28 @@ def prepare(run: Run, config: Method, trajectories: list[Trajectory], number: in
             },
         )
     left_out = too_long(selected, run.config.trainer.row_tokens)
-    return Rollout(trajectories=trajectories, groups=groups, learnt=learnt, too_long=left_out, rows=rows)
+    return Rollout(
+        trajectories=trajectories, groups=groups, learnt=learnt, too_long=left_out, rows=rows
+    )
 
 
-def scored(run: Run, config: Method, rows: PackedRows, state: GetState, number: int, reference: GetState) -> PackedRows:
-    """With what the trainer's policy before the round, and the reference, say of the same tokens. Both are kept in the
-    round's `scores.npy`: a restart in the middle of learning has neither policy at hand."""
+def scored(
+    run: Run, config: Method, rows: PackedRows, state: GetState, number: int, reference: GetState
+) -> PackedRows:
+    """With what the trainer's policy before the round, and the reference, say of the same tokens.
+    Both are kept in the round's `scores.npy`: a restart in the middle of learning has neither
+    policy at hand."""
     weighted, distant = config.importance_cap > 0, config.kl_coefficient > 0
     if not (weighted or distant):
         return rows
     file = f"rounds/{number:04d}/scores.npy"
     policies = [state] * weighted + [reference] * distant
-    scores = score_once(run, file, lambda: np.stack([run.trainer.score(policy(), rows) for policy in policies]))
-    assert scores.shape[1:] == rows.tokens.shape, f"{file} scores rows {scores.shape[1:]}, not {rows.tokens.shape}"
+    scores = score_once(
+        run, file, lambda: np.stack([run.trainer.score(policy(), rows) for policy in policies])
+    )
+    assert scores.shape[1:] == rows.tokens.shape, (
+        f"{file} scores rows {scores.shape[1:]}, not {rows.tokens.shape}"
+    )
     if distant:
         rows = rows.with_columns(reference_log_probs=scores[-1])
     if weighted:
@@ -107,7 +121,8 @@ def scored(run: Run, config: Method, rows: PackedRows, state: GetState, number: 
 
 
 def score_once(run: Run, file: str, score: Callable[[], np.ndarray]) -> np.ndarray:
-    """What the trainer's policies say of rows, computed once in the life of a run and kept in `file`."""
+    """What the trainer's policies say of rows, computed once in the life of a run and kept in
+    `file`."""
     if not distributed.broadcast(file, lambda: run.store.exists(file)):
         run.generator.release_weights()
         with run.clock.stage("scoring"):
@@ -120,12 +135,16 @@ def score_once(run: Run, file: str, score: Callable[[], np.ndarray]) -> np.ndarr
     return np.load(io.BytesIO(run.store.read(file)), allow_pickle=False)
 
 
-def figures(run: Run, config: Method, rollout: Rollout, rows: PackedRows | None) -> dict[str, float | int]:
+def figures(
+    run: Run, config: Method, rollout: Rollout, rows: PackedRows | None
+) -> dict[str, float | int]:
     """The round's line of metrics.jsonl; `rows` are those that were learnt."""
     groups = rollout.groups
     trajectories = rewarded(rollout.trajectories)
     right = {id(t) for t in right_ones(run.task.questions("train"), trajectories, run.task.rule)}
-    right_of = [[id(t) in right for t in group.trajectories] for group in groups if group.trajectories]
+    right_of = [
+        [id(t) in right for t in group.trajectories] for group in groups if group.trajectories
+    ]
     found = {
         "mean_reward": _mean([t.reward for t in trajectories]),
         "mean_compared_reward": _mean([reward for group in groups for reward in group.rewards]),

@@ -1,4 +1,5 @@
-"""Early warnings: what a round's trajectories say of the policy that sampled them (docs/metrics.md, `mygo`)."""
+"""Early warnings: what a round's trajectories say of the policy that sampled them (docs/metrics.md,
+`mygo`)."""
 
 import collections
 from collections.abc import Sequence
@@ -13,15 +14,17 @@ REWARD_QUANTILES = {"reward_p10": 0.1, "reward_p50": 0.5, "reward_p90": 0.9}
 def round_statistics(
     trajectories: Sequence[Trajectory], kept: Sequence[Trajectory], *, best_reward: float
 ) -> dict[str, float | int]:
-    """Return the numbers of one round. Shares are of trajectories, unless they name something else; 0 where there is
-    nothing. `trajectories` counts all that were sampled; every other number leaves out those that could not be
-    rewarded, which `left_out` counts."""
+    """Return the numbers of one round. Shares are of trajectories, unless they name something else;
+    0 where there is nothing. `trajectories` counts all that were sampled; every other number leaves
+    out those that could not be rewarded, which `left_out` counts."""
     sampled = len(trajectories)
     trajectories = rewarded(trajectories)
     count = max(1, len(trajectories))
     rewards = sorted(trajectory.reward for trajectory in trajectories) or [0.0]
     questions = {trajectory.question_id for trajectory in trajectories}
-    solved = {trajectory.question_id for trajectory in trajectories if trajectory.reward >= best_reward}
+    solved = {
+        trajectory.question_id for trajectory in trajectories if trajectory.reward >= best_reward
+    }
     turns = collections.Counter(
         (trajectory.question_id, trajectory.attempt, search.iteration)
         for trajectory in trajectories
@@ -46,21 +49,34 @@ def round_statistics(
 
 
 def entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Mean of -log p of the sampled tokens, by the engine: an estimate of its policy's entropy at temperature 1."""
-    log_probs = [p for t in trajectories for c in t.conversations for turn in c.turns for p in turn.logprobs or ()]
+    """Mean of -log p of the sampled tokens, by the engine: an estimate of its policy's entropy at
+    temperature 1."""
+    log_probs = [
+        p
+        for t in trajectories
+        for c in t.conversations
+        for turn in c.turns
+        for p in turn.logprobs or ()
+    ]
     return -sum(log_probs) / max(1, len(log_probs))
 
 
 def in_words(found: dict[str, float | int]) -> str:
     """The same for the console, in one line."""
     spent = f", {found['attempts_a_kept']:.1f} attempts for each" if found["accepted"] else ""
-    left_out = f", {found['left_out']} left out because a search or the judge failed" if found["left_out"] else ""
+    left_out = (
+        f", {found['left_out']} left out because a search or the judge failed"
+        if found["left_out"]
+        else ""
+    )
     return (
-        f"{found['accepted']} of {found['trajectories']} kept{spent}{left_out}; mean "
-        f"reward {found['mean_reward']:.2f} ({', '.join(f'{found[name]:.2f}' for name in REWARD_QUANTILES)}), "
-        f"{found['unsolved_questions']:.0%} of the questions unsolved, {found['format_failures']:.0%} malformed, "
-        f"{found['duplicates']:.0%} of the kept repeated, entropy {found['entropy']:.2f}, {found['searches']:.1f} "
-        f"searches, {found['searches_a_turn']:.1f} a turn"
+        f"{found['accepted']} of {found['trajectories']} kept{spent}{left_out}; mean reward "
+        f"{found['mean_reward']:.2f} "
+        f"({', '.join(f'{found[name]:.2f}' for name in REWARD_QUANTILES)}), "
+        f"{found['unsolved_questions']:.0%} of the questions unsolved, "
+        f"{found['format_failures']:.0%} malformed, {found['duplicates']:.0%} of the kept "
+        f"repeated, entropy {found['entropy']:.2f}, {found['searches']:.1f} searches, "
+        f"{found['searches_a_turn']:.1f} a turn"
     )
 
 
@@ -70,16 +86,25 @@ def advice(trajectories: Sequence[Trajectory]) -> str:
     trajectories = rewarded(trajectories)
     ends = collections.Counter(trajectory.stop_reason for trajectory in trajectories)
     if sampled and not ends:
-        return f"A search or the judge failed in all {sampled} of them: check that the retriever and the judge answer"
+        return (
+            f"A search or the judge failed in all {sampled} of them: check that the retriever and "
+            "the judge answer"
+        )
     if not ends:
         return "It sampled nothing: raise sampling.questions_per_round"
     (end, number), share = ends.most_common(1)[0], ends[StopReason.ANSWERED] / len(trajectories)
     if end in (StopReason.TURN_LENGTH, StopReason.TRAJECTORY_LENGTH):
-        return f"{number} of them ended as {end}: raise agent.max_turn_tokens or agent.max_trajectory_tokens"
+        return (
+            f"{number} of them ended as {end}: raise agent.max_turn_tokens or "
+            "agent.max_trajectory_tokens"
+        )
     if share < 0.5:
-        return f"{number} of them ended as {end}: the policy does not know the format, raise warmup.steps"
+        return (
+            f"{number} of them ended as {end}: the policy does not know the format, raise "
+            "warmup.steps"
+        )
     best = max(trajectory.reward for trajectory in trajectories)
     return (
-        f"Most of them answered, and earned {best:.2f} at most: raise method.max_attempts or warmup.steps, or what a "
-        "reward of your own gives at best"
+        f"Most of them answered, and earned {best:.2f} at most: raise method.max_attempts or "
+        "warmup.steps, or what a reward of your own gives at best"
     )

@@ -1,4 +1,5 @@
-"""Rounds of sampling: what is tried in one, and its end: `DONE.json` lists its shards, and a restart reads them."""
+"""Rounds of sampling: what is tried in one, and its end: `DONE.json` lists its shards, and a
+restart reads them."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -17,21 +18,27 @@ Section = TypeVar("Section")
 
 def method_of(run: Run, kind: type[Section]) -> Section:
     """The method's section of the configuration, which is of this kind."""
-    assert isinstance(run.config.method, kind), f"method {run.config.method.kind} is not run by this file"
+    assert isinstance(run.config.method, kind), (
+        f"method {run.config.method.kind} is not run by this file"
+    )
     return run.config.method
 
 
 def attempt(run: Run, question: Question, number: int, round_number: int) -> Attempt:
     """One try at a question in a round, by the seed of that."""
     seed = 1000 * run.config.seed + round_number
-    return Attempt(question=question, number=number, seed=seed, temperature=run.config.sampling.temperature)
+    return Attempt(
+        question=question, number=number, seed=seed, temperature=run.config.sampling.temperature
+    )
 
 
 def questions_a_round(run: Run, name: str) -> int:
     """As many as the configuration says, or all training questions, which is said."""
     wanted, there = run.config.sampling.questions_per_round, len(run.task.questions("train"))
     if there < wanted:
-        run.progress.line(f"{name}: all {there} training questions; sampling.questions_per_round is {wanted}")
+        run.progress.line(
+            f"{name}: all {there} training questions; sampling.questions_per_round is {wanted}"
+        )
     return min(wanted, there)
 
 
@@ -55,8 +62,14 @@ def finished_round(run: Run, number: int) -> tuple[list[Trajectory], float | Non
 
 
 def close_round(
-    run: Run, number: int, entries: Sequence[ShardEntry], *, mean_reward: float, threshold: float | None = None
+    run: Run,
+    number: int,
+    entries: Sequence[ShardEntry],
+    *,
+    mean_reward: float,
+    threshold: float | None = None,
 ) -> None:
     if distributed.is_primary():
-        run.metrics.flush()  # a resumed run finds the round closed and does not write its line again
+        # a resumed run finds the round closed and does not write its line again
+        run.metrics.flush()
         run.store.write_done(number, entries, mean_reward=mean_reward, threshold=threshold)

@@ -1,9 +1,9 @@
-"""One training run: its parts, and the three things every method does with them: sample a unit of work, learn,
-evaluate.
+"""One training run: its parts, and the three things every method does with them: sample a unit of
+work, learn, evaluate.
 
-Each of the three leaves its result in the run directory before the next one begins and finds it there after a restart,
-so a killed run repeats at most one shard of episodes, the steps since the last checkpoint, or one evaluation, and ends
-with the same numbers.
+Each of the three leaves its result in the run directory before the next one begins and finds it
+there after a restart, so a killed run repeats at most one shard of episodes, the steps since the
+last checkpoint, or one evaluation, and ends with the same numbers.
 """
 
 import asyncio
@@ -40,7 +40,14 @@ from mujica_jax.methods.parts import (
     statistics_of,
     use_weights,
 )
-from mujica_jax.methods.phases import GetState, Phase, PhaseResult, PhaseState, learning_folder, phase_file
+from mujica_jax.methods.phases import (
+    GetState,
+    Phase,
+    PhaseResult,
+    PhaseState,
+    learning_folder,
+    phase_file,
+)
 from mujica_jax.methods.shares import gather
 from mujica_jax.models.adapters import (
     adapter_tensors,
@@ -70,7 +77,8 @@ KEPT_SHARDS = "finished shards are kept and the one under way is sampled again"
 
 
 class Run:
-    """The parts of a run, made once by `train`: store, task, tokenizer, agent, trainer, engine and reports."""
+    """The parts of a run, made once by `train`: store, task, tokenizer, agent, trainer, engine and
+    reports."""
 
     def __init__(
         self,
@@ -86,13 +94,15 @@ class Run:
         preemption: Preemption,
         reserved_bytes: int = 0,
     ) -> None:
-        """`decoder` is what the run starts from, without its arrays; `load` brings them, and nothing here keeps
-        them. `reserved_bytes` of each chip are for all but keys and values."""
+        """`decoder` is what the run starts from, without its arrays; `load` brings them, and
+        nothing here keeps them. `reserved_bytes` of each chip are for all but keys and values."""
         self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
         self.progress, self.metrics, self.preemption = progress, metrics, preemption
         self.agent = make_agent(config.agent, tokenizer)
         self.faults = FaultGuard(config.faults)
-        self.reward = make_reward(config, task.rule, open_judge(config, RunVerdicts(store), out=store.root))
+        self.reward = make_reward(
+            config, task.rule, open_judge(config, RunVerdicts(store), out=store.root)
+        )
         self.clock = StageClock(compiled=lambda: compile_counter().seconds)
         self.trainer = Trainer(decoder.config, config.trainer)
         self.generator = make_generator(decoder, config, tokenizer, reserved_bytes)
@@ -100,7 +110,9 @@ class Run:
         self.counters = LiveCounters(lambda: self.generator.statistics)
         self.profile = ProfileWindow(config.profile, store.root, progress.line)
         self._decoder, self._load = decoder, load
-        self.on_poll: Callable[[], None] = lambda: None  # while episodes are played, some times a second
+        self.on_poll: Callable[[], None] = lambda: (
+            None
+        )  # while episodes are played, some times a second
         self._base = ""  # fingerprint of what adapters are trained on
         self.newest_phase = ""  # phase whose checkpoint the run would go on from
 
@@ -110,15 +122,21 @@ class Run:
         adapter = open_adapter(self.config, decoder)
         if self.config.trainer.lora_rank:
             self._base = fingerprint(decoder)
-        return state if adapter is None else state._replace(params=with_trained_adapters(state.params, adapter))
+        return (
+            state
+            if adapter is None
+            else state._replace(params=with_trained_adapters(state.params, adapter))
+        )
 
     def use_policy(self, state: GetState, version: int) -> None:
-        """Sample from this state, which the policy of this version is. One that would have to be restored stays where
-        it is: its policy is read."""
+        """Sample from this state, which the policy of this version is. One that would have to be
+        restored stays where it is: its policy is read."""
         absent = isinstance(state, PhaseState) and not state.is_here and self._is_committed(version)
         with self.clock.stage("weight_sync"):
             self.generator.release_weights()
-            weights = nnx.state(self._committed(version)) if absent else self.trainer.policy(state())
+            weights = (
+                nnx.state(self._committed(version)) if absent else self.trainer.policy(state())
+            )
             use_weights(self.generator, self._decoder, weights, self.config.engine.weights, version)
 
     def committed_state(self, version: int) -> TrainState:
@@ -126,7 +144,9 @@ class Run:
         return self.trainer.initial_state(self._committed(version))._replace(opt_state=())
 
     def _committed(self, version: int) -> Decoder:
-        folder = distributed.primary_first("a policy is read", lambda: self.store.policy_path(version))
+        folder = distributed.primary_first(
+            "a policy is read", lambda: self.store.policy_path(version)
+        )
         _, load = open_checkpoint(folder / "model", dtype=self.config.trainer.dtype)
         return load(self.trainer.mesh, self.config.trainer.dtype)
 
@@ -134,9 +154,10 @@ class Run:
         return distributed.broadcast(f"policy {version}", lambda: version in self.store.policies())
 
     def commit_policy(self, state: GetState, version: int) -> None:
-        """Write the policy in the compute type as a Hugging Face directory, and beside it what of it is an adapter,
-        with the configuration. The first process writes; the others help to gather it. Checkpoints of the phases
-        before leave, and so do policies beyond `keep_policies`."""
+        """Write the policy in the compute type as a Hugging Face directory, and beside it what of
+        it is an adapter, with the configuration. The first process writes; the others help to
+        gather it. Checkpoints of the phases before leave, and so do policies beyond
+        `keep_policies`."""
         self.preemption.enter(f"committing policy {version}")
         name = f"policy {version}"
         if distributed.broadcast(name, lambda: version <= max(self.store.policies(), default=-1)):
@@ -156,7 +177,13 @@ class Run:
             save_checkpoint(decoder, directory / "model", tokenizer=self.tokenizer, dtype=dtype)
             if rank:
                 config = json.dumps({"config": dataclasses.asdict(self.config)}, indent=2)
-                save_adapter(adapters, directory / "adapter", alpha=alpha, base=self._base, name=str(self.config.init))
+                save_adapter(
+                    adapters,
+                    directory / "adapter",
+                    alpha=alpha,
+                    base=self._base,
+                    name=str(self.config.init),
+                )
                 (directory / "adapter" / CONFIG).write_text(config + "\n")
 
         with self.clock.stage("saving"):
@@ -168,26 +195,36 @@ class Run:
         distributed.barrier(name)
 
     def remove_past_checkpoints(self) -> None:
-        """Of all phases before the newest; the control begins with the warm-up's. Called by the first process, when the
-        newest phase is whole."""
-        kept = {self.newest_phase, phases.WARM_UP.name} if self.config.eval.control else {self.newest_phase}
+        """Of all phases before the newest; the control begins with the warm-up's. Called by the
+        first process, when the newest phase is whole."""
+        kept = (
+            {self.newest_phase, phases.WARM_UP.name}
+            if self.config.eval.control
+            else {self.newest_phase}
+        )
         held = {"/".join(file.split("/")[:2]) for file in self.store.names(f"{phases.LEARNING}/")}
         for name in sorted(held - {learning_folder(name) for name in kept}):
             self.store.remove_folder(name)
 
     @contextlib.contextmanager
     def counted(self, kind: str, step: int) -> Iterator[None]:
-        """Writes one line of metrics about the engine's work in this block. It is zero if all was on disk already."""
+        """Writes one line of metrics about the engine's work in this block. It is zero if all was
+        on disk already."""
         before = self.generator.statistics
         with self.clock.stage(kind.rpartition("/")[2]):
             yield
         self.metrics.write(kind, step, between(before, self.generator.statistics))
 
-    def compare(self, state: GetState, trajectories: Sequence[Trajectory], round_number: int, version: int) -> None:
-        """Write how far the engine's log-probabilities are from the trainer's; `state` is what was sampled from, which
-        the policy of this version is. One that would have to be restored stays where it is: its policy is read."""
+    def compare(
+        self, state: GetState, trajectories: Sequence[Trajectory], round_number: int, version: int
+    ) -> None:
+        """Write how far the engine's log-probabilities are from the trainer's; `state` is what was
+        sampled from, which the policy of this version is. One that would have to be restored stays
+        where it is: its policy is read."""
         conversations = self.config.metrics.compared_conversations
-        written = distributed.broadcast(phases.MISMATCH, lambda: self.metrics.has(phases.MISMATCH, round_number))
+        written = distributed.broadcast(
+            phases.MISMATCH, lambda: self.metrics.has(phases.MISMATCH, round_number)
+        )
         if not conversations or written:
             return
         absent = isinstance(state, PhaseState) and not state.is_here and self._is_committed(version)
@@ -195,7 +232,9 @@ class Run:
             self.generator.release_weights()
             scored = self.committed_state(version) if absent else state()
             seed = self.config.seed + round_number
-            found = compared(self.trainer, scored, trajectories, conversations=conversations, seed=seed)
+            found = compared(
+                self.trainer, scored, trajectories, conversations=conversations, seed=seed
+            )
         if found:
             self.metrics.write(phases.MISMATCH, round_number, found)
 
@@ -209,10 +248,16 @@ class Run:
         agent: Agent | None = None,
         concurrency: int | None = None,
     ) -> tuple[ShardEntry, list[Trajectory]]:
-        """One unit of work: play the attempts and write their shard, or read the shard that an earlier run left.
-        `concurrency`: episodes at a time, where another model than the engine's writes."""
+        """One unit of work: play the attempts and write their shard, or read the shard that an
+        earlier run left. `concurrency`: episodes at a time, where another model than the engine's
+        writes."""
         entry, trajectories = self.sample_waves(
-            round_number, shard, lambda past: () if past else attempts, on_episode, agent=agent, concurrency=concurrency
+            round_number,
+            shard,
+            lambda past: () if past else attempts,
+            on_episode,
+            agent=agent,
+            concurrency=concurrency,
         )
         assert entry is not None, "a unit of work has attempts"
         return entry, trajectories
@@ -227,13 +272,13 @@ class Run:
         agent: Agent | None = None,
         concurrency: int | None = None,
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
-        """A unit of work whose attempts depend on those before: `wave(trajectories so far)` gives the next ones, or
-        none.
+        """A unit of work whose attempts depend on those before: `wave(trajectories so far)` gives
+        the next ones, or none.
 
-        The engine's slots are emptied first, so that a unit is a function of its attempts and the policy alone. For the
-        same reason a preemption keeps nothing of the unit under way: its rest, played without the others, would be
-        rounded differently. What is returned is what the store holds: another process may have been first. None if
-        there was nothing to play."""
+        The engine's slots are emptied first, so that a unit is a function of its attempts and the
+        policy alone. For the same reason a preemption keeps nothing of the unit under way: its
+        rest, played without the others, would be rounded differently. What is returned is what the
+        store holds: another process may have been first. None if there was nothing to play."""
 
         def play() -> list[Trajectory]:
             trajectories: list[Trajectory] = []
@@ -262,8 +307,8 @@ class Run:
         play: Callable[[], list[Trajectory]],
         on_read: OnEpisode = lambda trajectory: None,
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
-        """A unit of work: what an earlier run left of it, each passed to `on_read`, or else what `play` gives now, as
-        the store then holds it."""
+        """A unit of work: what an earlier run left of it, each passed to `on_read`, or else what
+        `play` gives now, as the store then holds it."""
         entry = self.intact_shard(round_number, shard)
         if entry is not None:
             trajectories = self.store.read_shard(entry)
@@ -278,8 +323,11 @@ class Run:
             entry = self.store.write_shard(round_number, shard, trajectories)
             return entry, self.store.read_shard(entry)
 
-    def await_shard(self, round_number: int, shard: int, on_episode: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
-        """A unit of work that another program plays, when it is there; a damaged one is waited for again."""
+    def await_shard(
+        self, round_number: int, shard: int, on_episode: OnEpisode
+    ) -> tuple[ShardEntry, list[Trajectory]]:
+        """A unit of work that another program plays, when it is there; a damaged one is waited for
+        again."""
         while (entry := self.intact_shard(round_number, shard)) is None:
             self.preemption.check()
             time.sleep(AWAIT_SECONDS)
@@ -289,12 +337,14 @@ class Run:
         return entry, trajectories
 
     def poll(self) -> None:
-        """Called some times a second while episodes are played. Raises Preempted when asked to end."""
+        """Called some times a second while episodes are played. Raises Preempted when asked to
+        end."""
         self.preemption.check()
         self.on_poll()
 
     def read_shards(self, entries: Sequence[ShardEntry]) -> list[Trajectory] | None:
-        """The trajectories of a finished round. If a shard is damaged or missing: None, and the round is open again."""
+        """The trajectories of a finished round. If a shard is damaged or missing: None, and the
+        round is open again."""
         trajectories: list[Trajectory] | None = []
         for entry in entries:
             try:
@@ -315,17 +365,25 @@ class Run:
 
     def _set_aside(self, name: str, damage: StoreError) -> None:
         reason = self.store.quarantine(name, str(damage))
-        self.progress.line(f"{name} is damaged and sampled again; it is kept in {reason.parent}. {damage}")
+        self.progress.line(
+            f"{name} is damaged and sampled again; it is kept in {reason.parent}. {damage}"
+        )
 
     def fitting(
-        self, conversations: Sequence[Conversation], what: str = "conversations", row_tokens: int | None = None
+        self,
+        conversations: Sequence[Conversation],
+        what: str = "conversations",
+        row_tokens: int | None = None,
     ) -> list[Conversation]:
-        """Conversations that train anything and fit a row (None: the trainer's); how many do not fit is said."""
+        """Conversations that train anything and fit a row (None: the trainer's); how many do not
+        fit is said."""
         trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
         limit = row_tokens or self.config.trainer.row_tokens
         kept = [conversation for conversation in trained if len(conversation.token_ids) <= limit]
         if too_long := len(trained) - len(kept):
-            self.progress.line(f"{too_long} of {len(trained)} {what} exceed {limit} tokens and are left out")
+            self.progress.line(
+                f"{too_long} of {len(trained)} {what} exceed {limit} tokens and are left out"
+            )
         return kept
 
     def learn(
@@ -343,17 +401,27 @@ class Run:
         config: TrainerConfig | None = None,
         over: str | None = None,
     ) -> PhaseState:
-        """Train for `steps` updates from `start()`, whose buffers are reused, or go on from the last checkpoint of this
-        phase. Of a phase that is written down, nothing is read before its state is called for.
+        """Train for `steps` updates from `start()`, whose buffers are reused, or go on from the
+        last checkpoint of this phase. Of a phase that is written down, nothing is read before its
+        state is called for.
 
-        The learning rate follows `optimizer.schedule`; `stretch` is this phase's part of a cosine that several phases
-        share. `loss` is one of `learning.losses`, whose columns `rows` carry; None is maximum likelihood. `config` has
-        this phase's own rows. `over` is the file that says that the phase is over (None: that of its evaluation). A
-        preemption saves the step it comes at."""
+        The learning rate follows `optimizer.schedule`; `stretch` is this phase's part of a cosine
+        that several phases share. `loss` is one of `learning.losses`, whose columns `rows` carry;
+        None is maximum likelihood. `config` has this phase's own rows. `over` is the file that says
+        that the phase is over (None: that of its evaluation). A preemption saves the step it comes
+        at."""
         file = over or phase_file(name)
         is_past = distributed.broadcast(f"{name} is over", lambda: self.store.exists(file))
-        rates = schedule(peak=peak, end_value=end_value, total_steps=steps, warmup_steps=warmup_steps, stretch=stretch)
-        made_by = functools.partial(train_phase, self, name, start, rows, steps=steps, rates=rates, loss=loss)
+        rates = schedule(
+            peak=peak,
+            end_value=end_value,
+            total_steps=steps,
+            warmup_steps=warmup_steps,
+            stretch=stretch,
+        )
+        made_by = functools.partial(
+            train_phase, self, name, start, rows, steps=steps, rates=rates, loss=loss
+        )
         state = PhaseState(lambda: made_by(config=config or self.config.trainer))
         if not is_past:
             state()
@@ -370,7 +438,8 @@ class Run:
         forward_tokens: int = 0,
         trained_slots: int = 0,
     ) -> PhaseResult:
-        """Evaluate greedily and sampled on the held-out questions and write the phase down, or read it back."""
+        """Evaluate greedily and sampled on the held-out questions and write the phase down, or read
+        it back."""
         name, step = phase.name, phase.step
         file = phase_file(name)
         if not distributed.broadcast(file, lambda: self.store.exists(file)):
@@ -406,7 +475,9 @@ class Run:
                 by_kind=scores.greedy.summary()["by_kind"],
                 seconds=time.monotonic() - began,
             )
-            result = PhaseResult(row=row, forward_tokens=forward_tokens, trained_slots=trained_slots)
+            result = PhaseResult(
+                row=row, forward_tokens=forward_tokens, trained_slots=trained_slots
+            )
             if distributed.is_primary():
                 self._write_scores(name, scores)
                 # Before the phase counts as done: a restart skips a phase that is done.
@@ -423,7 +494,8 @@ class Run:
         return PhaseResult(**{**found, "row": PhaseRow(**found["row"])})
 
     def _write_io_statistics(self, name: str) -> None:
-        """What the run directory took since the phase before, in seconds and bytes; once for each phase."""
+        """What the run directory took since the phase before, in seconds and bytes; once for each
+        phase."""
         if self.metrics.write(f"{name}/store", 0, self.store.io_statistics.summary()):
             self.store.io_statistics.reset()
             self.metrics.flush()
@@ -435,10 +507,13 @@ class Run:
         self.store.create(f"{folder}.parquet", shards.encode(scores.greedy.trajectories))
 
     def solved_question(self, name: str) -> tuple[Question, Trajectory] | None:
-        """A held-out question that the policy of a phase solved greedily: the one with most searches."""
+        """A held-out question that the policy of a phase solved greedily: the one with most
+        searches."""
         path = f"eval/{name.replace(' ', '-')}.parquet"
         trajectories = shards.decode(self.store.read(path), path)
-        questions = {question.id: question for question in held_out_questions(self.task, self.config)}
+        questions = {
+            question.id: question for question in held_out_questions(self.task, self.config)
+        }
         solved = right_ones(questions.values(), trajectories, self.task.rule)
         if not solved:
             return None

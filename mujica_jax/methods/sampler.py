@@ -1,9 +1,11 @@
-"""A sampling worker: plays units of the rounds that a trainer plans in a run directory, beside any number of others.
+"""A sampling worker: plays units of the rounds that a trainer plans in a run directory, beside any
+number of others.
 
-It claims a unit by a lease (`storage.leases`), plays it with the policy that the round's plan names, and leaves its
-shard, which is created once and is the same whoever plays it. A worker that is gone lets its lease expire, and another
-one takes the unit over. Workers come and go at any time and know nothing of each other but what the run directory says.
-The trainer runs with `--sampling.workers external` and waits for the shards.
+It claims a unit by a lease (`storage.leases`), plays it with the policy that the round's plan
+names, and leaves its shard, which is created once and is the same whoever plays it. A worker that
+is gone lets its lease expire, and another one takes the unit over. Workers come and go at any time
+and know nothing of each other but what the run directory says. The trainer runs with
+`--sampling.workers external` and waits for the shards.
 """
 
 import dataclasses
@@ -23,7 +25,10 @@ from mujica_jax.storage.leases import Leases
 from mujica_jax.trajectories.select import mean_first_attempt_reward
 from mujica_jax.trajectories.store import DONE, SUMMARY, shard_name
 
-POLL_SECONDS, MAX_POLL_SECONDS = 1.0, 8.0  # between two looks at a run that has nothing to do, twice as long each
+POLL_SECONDS, MAX_POLL_SECONDS = (
+    1.0,
+    8.0,
+)  # between two looks at a run that has nothing to do, twice as long each
 TRIES = 3  # units of a listing, which is old by then
 LOOKS_A_LEASE = 4  # how often leases of others are read while one lasts
 
@@ -43,9 +48,10 @@ class SamplerStatistics:
     def in_words(self) -> str:
         total = max(self.sampling_seconds + self.idle_seconds, 1e-9)
         return (
-            f"{self.units} units ({self.trajectories} trajectories, {self.takeovers} taken over after at most "
-            f"{self.takeover_seconds:.0f} s) in {total:.0f} s, idle {self.idle_seconds / total:.0%}, "
-            f"{self.store_operations / max(1, self.units):.0f} store operations a unit"
+            f"{self.units} units ({self.trajectories} trajectories, {self.takeovers} taken over "
+            f"after at most {self.takeover_seconds:.0f} s) in {total:.0f} s, idle "
+            f"{self.idle_seconds / total:.0%}, {self.store_operations / max(1, self.units):.0f} "
+            "store operations a unit"
         )
 
 
@@ -62,7 +68,8 @@ class Sampler:
         self.statistics = SamplerStatistics()
 
     def work(self) -> None:
-        """Until the run is finished. Raises Preempted when asked to end; the unit under way is free for others then."""
+        """Until the run is finished. Raises Preempted when asked to end; the unit under way is free
+        for others then."""
         with self._run.progress.stage("sampling for others", unit="units", live=dict) as stage:
             wait = POLL_SECONDS
             while not self._run.store.exists(SUMMARY):
@@ -107,7 +114,8 @@ class Sampler:
         free = [unit for unit in units if unit.index not in leased]
         if self._play_one(number, free, plan["policy_version"], fresh=True):
             return True
-        # Whether others still live is read from time to time, of some of them: all workers together look at all.
+        # Whether others still live is read from time to time, of some of them: all workers together
+        # look at all.
         if time.monotonic() - self._looked < self._leases.seconds / LOOKS_A_LEASE:
             return False
         taken = [unit for unit in units if unit.index in leased]
@@ -116,28 +124,41 @@ class Sampler:
             self._looked = time.monotonic()
         return played
 
-    def _later(self, number: int, plan: dict[str, Any], shards: list[list[Question]], firsts: list[Unit]) -> list[Unit]:
-        """The units of later attempts that have work. The first worker that comes here reads all first attempts and
-        writes down what follows from them, for the others."""
+    def _later(
+        self, number: int, plan: dict[str, Any], shards: list[list[Question]], firsts: list[Unit]
+    ) -> list[Unit]:
+        """The units of later attempts that have work. The first worker that comes here reads all
+        first attempts and writes down what follows from them, for the others."""
         run, name = self._run, f"rounds/{number:04d}/threshold.json"
         if not run.store.exists(name):
             of_shard = [_read(run, number, unit) for unit in firsts]
             if not all(of_shard):
                 return []
-            mean_reward = mean_first_attempt_reward([trajectory for shard in of_shard for trajectory in shard])
-            k = next_threshold(method_of(run, MygoConfig), plan["previous_threshold"], mean_reward, run.reward.best)
+            mean_reward = mean_first_attempt_reward(
+                [trajectory for shard in of_shard for trajectory in shard]
+            )
+            k = next_threshold(
+                method_of(run, MygoConfig), plan["previous_threshold"], mean_reward, run.reward.best
+            )
             later = later_attempts(run, number, shards, of_shard.__getitem__, k)
-            run.store.write_json_once(name, {"k": k, "units": [unit.index for unit in later if unit.has_work()]})
+            run.store.write_json_once(
+                name, {"k": k, "units": [unit.index for unit in later if unit.has_work()]}
+            )
         found = run.store.read_json(name)
-        later = later_attempts(run, number, shards, lambda index: _read(run, number, firsts[index]), found["k"])
+        later = later_attempts(
+            run, number, shards, lambda index: _read(run, number, firsts[index]), found["k"]
+        )
         return [unit for unit in later if unit.index in set(found["units"])]
 
     def _shards(self, plan: dict[str, Any]) -> list[list[Question]]:
-        unknown = [name for shard in plan["shards"] for name in shard if name not in self._questions]
+        unknown = [
+            name for shard in plan["shards"] for name in shard if name not in self._questions
+        ]
         if unknown:
             raise UserError(
-                f"the round's plan names the question {unknown[0]}, which the task {self._run.task.name} does not have "
-                "here: give this worker the data that the trainer has"
+                f"the round's plan names the question {unknown[0]}, which the task "
+                f"{self._run.task.name} does not have here: give this worker the data that the "
+                "trainer has"
             )
         return [[self._questions[name] for name in shard] for shard in plan["shards"]]
 
@@ -148,7 +169,9 @@ class Sampler:
             if lease is None:
                 continue
             began = time.monotonic()
-            self._run.preemption.enter(f"round {number}: sampling unit {unit.index}", kept="finished units are kept")
+            self._run.preemption.enter(
+                f"round {number}: sampling unit {unit.index}", kept="finished units are kept"
+            )
             self._run.on_poll = lease.renew
             try:
                 if version != self._version:  # the committed policy is read from the run directory

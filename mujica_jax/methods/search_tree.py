@@ -1,36 +1,41 @@
 """DecEx-RAG's search tree over one question (sections 2.2 and 4.1 of the paper).
 
-In a state, k pieces are sampled that either stop with a final answer or go on with a sub-question. If more than half of
-them stop, the tree ends there. Otherwise each distinct sub-question is played to its end n times; the mean reward is
-its score, and the best one is kept. For it, k answers are sampled from memory and scored in the same way. If the best
-of them scores above 0.6, it is the next state; otherwise the best of k sub-queries, scored in the same way, is.
+In a state, k pieces are sampled that either stop with a final answer or go on with a sub-question.
+If more than half of them stop, the tree ends there. Otherwise each distinct sub-question is played
+to its end n times; the mean reward is its score, and the best one is kept. For it, k answers are
+sampled from memory and scored in the same way. If the best of them scores above 0.6, it is the next
+state; otherwise the best of k sub-queries, scored in the same way, is.
 
     pruned     as above: layers grow linearly
     unpruned   both branches of a decision stay, each with its best execution: 2 to the power of the layers
     full       every execution stays and nothing is played to its end: an execution's score is the mean over the
                final answers beneath it
 
-Siblings that were scored become preference pairs (`methods/preference_pairs.py`). The paper generates all branches of a
-decision before it prunes. With `score_both_branches` both branches of every decision are scored, so that pairs can
-prefer memory to search and stopping to going on, and what is expanded stays as above. Sub-queries are scored where
-memory was good enough; sub-questions where the vote ends the tree. Where no sample took one of the two termination
-decisions, k samples of it are forced: each keeps the thought of a sample and decides otherwise. They are scored for
-pairs and never expanded. Nothing is forced to stop before the first step, where there is nothing to answer from (the
-paper's prompt in table 4 forbids it), nor to go on where no iteration is left. A full tree scores no episodes, and
-forces nothing. Without the flag a branch that is not expanded costs nothing and gives no pair.
+Siblings that were scored become preference pairs (`methods/preference_pairs.py`). The paper
+generates all branches of a decision before it prunes. With `score_both_branches` both branches of
+every decision are scored, so that pairs can prefer memory to search and stopping to going on, and
+what is expanded stays as above. Sub-queries are scored where memory was good enough; sub-questions
+where the vote ends the tree. Where no sample took one of the two termination decisions, k samples
+of it are forced: each keeps the thought of a sample and decides otherwise. They are scored for
+pairs and never expanded. Nothing is forced to stop before the first step, where there is nothing to
+answer from (the paper's prompt in table 4 forbids it), nor to go on where no iteration is left. A
+full tree scores no episodes, and forces nothing. Without the flag a branch that is not expanded
+costs nothing and gives no pair.
 
-A second model may write a tree (`agents/decex_writer.py`): all but the executions of retrieval decisions, which are the
-policy's own. So the episodes that score an execution are the second model's as well.
+A second model may write a tree (`agents/decex_writer.py`): all but the executions of retrieval
+decisions, which are the policy's own. So the episodes that score an execution are the second
+model's as well.
 
-A search that fails is not the policy's fault. A piece or an episode that ends so is played again by the same seeds,
-at most `repeats` times, and then left out: it is no branch and enters no mean. A node whose episodes are all lost so
-has no score and is not expanded.
+A search that fails is not the policy's fault. A piece or an episode that ends so is played again by
+the same seeds, at most `repeats` times, and then left out: it is no branch and enters no mean. A
+node whose episodes are all lost so has no score and is not expanded.
 
-Readings, where the paper is silent. The pieces that vote are the candidates: table 4's prompt has a decision and what
-it leads to in one output. Where memory is not good enough, the best sub-query is the next state even if memory scored
-higher, as section 2.2 says; the pair says what the means say. A final answer's score is its own reward. Equal
-executions, but for case, are one. A tree is grown depth first, the best branch first; `budget_tokens` is looked at
-before each layer, so that a tree is a function of its seeds alone, and what was made when it is spent is kept.
+Readings, where the paper is silent. The pieces that vote are the candidates: table 4's prompt has a
+decision and what it leads to in one output. Where memory is not good enough, the best sub-query is
+the next state even if memory scored higher, as section 2.2 says; the pair says what the means say.
+A final answer's score is its own reward. Equal executions, but for case, are one. A tree is grown
+depth first, the best branch first; `budget_tokens` is looked at before each layer, so that a tree
+is a function of its seeds alone, and what was made when it is spent is kept.
 """
 
 import asyncio
@@ -72,17 +77,22 @@ COUNTS = (  # docs/metrics.md
 class Tree:
     """What the search left."""
 
-    finished: tuple[Trajectory, ...]  # rewarded, the leaves of the tree first, then what was played from its nodes
+    finished: tuple[
+        Trajectory, ...
+    ]  # rewarded, the leaves of the tree first, then what was played from its nodes
     leaves: int  # how many of them are leaves
     unfinished: Trajectory  # the question alone
     pairs: tuple[Pair, ...]
-    nodes: tuple[dict[str, object], ...]  # what was scored, in its order: columns as in `tree_records`
+    nodes: tuple[
+        dict[str, object], ...
+    ]  # what was scored, in its order: columns as in `tree_records`
     counts: dict[str, float]
 
 
 class Growth:
-    """One tree while it grows. `reward` gives a finished trajectory with its reward; at most `gate` pieces or episodes
-    of all trees are under way. `writer` is a second model, which writes all but the retrieval decision."""
+    """One tree while it grows. `reward` gives a finished trajectory with its reward; at most `gate`
+    pieces or episodes of all trees are under way. `writer` is a second model, which writes all but
+    the retrieval decision."""
 
     def __init__(
         self,
@@ -153,7 +163,13 @@ class Growth:
             assert node.chain.last is not None, "a node is a state after an execution"
             parent = None if node.parent is None else places.get(node.parent)
             text = node.chain.last.text
-            yield {"node": place, "parent": parent, "kind": node.kind, "text": text, "rewards": node.rewards}
+            yield {
+                "node": place,
+                "parent": parent,
+                "kind": node.kind,
+                "text": text,
+                "rewards": node.rewards,
+            }
 
     async def _layer(self, node: Node) -> list[Node]:
         """One iteration: the states that follow, the best one first."""
@@ -190,8 +206,11 @@ class Growth:
                     above.rewards += node.rewards
                     above = above.parent
 
-    async def _compare_termination(self, node: Node, sampled: Group, answers: Group, asked: Group) -> None:
-        """Keep the two branches of the termination decision for pairs. A branch that no sample took is forced."""
+    async def _compare_termination(
+        self, node: Node, sampled: Group, answers: Group, asked: Group
+    ) -> None:
+        """Keep the two branches of the termination decision for pairs. A branch that no sample took
+        is forced."""
         if self._scores_both and not answers and node.chain.steps:
             answers = await self._forced(node, sampled, "stop")
         if self._scores_both and not asked and node.chain.can_ask:
@@ -199,12 +218,17 @@ class Growth:
         self._decisions.append((answers, asked))
 
     async def _forced(self, node: Node, sampled: Group, to: Decided) -> list[Node]:
-        """Return nodes that take the other termination decision after the sampled thoughts, scored for pairs."""
+        """Return nodes that take the other termination decision after the sampled thoughts, scored
+        for pairs."""
 
         async def one(number: int, sample: Node) -> Node:
-            return await self._execute(node, f"{to}{number}", lambda fork: fork.decide_otherwise(sample.chain, to))
+            return await self._execute(
+                node, f"{to}{number}", lambda fork: fork.decide_otherwise(sample.chain, to)
+            )
 
-        forced = await asyncio.gather(*(one(number, sample) for number, sample in enumerate(sampled)))
+        forced = await asyncio.gather(
+            *(one(number, sample) for number, sample in enumerate(sampled))
+        )
         self._counts["forced_decisions"] += len(forced)
         distinct = self._distinct(self._readable(forced))
         await self._score(distinct, for_pairs=True)
@@ -214,7 +238,11 @@ class Growth:
         """The retrieval decision for a sub-question."""
         pruned = self._config.expansion == "pruned"
         memory = await self._solutions(node, "memory")
-        is_enough = pruned and bool(scored(memory)) and best_of(scored(memory)).mean > self._config.skip_above
+        is_enough = (
+            pruned
+            and bool(scored(memory))
+            and best_of(scored(memory)).mean > self._config.skip_above
+        )
         if is_enough:
             self._counts["skipped_searches"] += 1
             if self._scores_both:
@@ -230,11 +258,15 @@ class Growth:
         both = [*self._kept(memory), *self._kept(searches)]
         return both if self._config.expansion == "full" else sorted(both, key=lambda one: -one.mean)
 
-    async def _solutions(self, node: Node, source: Source, *, for_pairs: bool = False) -> list[Node]:
+    async def _solutions(
+        self, node: Node, source: Source, *, for_pairs: bool = False
+    ) -> list[Node]:
         """Return the distinct executions of one branch of the retrieval decision, scored."""
 
         async def one(number: int) -> Node:
-            return await self._execute(node, f"{source}{number}", lambda fork: fork.solve(source), writes=False)
+            return await self._execute(
+                node, f"{source}{number}", lambda fork: fork.solve(source), writes=False
+            )
 
         sampled = await asyncio.gather(*(one(number) for number in range(self._config.branches)))
         distinct = self._distinct(self._readable(sampled))
@@ -243,7 +275,8 @@ class Growth:
         return distinct
 
     def _kept(self, siblings: Group) -> list[Node]:
-        """Return the best execution that has a score, the first of equal ones. A full tree keeps all."""
+        """Return the best execution that has a score, the first of equal ones. A full tree keeps
+        all."""
         if self._config.expansion == "full":
             return list(siblings)
         candidates = scored(siblings)
@@ -262,9 +295,15 @@ class Growth:
         return self._readable(sampled)
 
     async def _execute(
-        self, node: Node, place: str, play: Callable[[Chain], Awaitable[object]], *, writes: bool = True
+        self,
+        node: Node,
+        place: str,
+        play: Callable[[Chain], Awaitable[object]],
+        *,
+        writes: bool = True,
     ) -> Node:
-        """Return a fork of a node after `play`. A fork that a failed search ended is played again, by the same seeds.
+        """Return a fork of a node after `play`. A fork that a failed search ended is played again,
+        by the same seeds.
 
         With `writes` the second model writes it, if there is one."""
         fork = await self._played_once(node, place, play, writes=writes)
@@ -355,7 +394,9 @@ class _Counted:
     def version(self) -> int:
         return self._policy.version
 
-    async def generate(self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool) -> Completion:
+    async def generate(
+        self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
+    ) -> Completion:
         completion = await self._policy.generate(prompt, params, state=state, continues=continues)
         self.generated_tokens += len(completion.token_ids)
         return completion

@@ -1,4 +1,5 @@
-"""Open a run: check the configuration against the machine and the task, make or reload the parts."""
+"""Open a run: check the configuration against the machine and the task, make or reload the
+parts."""
 
 import contextlib
 import dataclasses
@@ -60,27 +61,37 @@ from mujica_jax.trajectories.store import CONFIG, SUMMARY, Store, open_run
 TOKENIZER = "tokenizer"
 CONTENT = "questions.json"  # in a run directory: what its task asks and searches
 # Of a configuration, what may be another at a restart.
-JUDGE_ADDRESS = ("base_url", "api_key_variable", "concurrency", "timeout_seconds", "deadline_seconds")
+JUDGE_ADDRESS = (
+    "base_url",
+    "api_key_variable",
+    "concurrency",
+    "timeout_seconds",
+    "deadline_seconds",
+)
 IGNORED = (
     *("run", "keep_policies", "metrics", "profile", "distributed", "sampling.workers", "faults"),
-    "engine.factory",  # a mistake in it is found when the engine is made, and mended for the same run
+    # a mistake in it is found when the engine is made, and mended for the same run
+    "engine.factory",
     *(f"judge.{field}" for field in JUDGE_ADDRESS),
 )
 TRAINER, LEAD_SECONDS = "trainer", 30.0  # the lease of who leads a run
-# 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it, and with 0.125 not
-# at all.
+# 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it,
+# and with 0.125 not at all.
 INITIALIZER_RANGE = 0.05
-SCRIPT_REPEATS = 200  # how often the scripts' own words are shown to the tokenizer, so that each becomes one token
+# how often the scripts' own words are shown to the tokenizer, so that each becomes one token
+SCRIPT_REPEATS = 200
 
 
 @contextlib.contextmanager
 def open_training(config: Config, directory: RunPath, preemption: Preemption) -> Iterator[Run]:
     """The run in `directory`, new or begun before; its metrics files are closed at the end.
 
-    What can be refused is refused before the directory is made, which remembers the configuration it was begun with."""
+    What can be refused is refused before the directory is made, which remembers the configuration
+    it was begun with."""
     require_packages(config)
     use_compilation_cache()
-    # The machine has the devices and runs the attention kernel: checked before a checkpoint is read.
+    # The machine has the devices and runs the attention kernel: checked before a checkpoint is
+    # read.
     check_platform(config.trainer.attention)
     check_dtypes(config)
     mesh = make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)
@@ -89,7 +100,9 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     _check_start(config, task)
     opened = open_model(config.init, config.trainer.dtype) if config.init else None
     if opened:
-        few_shot = ("few_shot",) if config.warmup.source == "few_shot" and config.warmup.steps else ()
+        few_shot = (
+            ("few_shot",) if config.warmup.source == "few_shot" and config.warmup.steps else ()
+        )
         check_prompts(config.agent, opened[0], task.environment_kind, *few_shot)
         if config.adapter:
             open_adapter(config, opened[2](None))
@@ -135,13 +148,17 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
 
 
 def open_sampling(config: Config, store: Store, preemption: Preemption, progress: Progress) -> Run:
-    """A run as a sampling worker needs it: its engine on this host's devices, its policies from the run directory, of
-    which at least one is committed."""
+    """A run as a sampling worker needs it: its engine on this host's devices, its policies from the
+    run directory, of which at least one is committed."""
     use_compilation_cache()
-    alone = dataclasses.replace(config.trainer, data=1, fsdp=1, tensor=config.engine.tensor, accumulation_steps=1)
+    alone = dataclasses.replace(
+        config.trainer, data=1, fsdp=1, tensor=config.engine.tensor, accumulation_steps=1
+    )
     config = dataclasses.replace(config, trainer=alone)
     check_dtypes(config)
-    newest = distributed.primary_first("a policy is read", lambda: store.policy_path(store.policies()[-1]))
+    newest = distributed.primary_first(
+        "a policy is read", lambda: store.policy_path(store.policies()[-1])
+    )
     tokenizer, decoder, load = open_model(newest / "model", config.trainer.dtype)
     task = build_task(config)
     check_content(store, config, task)
@@ -159,21 +176,27 @@ def open_sampling(config: Config, store: Store, preemption: Preemption, progress
 
 
 def _check_memory(config: Config, size: DecoderConfig) -> int:
-    """What the run keeps on each chip beside keys and values, in bytes. Raises UserError where it exceeds a chip; for
-    devices whose memory nobody has published it is 0. The step is compiled for it, and found in the cache later."""
+    """What the run keeps on each chip beside keys and values, in bytes. Raises UserError where it
+    exceeds a chip; for devices whose memory nobody has published it is 0. The step is compiled for
+    it, and found in the cache later."""
     chip = chip_of(jax.devices()[0].device_kind)
     if chip is None:
         return 0
     trainer = Trainer(size, config.trainer)
     step = trainer.lower_step().compile().memory_analysis()
-    used = (jax.local_devices()[0].memory_stats() or {}).get("bytes_in_use", 0)  # the task's embedder and index
-    found = memory.phases(config, size, trainer, step=step.temp_size_in_bytes if step else 0, retrieval=used)
+    used = (jax.local_devices()[0].memory_stats() or {}).get(
+        "bytes_in_use", 0
+    )  # the task's embedder and index
+    found = memory.phases(
+        config, size, trainer, step=step.temp_size_in_bytes if step else 0, retrieval=used
+    )
     memory.check_memory(config, found, chip)
     return max(phase.bytes - phase.parts[memory.CACHE] for phase in found) - used
 
 
 def _check_reward(config: Config, task: Task, directory: RunPath) -> None:
-    """Check that the reward's embedder is there and that its judge answers. A finished run gives no more rewards."""
+    """Check that the reward's embedder is there and that its judge answers. A finished run gives no
+    more rewards."""
     judge = open_judge(config, None, out=directory)
     make_reward(config, task.rule, judge)
     if judge is not None and not (directory / SUMMARY).exists():
@@ -187,32 +210,36 @@ def _check_start(config: Config, task: Task) -> None:
         from_scratch(task)
     if config.warmup.source == "few_shot" and not config.init:
         raise UserError(
-            "warmup.source is few_shot and init is None: a random model answers nothing, so name a checkpoint with "
-            "--init, or use --warmup.source scripted"
+            "warmup.source is few_shot and init is None: a random model answers nothing, so name a "
+            "checkpoint with --init, or use --warmup.source scripted"
         )
     if config.trainer.lora_rank and config.init is None:
         raise UserError(
-            f"trainer.lora_rank is {config.trainer.lora_rank} and init is None: adapters correct a model that has "
-            "learnt something, so name its checkpoint with --init, or leave the rank at 0"
+            f"trainer.lora_rank is {config.trainer.lora_rank} and init is None: adapters correct a "
+            "model that has learnt something, so name its checkpoint with --init, or leave the "
+            "rank at 0"
         )
     if config.adapter and not config.init:
         raise UserError(
-            f"adapter is {config.adapter} and init is None: name the checkpoint that it corrects with --init"
+            f"adapter is {config.adapter} and init is None: name the checkpoint that it corrects "
+            "with --init"
         )
     if config.init and config.pretraining.steps:
         raise UserError(
-            f"init is {config.init} and {config.name} pre-trains for {config.pretraining.steps} steps: its learning "
-            "rates are for a model from scratch, so use a configuration for checkpoints, as "
-            "configs/two_wiki_text_smollm2.py, or --pretraining.steps 0 and rates of your own"
+            f"init is {config.init} and {config.name} pre-trains for {config.pretraining.steps} "
+            "steps: its learning rates are for a model from scratch, so use a configuration for "
+            "checkpoints, as configs/two_wiki_text_smollm2.py, or --pretraining.steps 0 and rates "
+            "of your own"
         )
 
 
 def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
-    """The run as its first process began it. A process that does not find it would train on a disk of its own."""
+    """The run as its first process began it. A process that does not find it would train on a disk
+    of its own."""
     if not distributed.is_primary() and not Store(directory).exists(CONFIG):
         raise UserError(
-            f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, which process 0 has "
-            "begun: give a --run directory that all hosts share"
+            f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, "
+            "which process 0 has begun: give a --run directory that all hosts share"
         )
     return open_run(directory, about, ignore=IGNORED)
 
@@ -220,8 +247,9 @@ def _open_shared(directory: RunPath, about: dict[str, Any]) -> Store:
 def check_content(store: Store, config: Config, task: Task) -> None:
     """Check that the task's questions, and what it searches, are those that the run was begun with.
 
-    The first start writes them down. Rounds and evaluations of a run are about its own questions: with others, what it
-    has played would be scored against answers to something else. Raises RunMismatch.
+    The first start writes them down. Rounds and evaluations of a run are about its own questions:
+    with others, what it has played would be scored against answers to something else. Raises
+    RunMismatch.
     """
     learnt = task.questions("train")
     evaluated = task.questions(config.eval.split)[: config.eval.questions]
@@ -235,7 +263,11 @@ def check_content(store: Store, config: Config, task: Task) -> None:
     store.write_json_once(CONTENT, now)
     begun = store.read_json(CONTENT)
     if different := provenance.differences(begun, now, ignore=()):
-        place = getattr(config.task, "data_dir", None) or getattr(config.task, "index", None) or config.task.kind
+        place = (
+            getattr(config.task, "data_dir", None)
+            or getattr(config.task, "index", None)
+            or config.task.kind
+        )
         raise RunMismatch(
             f"{store.root} was begun with other data than {place} holds now (count and checksum): "
             f"{'; '.join(different)}; give the same data or choose another --run directory"
@@ -243,15 +275,16 @@ def check_content(store: Store, config: Config, task: Task) -> None:
 
 
 def _reads_own_paragraphs(config: Config) -> bool:
-    """Whether training reads the paragraphs that come with its questions: as what is searched, or as EviPath's pool."""
+    """Whether training reads the paragraphs that come with its questions: as what is searched, or
+    as EviPath's pool."""
     is_distractor = getattr(config.task, "setting", None) == "distractor"
     return is_distractor or getattr(config.method, "distractors", None) == "own"
 
 
 @contextlib.contextmanager
 def _led(store: Store, preemption: Preemption) -> Iterator[None]:
-    """No other trainer leads this run meanwhile. One that was killed on another host is waited for until its lease is
-    over; one that lives is refused."""
+    """No other trainer leads this run meanwhile. One that was killed on another host is waited for
+    until its lease is over; one that lives is refused."""
     if not distributed.is_primary() or store.exists(SUMMARY):  # a finished run changes nothing
         yield
         return
@@ -261,8 +294,8 @@ def _led(store: Store, preemption: Preemption) -> Iterator[None]:
         holder = leases.holder(TRAINER)
         if holder and (leases.is_near(holder) or time.monotonic() - began > 2 * LEAD_SECONDS):
             raise UserError(
-                f"process {holder.process} on {holder.host} trains in {store.root} already: end it first, or choose "
-                "another --run directory"
+                f"process {holder.process} on {holder.host} trains in {store.root} already: end it "
+                "first, or choose another --run directory"
             )
         preemption.check()
         time.sleep(1.0)
@@ -270,9 +303,15 @@ def _led(store: Store, preemption: Preemption) -> Iterator[None]:
 
     def renew() -> None:
         while not ended.wait(LEAD_SECONDS / RENEWALS_A_LEASE):
-            with contextlib.suppress(UserError, OSError):  # a store that does not answer now is asked again
-                if lease.is_lost:  # this program stood still for that long; what it has written stays as after a kill
-                    print(f"error: another process trains in {store.root} since; this one ends", file=sys.stderr)
+            with contextlib.suppress(
+                UserError, OSError
+            ):  # a store that does not answer now is asked again
+                # this program stood still for that long; what it has written stays as after a kill
+                if lease.is_lost:
+                    print(
+                        f"error: another process trains in {store.root} since; this one ends",
+                        file=sys.stderr,
+                    )
                     os._exit(2)
                 lease.renew()
 
@@ -302,20 +341,22 @@ def _served(run: Run) -> Iterator[None]:
 
 
 def build_task(config: Config, *, learns: bool = True) -> Task:
-    """The configured task; the split that is evaluated has questions, and where a run `learns` the one it learns."""
+    """The configured task; the split that is evaluated has questions, and where a run `learns` the
+    one it learns."""
     task = implementation(config.task)(config.task)
     held_out = config.eval.split
     check_task(task, config.task.kind, ("train", held_out) if learns else (held_out,))
     learnt, evaluated = len(task.questions("train")), len(task.questions(held_out))
     if not evaluated and not learns:
         raise UserError(
-            f"task {task.name} has no {held_out} questions: choose another --eval.split, or change the share that is "
-            "held out"
+            f"task {task.name} has no {held_out} questions: choose another --eval.split, or change "
+            "the share that is held out"
         )
     if learns and not (learnt and evaluated):
         raise UserError(
-            f"task {task.name} has {learnt} training and {evaluated} {held_out} questions and needs both: "
-            f"give it more data or change the share that is held out{without_training(task) if not learnt else ''}"
+            f"task {task.name} has {learnt} training and {evaluated} {held_out} questions and "
+            "needs both: give it more data or change the share that is held "
+            f"out{without_training(task) if not learnt else ''}"
         )
     return task
 
@@ -325,13 +366,14 @@ def without_training(task: Task) -> str:
     if not hasattr(getattr(task, "config", None), "split_dev_files"):
         return ""
     return (
-        ". Questions of files dev* are never trained on: add train*, or on a sample of the set give "
-        "--task.split-dev-files True"
+        ". Questions of files dev* are never trained on: add train*, or on a sample of the set "
+        "give --task.split-dev-files True"
     )
 
 
 def about_questions(task: Task) -> list[str]:
-    """Return sentences to show before questions are asked: which are left out, and what is special about the others."""
+    """Return sentences to show before questions are asked: which are left out, and what is special
+    about the others."""
     shown = getattr(task, "shown", "")
     sentences = [
         left_out(task),
@@ -349,20 +391,25 @@ def left_out(task: Task) -> str:
     return f"{len(lost)} questions cannot be asked ({some}): {why}" if lost else ""
 
 
-def open_model(directory_or_file: str | Path, dtype: str) -> tuple[Tokenizer, Decoder, Callable[..., Decoder]]:
-    """A Hugging Face checkpoint or a GGUF file: its tokenizer, the decoder without its arrays, and what reads them
-    (`weights.open_checkpoint`). Its vocabulary must hold every id of the tokenizer."""
-    directory = distributed.primary_first("the checkpoint", lambda: checkpoint_folder(directory_or_file))
+def open_model(
+    directory_or_file: str | Path, dtype: str
+) -> tuple[Tokenizer, Decoder, Callable[..., Decoder]]:
+    """A Hugging Face checkpoint or a GGUF file: its tokenizer, the decoder without its arrays, and
+    what reads them (`weights.open_checkpoint`). Its vocabulary must hold every id of the tokenizer.
+    """
+    directory = distributed.primary_first(
+        "the checkpoint", lambda: checkpoint_folder(directory_or_file)
+    )
     if not Path(directory).is_dir():
         raise UserError(
-            f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, with config.json, "
-            f"tokenizer.json and *.safetensors, a GGUF file, or {SMOLLM2}"
+            f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, "
+            f"with config.json, tokenizer.json and *.safetensors, a GGUF file, or {SMOLLM2}"
         )
     tokenizer, (decoder, load) = Tokenizer.load(directory), open_checkpoint(directory, dtype=dtype)
     if tokenizer.vocab_size > decoder.config.vocab_size:
         raise UserError(
-            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} and the model embeds "
-            f"{decoder.config.vocab_size}: take both from the same checkpoint"
+            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} and the model "
+            f"embeds {decoder.config.vocab_size}: take both from the same checkpoint"
         )
     return tokenizer, decoder, load
 
@@ -399,7 +446,8 @@ def require_packages(config: Config) -> None:
 
 
 def check_dtypes(config: Config) -> None:
-    """This platform computes in the configured types. Each is tried, as a table of platforms would grow stale."""
+    """This platform computes in the configured types. Each is tried, as a table of platforms would
+    grow stale."""
     named = {
         "trainer.dtype": config.trainer.dtype,
         "engine.cache_dtype": CACHE_DTYPES.get(config.engine.cache_dtype, config.trainer.dtype),
@@ -415,21 +463,34 @@ def check_dtypes(config: Config) -> None:
         except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
             platform, reason = jax.default_backend(), str(error).splitlines()[0]
             raise UserError(
-                f"{field} needs {kind.name} and {platform} does not compute with it ({reason}): choose another one"
+                f"{field} needs {kind.name} and {platform} does not compute with it ({reason}): "
+                "choose another one"
             ) from error
 
 
 def _product_in(dtype: jnp.dtype) -> jax.Array:
-    """A product of values that were stored in this type, as the engine and the trainer make them."""
+    """A product of values that were stored in this type, as the engine and the trainer make
+    them."""
     wide = jnp.float32 if dtype.itemsize == 1 else dtype
-    return jax.jit(lambda matrix: matrix.astype(dtype).astype(wide) @ matrix.astype(wide))(jnp.ones((8, 8)))
+    return jax.jit(lambda matrix: matrix.astype(dtype).astype(wide) @ matrix.astype(wide))(
+        jnp.ones((8, 8))
+    )
 
 
-def _new_model(config: Config, task: Task, store: Store) -> tuple[Tokenizer, Decoder, Callable[..., Decoder]]:
-    """The run's tokenizer, a decoder of the configured size without its arrays, and what draws them at random."""
-    tokenizer = distributed.primary_first("the tokenizer", lambda: _trained_tokenizer(config, task, store))
+def _new_model(
+    config: Config, task: Task, store: Store
+) -> tuple[Tokenizer, Decoder, Callable[..., Decoder]]:
+    """The run's tokenizer, a decoder of the configured size without its arrays, and what draws them
+    at random."""
+    tokenizer = distributed.primary_first(
+        "the tokenizer", lambda: _trained_tokenizer(config, task, store)
+    )
     size = decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
-    return tokenizer, nnx.eval_shape(lambda: new_decoder(config, size)), lambda mesh: new_decoder(config, size)
+    return (
+        tokenizer,
+        nnx.eval_shape(lambda: new_decoder(config, size)),
+        lambda mesh: new_decoder(config, size),
+    )
 
 
 def new_decoder(config: Config, size: DecoderConfig) -> Decoder:
@@ -440,9 +501,12 @@ def new_decoder(config: Config, size: DecoderConfig) -> Decoder:
 
 
 def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:
-    """The run's tokenizer: trained once on the task's training text and the words that our prompts and scripts use."""
+    """The run's tokenizer: trained once on the task's training text and the words that our prompts
+    and scripts use."""
     if not store.exists(f"{TOKENIZER}/{COMMITTED}"):
         words = tuple(sample_text(config.agent.kind, contract_of(config.agent)))
-        texts = itertools.chain(from_scratch(task).tokenizer_text(), *itertools.repeat(words, SCRIPT_REPEATS))
+        texts = itertools.chain(
+            from_scratch(task).tokenizer_text(), *itertools.repeat(words, SCRIPT_REPEATS)
+        )
         store.commit_folder(TOKENIZER, Tokenizer.train(texts, config.model.vocab_tokens).save, {})
     return Tokenizer.load(store.folder(TOKENIZER))

@@ -1,7 +1,8 @@
-"""Work that the hosts of a job share: each plays a part with its own engine and leaves it in the store.
+"""Work that the hosts of a job share: each plays a part with its own engine and leaves it in the
+store.
 
-What a unit of work gives does not depend on who plays it (`run.Run.sample_waves`), so the number of hosts changes only
-who does what. With one process nothing of this happens.
+What a unit of work gives does not depend on who plays it (`run.Run.sample_waves`), so the number of
+hosts changes only who does what. With one process nothing of this happens.
 """
 
 import itertools
@@ -18,7 +19,8 @@ Unit = Callable[[OnEpisode], object]  # plays its episodes, passes each on and l
 
 
 def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:
-    """Returns when all units are in the store: this process has played its part of them, and the others theirs."""
+    """Returns when all units are in the store: this process has played its part of them, and the
+    others theirs."""
     if distributed.processes() == 1:
         return
     own = distributed.shard_for_process(units)
@@ -30,11 +32,15 @@ def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:
 
 
 def gather(store: RunDirectory, name: str, own: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """The trajectories of all processes, in the order in which `distributed.shard_for_process` dealt them out."""
+    """The trajectories of all processes, in the order in which `distributed.shard_for_process`
+    dealt them out."""
     if distributed.processes() == 1:
         return own
     count = distributed.processes()
-    files = [f"eval/parts/{name.replace(' ', '-')}-{number}-of-{count}.parquet" for number in range(count)]
+    files = [
+        f"eval/parts/{name.replace(' ', '-')}-{number}-of-{count}.parquet"
+        for number in range(count)
+    ]
     store.create(files[distributed.process()], shards.encode(own))
     distributed.barrier(f"{name} is evaluated")
     parts = [shards.decode(store.read(file), file) for file in files]

@@ -1,13 +1,16 @@
-"""What methods do by plain maximum likelihood: the warm-up before them, and the equal-compute control beside them.
+"""What methods do by plain maximum likelihood: the warm-up before them, and the equal-compute
+control beside them.
 
-Warm-up: a policy that knows the format. It learns a fixed set of demonstrations: scripted ones, or trajectories with
-EM = 1 that a checkpoint samples under worked examples, without the examples (appendix D.3 of the Mujica-MyGO paper). A
-model from scratch first learns plain text about the training side of the task, in place of pre-training.
+Warm-up: a policy that knows the format. It learns a fixed set of demonstrations: scripted ones, or
+trajectories with EM = 1 that a checkpoint samples under worked examples, without the examples
+(appendix D.3 of the Mujica-MyGO paper). A model from scratch first learns plain text about the
+training side of the task, in place of pre-training.
 
-Control: what a method's computation gives when it is spent on the warm-up's own demonstrations. From the warmed-up
-state, training goes on over the same rows with the method's learning rates, until as many floating-point operations are
-spent as the method used for sampling and learning together. A token that goes forward counts one, a trained slot three
-(the backward pass costs twice the forward).
+Control: what a method's computation gives when it is spent on the warm-up's own demonstrations.
+From the warmed-up state, training goes on over the same rows with the method's learning rates,
+until as many floating-point operations are spent as the method used for sampling and learning
+together. A token that goes forward counts one, a trained slot three (the backward pass costs twice
+the forward).
 """
 
 import asyncio
@@ -55,7 +58,9 @@ class Demonstrations:
     rewarded: list[Conversation]  # the rows of those trajectories that earned the best reward
 
 
-def warm_up(run: Run, more_rows: MoreRows = lambda: ()) -> tuple[PhaseState, PhaseResult, Demonstrations]:
+def warm_up(
+    run: Run, more_rows: MoreRows = lambda: ()
+) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     """Return the warmed-up state, its phase, and what it was trained on.
 
     `more_rows` gives conversations that a method wants learnt beside the demonstrations."""
@@ -75,7 +80,12 @@ def warm_up(run: Run, more_rows: MoreRows = lambda: ()) -> tuple[PhaseState, Pha
 
     steps = config.steps
     if steps and config.epochs:
-        steps = min(steps, steps_of_epochs(packed_rows().num_rows, run.config.trainer.rows_per_step, config.epochs))
+        steps = min(
+            steps,
+            steps_of_epochs(
+                packed_rows().num_rows, run.config.trainer.rows_per_step, config.epochs
+            ),
+        )
     state = run.learn(
         WARM_UP.name,
         run.initial_state if run.config.init else lambda: _pretrain(run),
@@ -92,7 +102,10 @@ def warm_up(run: Run, more_rows: MoreRows = lambda: ()) -> tuple[PhaseState, Pha
     spent = {"accepted": len(kept), "forward_tokens": forward, "trained_slots": slots}
     result = run.finish_phase(WARM_UP, state, began=began, trajectories=len(trajectories), **spent)
     best = run.reward.best
-    rewarded = {id(row) for row in training_rows([t for t in kept if accepts(t.reward, k=best, best_reward=best)])}
+    rewarded = {
+        id(row)
+        for row in training_rows([t for t in kept if accepts(t.reward, k=best, best_reward=best)])
+    }
     rewarded_rows = [row for row in conversations if id(row) in rewarded]
     return state, result, Demonstrations(rows=conversations, rewarded=rewarded_rows)
 
@@ -100,8 +113,9 @@ def warm_up(run: Run, more_rows: MoreRows = lambda: ()) -> tuple[PhaseState, Pha
 def begin(
     run: Run, *, replayed: bool = False, more_rows: MoreRows = lambda: ()
 ) -> tuple[PhaseState, PhaseResult, Demonstrations]:
-    """The warm-up, or where it has no steps what the run starts from, evaluated. Then nothing is demonstrated, unless
-    the method replays demonstrations and a script plays some. `more_rows`: see `warm_up`."""
+    """The warm-up, or where it has no steps what the run starts from, evaluated. Then nothing is
+    demonstrated, unless the method replays demonstrations and a script plays some. `more_rows`: see
+    `warm_up`."""
     task, scripted = run.task, replayed and has_script(run.config)
     played = scripted and isinstance(task, FromScratchTask) and any(task.demonstrations())
     if run.config.warmup.steps or played:
@@ -116,25 +130,38 @@ def begin(
 
 
 def with_control(
-    run: Run, state: PhaseState, demonstrations: Demonstrations, first: PhaseResult, phases: Sequence[PhaseResult]
+    run: Run,
+    state: PhaseState,
+    demonstrations: Demonstrations,
+    first: PhaseResult,
+    phases: Sequence[PhaseResult],
 ) -> list[PhaseResult]:
-    """The `first` phase, which `state` was left by, the control if it is asked for, and the method's own phases."""
+    """The `first` phase, which `state` was left by, the control if it is asked for, and the
+    method's own phases."""
     if not run.config.eval.control:
         return [first, *phases]
     began, method = time.monotonic(), run.config.method
-    spent = sum(result.forward_tokens + FORWARD_AND_BACKWARD * result.trained_slots for result in phases)
+    spent = sum(
+        result.forward_tokens + FORWARD_AND_BACKWARD * result.trained_slots for result in phases
+    )
     slots = run.config.trainer.rows_per_step * run.config.trainer.row_tokens
     steps = max(1, round(spent / (FORWARD_AND_BACKWARD * slots)))
     trained = run.learn(
         CONTROL,
         state,
-        lambda: pack(demonstrations.rows, row_tokens=run.config.trainer.row_tokens, seed=run.config.seed),
+        lambda: pack(
+            demonstrations.rows, row_tokens=run.config.trainer.row_tokens, seed=run.config.seed
+        ),
         steps=steps,
         peak=method.learning_rate,
         end_value=method.end_learning_rate,
     )
     phase = Phase(name=CONTROL, step=WARM_UP.step + len(phases) + 1, prefix=f"{CONTROL}/")
-    return [first, run.finish_phase(phase, trained, began=began, trained_slots=steps * slots), *phases]
+    return [
+        first,
+        run.finish_phase(phase, trained, began=began, trained_slots=steps * slots),
+        *phases,
+    ]
 
 
 def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str:
@@ -142,21 +169,25 @@ def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str
         shortest = min(len(row.token_ids) for row in training_rows(kept))
         return (
             f"no conversation of the {len(kept)} warm-up trajectories fits trainer.row_tokens "
-            f"{run.config.trainer.row_tokens}, the shortest has {shortest} tokens: raise trainer.row_tokens"
+            f"{run.config.trainer.row_tokens}, the shortest has {shortest} tokens: raise "
+            "trainer.row_tokens"
         )
     if run.config.warmup.source == "few_shot":
         return (
-            f"none of {sampled} few-shot trajectories was answered correctly: raise warmup.few_shot_attempts "
-            f"{run.config.warmup.few_shot_attempts}, or start from a stronger model"
+            f"none of {sampled} few-shot trajectories was answered correctly: raise "
+            f"warmup.few_shot_attempts {run.config.warmup.few_shot_attempts}, or start from a "
+            "stronger model"
         )
     if not sampled:
         return (
-            "no training question can be demonstrated by a script, which needs a question's type and evidences, from "
-            "which its answer follows: add them (docs/own_questions.md), or --warmup.source few_shot"
+            "no training question can be demonstrated by a script, which needs a question's type "
+            "and evidences, from which its answer follows: add them (docs/own_questions.md), or "
+            "--warmup.source few_shot"
         )
     return (
-        f"none of {sampled} scripted demonstrations reaches its gold answer: the limits of agent cut them, raise "
-        f"agent.max_turn_tokens {run.config.agent.max_turn_tokens} or the limit of turns"
+        f"none of {sampled} scripted demonstrations reaches its gold answer: the limits of agent "
+        f"cut them, raise agent.max_turn_tokens {run.config.agent.max_turn_tokens} or the limit of "
+        "turns"
     )
 
 
@@ -166,15 +197,16 @@ def from_scratch(task: Task) -> FromScratchTask:
         needed = ("demonstrations", "pretraining_documents", "tokenizer_text")
         lacking = ", ".join(name for name in needed if not hasattr(task, name))
         raise UserError(
-            f"task {task.name} lacks {lacking}, which a model from scratch begins with: start from a checkpoint with "
-            "--init and --warmup.steps 0 or --warmup.source few_shot"
+            f"task {task.name} lacks {lacking}, which a model from scratch begins with: start from "
+            "a checkpoint with --init and --warmup.steps 0 or --warmup.source few_shot"
         )
     return task
 
 
 def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Play the demonstrations in their environments. A script that fails by a miss stays in, as the noise it is meant
-    to be; one that cannot reach the gold answer, or whose search failed, is left out."""
+    """Play the demonstrations in their environments. A script that fails by a miss stays in, as the
+    noise it is meant to be; one that cannot reach the gold answer, or whose search failed, is left
+    out."""
     policy = ScriptedPolicy(
         run.tokenizer,
         miss_rate=run.config.warmup.miss_rate,
@@ -197,7 +229,9 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
                 spoken = without_silent_workers(trajectory.conversations)
                 trajectory = dataclasses.replace(trajectory, conversations=spoken)
             played.append((trajectory, question))
-            right.append(metrics.score(trajectory.final_answer, question.answers, run.task.rule).em == 1.0)
+            right.append(
+                metrics.score(trajectory.final_answer, question.answers, run.task.rule).em == 1.0
+            )
         # All at once: a judge may have to be waited for.
         rewards = (run.reward.rewarded(trajectory, question) for trajectory, question in played)
         trajectories.extend(await asyncio.gather(*rewards))
@@ -205,15 +239,22 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     run.preemption.enter(f"{WARM_UP.name}: playing the demonstrations")
     asyncio.run(play())
     slipped = [
-        not trajectory.is_environment_fault and any(search.query in policy.missed for search in trajectory.searches)
+        not trajectory.is_environment_fault
+        and any(search.query in policy.missed for search in trajectory.searches)
         for trajectory in trajectories
     ]
     kept = [t for t, *keep in zip(trajectories, right, slipped, strict=True) if any(keep)]
-    lost = [t.stop_reason for t, *keep in zip(trajectories, right, slipped, strict=True) if not any(keep)]
-    ends = "".join(f"; of the rest {count} end as {end}" for end, count in Counter(lost).most_common(1))
+    lost = [
+        t.stop_reason
+        for t, *keep in zip(trajectories, right, slipped, strict=True)
+        if not any(keep)
+    ]
+    ends = "".join(
+        f"; of the rest {count} end as {end}" for end, count in Counter(lost).most_common(1)
+    )
     run.progress.line(
-        f"{sum(right)} of {len(trajectories)} scripted demonstrations reach the gold answer, {len(kept) - sum(right)} "
-        f"of the others fail by a miss; these {len(kept)} are kept{ends}"
+        f"{sum(right)} of {len(trajectories)} scripted demonstrations reach the gold answer, "
+        f"{len(kept) - sum(right)} of the others fail by a miss; these {len(kept)} are kept{ends}"
     )
     asked = {question.id for question in run.task.questions("train")}
     if 0 < (shown := len(asked & {trajectory.question_id for trajectory in kept})) < len(asked):
@@ -222,7 +263,8 @@ def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
 
 
 def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Sample with worked examples in the prompt until enough trajectories are right, then take the examples out."""
+    """Sample with worked examples in the prompt until enough trajectories are right, then take the
+    examples out."""
     config = run.config
     name = f"{WARM_UP.name}: sampling with worked examples"
     run.preemption.enter(name, kept=KEPT_SHARDS)
@@ -241,17 +283,26 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
     def unit(shard: int, order: tuple[int, int], callback: OnEpisode) -> list[Trajectory]:
         number, start = order
         attempts = [
-            Attempt(question=question, number=number, seed=config.seed, temperature=config.sampling.temperature)
+            Attempt(
+                question=question,
+                number=number,
+                seed=config.seed,
+                temperature=config.sampling.temperature,
+            )
             for question in chosen(start)
         ]
         return run.sample(WARM_UP.step, shard, attempts, callback, agent=few_shot)[1]
 
     with sampling(run, name, WARM_UP.step, total=wanted, unit="correct") as stage:
-        # As many shards at a time as there are processes; what is played beyond what is wanted is not used, whatever
-        # their number.
+        # As many shards at a time as there are processes; what is played beyond what is wanted is
+        # not used, whatever their number.
         numbered = enumerate(orders)
         while group := list(itertools.islice(numbered, distributed.processes())):
-            play_share(run.progress, name, [functools.partial(unit, shard, order) for shard, order in group])
+            play_share(
+                run.progress,
+                name,
+                [functools.partial(unit, shard, order) for shard, order in group],
+            )
             for shard, order in group:
                 if len(kept) >= wanted:
                     break
@@ -287,7 +338,9 @@ def _pretrain(run: Run) -> TrainState:
     return run.learn(
         PRETRAINING,
         run.initial_state,
-        lambda: pack(_document_rows(run, cut.row_tokens), row_tokens=cut.row_tokens, seed=run.config.seed),
+        lambda: pack(
+            _document_rows(run, cut.row_tokens), row_tokens=cut.row_tokens, seed=run.config.seed
+        ),
         config=cut,
         steps=config.steps,
         peak=config.learning_rate,
@@ -305,7 +358,9 @@ def _document_rows(run: Run, row_tokens: int) -> list[Conversation]:
 def _documents(run: Run, stream: int) -> Iterator[Conversation]:
     for text in from_scratch(run.task).pretraining_documents(seed=1000 * run.config.seed + stream):
         ids = (*run.tokenizer.encode_plain(text), run.tokenizer.stop_token_ids[0])
-        yield Conversation(role="document", turns=(Turn(role="model", token_ids=ids, text=text, trained=True),))
+        yield Conversation(
+            role="document", turns=(Turn(role="model", token_ids=ids, text=text, trained=True),)
+        )
 
 
 def _mixed_documents(run: Run, conversations: list[Conversation]) -> list[Conversation]:

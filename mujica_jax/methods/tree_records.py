@@ -1,7 +1,9 @@
-"""What is kept of a search tree: trajectories, in the shards that all methods use, and its nodes in a table beside.
+"""What is kept of a search tree: trajectories, in the shards that all methods use, and its nodes in
+a table beside.
 
-The first trajectory is the tree's best chain, with the tree's own numbers among its counts; every other one is a
-preference pair: two conversations, the chosen one first, whose role is the kind of the pair. Called by `methods.decex`.
+The first trajectory is the tree's best chain, with the tree's own numbers among its counts; every
+other one is a preference pair: two conversations, the chosen one first, whose role is the kind of
+the pair. Called by `methods.decex`.
 """
 
 import dataclasses
@@ -17,7 +19,8 @@ CHOSEN, REJECTED = "chosen_mean", "rejected_mean"  # counts of a preference pair
 PREFERS = "prefers_"  # before what a pair prefers: a count of 1
 FAULTS = ("repeated", "retriever_failed")  # of COUNTS, those that are given all together
 LEAF = "leaf"  # of a tree's first trajectory: whether it is a leaf of it
-NODE_COLUMNS = {  # with their Arrow types; a parent is a node of the same question, or null: the question itself
+# with their Arrow types; a parent is a node of the same question, or null: the question itself
+NODE_COLUMNS = {
     "question_id": "string",
     "node": "int32",
     "parent": "int32",
@@ -34,9 +37,9 @@ def is_pair(record: Trajectory) -> bool:
 def best_chain(tree: Tree, retrievals: Literal["most", "least"]) -> tuple[Trajectory, bool]:
     """Return the chain that SFT learns, and whether it is a leaf of the tree.
 
-    Of the leaves with the best reward it is the one with most or least searches (figure 2 of the paper): the path from
-    root to leaf. Only where no leaf has the best reward, it is an episode that was played from a node and has it. A
-    tree that finished nothing gives its question."""
+    Of the leaves with the best reward it is the one with most or least searches (figure 2 of the
+    paper): the path from root to leaf. Only where no leaf has the best reward, it is an episode
+    that was played from a node and has it. A tree that finished nothing gives its question."""
     if not tree.finished:
         return tree.unfinished, False
     best = max(trajectory.reward for trajectory in tree.finished)
@@ -46,7 +49,9 @@ def best_chain(tree: Tree, retrievals: Literal["most", "least"]) -> tuple[Trajec
     return max(candidates, key=lambda chain: sign * len(chain.searches)), bool(leaves)
 
 
-def records_of(tree: Tree, retrievals: Literal["most", "least"], seconds: float) -> list[Trajectory]:
+def records_of(
+    tree: Tree, retrievals: Literal["most", "least"], seconds: float
+) -> list[Trajectory]:
     """A tree as it is kept. `seconds` are those of its expansion."""
     chain, is_leaf = best_chain(tree, retrievals)
     about = {**tree.counts, "finished": float(len(tree.finished)), LEAF: float(is_leaf)}
@@ -66,7 +71,11 @@ def encode_nodes(trees: Sequence[Tree]) -> bytes:
     import pyarrow.parquet
 
     schema = pyarrow.schema([*NODE_COLUMNS.items(), (REWARDS, pyarrow.list_(pyarrow.float64()))])
-    rows = [{"question_id": tree.unfinished.question_id, **node} for tree in trees for node in tree.nodes]
+    rows = [
+        {"question_id": tree.unfinished.question_id, **node}
+        for tree in trees
+        for node in tree.nodes
+    ]
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema), sink)
     return sink.getvalue().to_pybytes()
@@ -74,7 +83,10 @@ def encode_nodes(trees: Sequence[Tree]) -> bytes:
 
 def pairs_by_preference(records: Sequence[Trajectory]) -> dict[str, int]:
     """Count the pairs of a run by what they prefer."""
-    return {name: int(sum(record.counts.get(f"{PREFERS}{name}", 0) for record in records)) for name in PREFERENCES}
+    return {
+        name: int(sum(record.counts.get(f"{PREFERS}{name}", 0) for record in records))
+        for name in PREFERENCES
+    }
 
 
 def figures(records: Sequence[Trajectory]) -> dict[str, float | int]:
@@ -93,7 +105,11 @@ def figures(records: Sequence[Trajectory]) -> dict[str, float | int]:
     return {
         "questions": len(trees),
         "seconds": statistics.fmean(tree.seconds for tree in trees),
-        **{name: mean(name) for name in ("generated_tokens", "writer_tokens", *COUNTS) if name not in FAULTS},
+        **{
+            name: mean(name)
+            for name in ("generated_tokens", "writer_tokens", *COUNTS)
+            if name not in FAULTS
+        },
         "best_reward": statistics.fmean(tree.reward for tree in whole) if whole else 0.0,
         "leaf_share": statistics.fmean(tree.counts[LEAF] for tree in whole) if whole else 0.0,
         "retrievals": statistics.fmean(len(tree.searches) for tree in whole) if whole else 0.0,

@@ -1,14 +1,15 @@
-"""Read the fields of PEFT's `adapter_config.json` that decide what an adapter computes, or refuse them by name.
+"""Read the fields of PEFT's `adapter_config.json` that decide what an adapter computes, or refuse
+them by name.
 
 For a module with weight W, PEFT computes
 
     W + scale * B A        scale = alpha / rank, or alpha / sqrt(rank) with `use_rslora`
 
-- `target_modules` names the modules: a list of names or of their ends; one regular expression for whole names;
-  "all-linear"; or nothing, which means the query and value projections. `exclude_modules` takes some away, and
-  `layers_to_transform` keeps some layers only.
-- `rank_pattern` and `alpha_pattern` give some modules another rank or alpha. Their keys are regular expressions for the
-  end of a module's name, and the first that fits counts.
+- `target_modules` names the modules: a list of names or of their ends; one regular expression for
+  whole names; "all-linear"; or nothing, which means the query and value projections.
+  `exclude_modules` takes some away, and `layers_to_transform` keeps some layers only.
+- `rank_pattern` and `alpha_pattern` give some modules another rank or alpha. Their keys are regular
+  expressions for the end of a module's name, and the first that fits counts.
 
 Every other field must be one without effect. An unknown field is refused if it is set.
 """
@@ -27,16 +28,33 @@ CONFIG_FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 DEFAULT_TARGETS = ["q_proj", "v_proj"]  # PEFT's, for Llama, Qwen2 and Qwen3 alike
 APPLIED = {
-    *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules"),
+    *(
+        "peft_type",
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "target_modules",
+    ),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
 }
-# These describe the training, the file or the base. They do not change what a trained adapter computes.
+# These describe the training, the file or the base. They do not change what a trained adapter
+# computes.
 WITHOUT_EFFECT = {
-    *("task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision", "inference_mode"),
+    *(
+        "task_type",
+        "peft_version",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "revision",
+        "inference_mode",
+    ),
     *("base_fingerprint", "lora_dropout", "megatron_core", "runtime_config", "ensure_weight_tying"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
 }
-# Other initialisations change the base's weights as well (pissa, olora, corda, loftq), or the formula (mica).
+# Other initialisations change the base's weights as well (pissa, olora, corda, loftq), or the
+# formula (mica).
 KEEP_THE_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
 
 
@@ -74,18 +92,24 @@ class AdapterConfig:
         if isinstance(self.targets, str):
             return self.targets.lower() == ALL_LINEAR or _names(self.targets, module)
         # As in PEFT, a module that is named in full is corrected whatever its layer.
-        return module in self.targets or (_names(self.targets, module) and self._is_in_layers(module))
+        return module in self.targets or (
+            _names(self.targets, module) and self._is_in_layers(module)
+        )
 
     def _is_in_layers(self, module: str) -> bool:
         if not self.layers:
             return True
-        matches = (re.match(rf".*?\.{name}\.(\d+)\.", module) for name in self.layers_patterns or [r"[^.]*"])
+        matches = (
+            re.match(rf".*?\.{name}\.(\d+)\.", module)
+            for name in self.layers_patterns or [r"[^.]*"]
+        )
         layer = next((match for match in matches if match), None)
         return layer is not None and int(layer[1]) in self.layers
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Read the configuration of an adapter's folder. Raises UserError for what is not computed here."""
+    """Read the configuration of an adapter's folder. Raises UserError for what is not computed
+    here."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"there is no {file}: give --adapter a folder as RUN/policies/N/adapter")
@@ -103,36 +127,42 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         is_rank_stabilised=_boolean(fields, "use_rslora", file),
         rank_pattern=_pattern(fields, "rank_pattern", file, whole=True),
         alpha_pattern=_pattern(fields, "alpha_pattern", file),
-        targets=DEFAULT_TARGETS if targets is None else _module_names(targets, "target_modules", file),
+        targets=DEFAULT_TARGETS
+        if targets is None
+        else _module_names(targets, "target_modules", file),
         excluded=_module_names(fields.get("exclude_modules") or [], "exclude_modules", file),
         layers=_layers(fields.get("layers_to_transform"), file),
         layers_patterns=_expressions(fields.get("layers_pattern") or [], "layers_pattern", file),
     )
     if isinstance(config.targets, str) and config.layers:
         raise UserError(
-            f"{file} sets layers_to_transform to {config.layers} and target_modules to one text, which PEFT does not "
-            "allow: name the modules in a list"
+            f"{file} sets layers_to_transform to {config.layers} and target_modules to one text, "
+            "which PEFT does not allow: name the modules in a list"
         )
     return config
 
 
 def _refuse_other_methods(fields: Mapping[str, Any], file: Path) -> None:
-    """Check that no other field changes what is computed. Raises UserError that names the first which does."""
+    """Check that no other field changes what is computed. Raises UserError that names the first
+    which does."""
     kind = fields.get("peft_type", "LORA")
     if kind != "LORA":
-        raise UserError(f"{file} sets peft_type to {kind!r} and LORA is computed here: give a LoRA adapter")
+        raise UserError(
+            f"{file} sets peft_type to {kind!r} and LORA is computed here: give a LoRA adapter"
+        )
     start = fields.get("init_lora_weights")
     if not any(start is value or start == value for value in KEEP_THE_BASE):
         raise UserError(
-            f"{file} sets init_lora_weights to {start!r}, by which PEFT changes the base's weights too, and that is "
-            "not computed here: save the adapter converted to plain LoRA (path_initial_model_for_weight_conversion)"
+            f"{file} sets init_lora_weights to {start!r}, by which PEFT changes the base's weights "
+            "too, and that is not computed here: save the adapter converted to plain LoRA "
+            "(path_initial_model_for_weight_conversion)"
         )
     for name in sorted(fields.keys() - APPLIED - WITHOUT_EFFECT):
         value = fields[name]
         if value not in (None, False, "none", "", [], {}):
             raise UserError(
-                f"{file} sets {name} to {value!r}, and that is not computed here: merge the adapter into its base "
-                "with PEFT (merge_and_unload) and give --init the result"
+                f"{file} sets {name} to {value!r}, and that is not computed here: merge the "
+                "adapter into its base with PEFT (merge_and_unload) and give --init the result"
             )
 
 
@@ -150,10 +180,15 @@ def _first_that_fits(pattern: Mapping[str, Any], module: str, default: Any) -> A
 
 def _number(value: Any, name: str, file: Path, *, whole: bool = False) -> Any:
     """Check a rank (`whole`: a number from 1) or an alpha (any finite number)."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = (
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    )
     if not is_number or (whole and (value < 1 or int(value) != value)):
         needed = "a whole number from 1" if whole else "a number"
-        raise UserError(f"{file} sets {name} to {value!r} and {needed} is needed: correct it, or download it again")
+        raise UserError(
+            f"{file} sets {name} to {value!r} and {needed} is needed: correct it, or download it "
+            "again"
+        )
     return int(value) if whole else float(value)
 
 
@@ -164,15 +199,21 @@ def _boolean(fields: Mapping[str, Any], name: str, file: Path) -> bool:
     return bool(value)
 
 
-def _pattern(fields: Mapping[str, Any], name: str, file: Path, *, whole: bool = False) -> dict[str, Any]:
+def _pattern(
+    fields: Mapping[str, Any], name: str, file: Path, *, whole: bool = False
+) -> dict[str, Any]:
     value = fields.get(name)
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise UserError(f"{file} sets {name} to {value!r} and a map of module names is needed: correct it")
+        raise UserError(
+            f"{file} sets {name} to {value!r} and a map of module names is needed: correct it"
+        )
     for key in value:
         _check_expression(key, name, file)
-    return {key: _number(number, f"{name} of {key}", file, whole=whole) for key, number in value.items()}
+    return {
+        key: _number(number, f"{name} of {key}", file, whole=whole) for key, number in value.items()
+    }
 
 
 def _module_names(value: Any, name: str, file: Path) -> str | list[str]:
@@ -185,7 +226,9 @@ def _module_names(value: Any, name: str, file: Path) -> str | list[str]:
 def _strings(value: Any, name: str, file: Path) -> list[str]:
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(element, str) for element in strings):
-        raise UserError(f"{file} sets {name} to {value!r} and a text or a list of texts is needed: correct it")
+        raise UserError(
+            f"{file} sets {name} to {value!r} and a text or a list of texts is needed: correct it"
+        )
     return strings
 
 
@@ -199,7 +242,10 @@ def _expressions(value: Any, name: str, file: Path) -> list[str]:
 def _layers(value: Any, file: Path) -> list[int]:
     layers = [value] if isinstance(value, int) else ([] if value is None else value)
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-        raise UserError(f"{file} sets layers_to_transform to {value!r} and numbers of layers are needed: correct it")
+        raise UserError(
+            f"{file} sets layers_to_transform to {value!r} and numbers of layers are needed: "
+            "correct it"
+        )
     return layers
 
 
@@ -207,4 +253,6 @@ def _check_expression(expression: str, name: str, file: Path) -> None:
     try:
         re.compile(expression)
     except (re.error, RecursionError, OverflowError) as error:
-        raise UserError(f"{file} has {expression!r} in {name}, which is no regular expression ({error})") from error
+        raise UserError(
+            f"{file} has {expression!r} in {name}, which is no regular expression ({error})"
+        ) from error

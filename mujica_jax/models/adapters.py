@@ -1,10 +1,12 @@
-"""LoRA adapters in and out, as PEFT stores them: `adapter_config.json` and `adapter_model.safetensors`.
+"""LoRA adapters in and out, as PEFT stores them: `adapter_config.json` and
+`adapter_model.safetensors`.
 
-PEFT keeps `lora_A` as [rank, inputs] and `lora_B` as [outputs, rank] of each projection of each layer, so that
-transformers with PEFT reads such a folder too. `adapter_config` says which projections an adapter corrects, and by what
-scale. Values are written in float16: they are small and need its three bits more than the range of bfloat16. One field
-of the configuration is ours, `base_fingerprint`: an adapter fits every model of its shapes and means something on one
-of them alone. Called by `methods.run`, which writes one beside each policy and may begin with one, and by
+PEFT keeps `lora_A` as [rank, inputs] and `lora_B` as [outputs, rank] of each projection of each
+layer, so that transformers with PEFT reads such a folder too. `adapter_config` says which
+projections an adapter corrects, and by what scale. Values are written in float16: they are small
+and need its three bits more than the range of bfloat16. One field of the configuration is ours,
+`base_fingerprint`: an adapter fits every model of its shapes and means something on one of them
+alone. Called by `methods.run`, which writes one beside each policy and may begin with one, and by
 `methods.policies`.
 """
 
@@ -34,18 +36,21 @@ TENSORS_FILE = "adapter_model.safetensors"
 
 
 def fingerprint(decoder: Decoder) -> str:
-    """Of a plain decoder's weights: SHA-256 of the first input's row of every projection of every layer, in float32.
-    Training of any kind moves these, and they are few enough to gather from a mesh."""
+    """Of a plain decoder's weights: SHA-256 of the first input's row of every projection of every
+    layer, in float32. Training of any kind moves these, and they are few enough to gather from a
+    mesh."""
     digest = hashlib.sha256()
     for weight in projections(decoder.config):
         kernel = getattr(decoder.layers, weight.name)[...]
-        digest.update(on_host(kernel[(slice(None), *[0] * weight.inputs)]).astype(np.float32).tobytes())
+        digest.update(
+            on_host(kernel[(slice(None), *[0] * weight.inputs)]).astype(np.float32).tobytes()
+        )
     return digest.hexdigest()[:16]
 
 
 def adapter_tensors(decoder: Decoder, layers: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """The adapters of `layers` (`<kernel>_lora_a` and `_lora_b`, stacked) under PEFT's names, float16. Every process of
-    a job takes part in gathering them."""
+    """The adapters of `layers` (`<kernel>_lora_a` and `_lora_b`, stacked) under PEFT's names,
+    float16. Every process of a job takes part in gathering them."""
     tensors = {}
     for weight in projections(decoder.config):
         modules = _modules(weight, decoder.config.num_layers)
@@ -56,8 +61,11 @@ def adapter_tensors(decoder: Decoder, layers: Mapping[str, Array]) -> dict[str, 
     return tensors
 
 
-def save_adapter(tensors: Mapping[str, np.ndarray], folder: Path, *, alpha: float, base: str, name: str) -> None:
-    """`base` is the fingerprint of the decoder that the adapters belong to, `name` what the user calls it."""
+def save_adapter(
+    tensors: Mapping[str, np.ndarray], folder: Path, *, alpha: float, base: str, name: str
+) -> None:
+    """`base` is the fingerprint of the decoder that the adapters belong to, `name` what the user
+    calls it."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / TENSORS_FILE, metadata={"format": "pt"})
     rank = next(values.shape[0] for key, values in tensors.items() if ".lora_A." in key)
@@ -75,7 +83,8 @@ def save_adapter(tensors: Mapping[str, np.ndarray], folder: Path, *, alpha: floa
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matrices:
-    """An adapter's matrices for one kernel. They are zero in layers that the adapter does not correct."""
+    """An adapter's matrices for one kernel. They are zero in layers that the adapter does not
+    correct."""
 
     a: np.ndarray  # [layers, inputs, rank], zero beyond a layer's rank
     b: np.ndarray  # [layers, rank, outputs]
@@ -91,7 +100,8 @@ class Adapter:
     matrices: dict[str, Matrices]  # of each kernel that it corrects, by name
 
     def rank_and_alpha(self) -> tuple[int, float]:
-        """Return the one rank and alpha with which training goes on: alpha / rank is the adapter's scale.
+        """Return the one rank and alpha with which training goes on: alpha / rank is the adapter's
+        scale.
 
         Raises UserError where layers or kernels differ in them: what is trained has one of each."""
         forms: set[tuple[int, float]] = set()
@@ -100,21 +110,27 @@ class Adapter:
         if len(forms) > 1:
             shown = ", ".join(f"rank {rank} and scale {scale:g}" for rank, scale in sorted(forms))
             raise UserError(
-                f"{self.folder} corrects some matrices with {shown}, and adapters are trained with one rank and one "
-                "scale in all layers: merge it into its base with PEFT (merge_and_unload) and give --init the result"
+                f"{self.folder} corrects some matrices with {shown}, and adapters are trained with "
+                "one rank and one scale in all layers: merge it into its base with PEFT "
+                "(merge_and_unload) and give --init the result"
             )
         ((rank, scale),) = forms
         return rank, scale * rank
 
 
 def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
-    """Read an adapter. Raises UserError where the folder holds none, or one of another base than `decoder`."""
+    """Read an adapter. Raises UserError where the folder holds none, or one of another base than
+    `decoder`."""
     config = read_adapter_config(folder)
     fingerprint_here = fingerprint(decoder)
-    if config.base_fingerprint not in (None, fingerprint_here):  # PEFT's own adapters name no fingerprint
+    if config.base_fingerprint not in (
+        None,
+        fingerprint_here,
+    ):  # PEFT's own adapters name no fingerprint
         raise UserError(
-            f"{folder} corrects {config.base_model} (fingerprint {config.base_fingerprint}) and the model given has "
-            f"fingerprint {fingerprint_here}: give the checkpoint that the adapter was trained on"
+            f"{folder} corrects {config.base_model} (fingerprint {config.base_fingerprint}) and "
+            f"the model given has fingerprint {fingerprint_here}: give the checkpoint that the "
+            "adapter was trained on"
         )
     _check_tensors_file(folder)
     with open_file(folder / TENSORS_FILE) as opened:
@@ -127,7 +143,8 @@ def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
                 matrices[weight.name] = _read_matrices(opened, names, weight, modules, config)
     if not matrices:
         raise UserError(
-            f"{config.file} has target_modules {config.targets!r}, which names no projection of this model's layers "
+            f"{config.file} has target_modules {config.targets!r}, which names no projection of "
+            "this model's layers "
             f"({', '.join(weight.hugging_face.removesuffix('.weight') for weight in projections(decoder.config))}): "
             f"give the checkpoint that the adapter was trained on ({config.base_model})"
         )
@@ -135,16 +152,22 @@ def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
 
 
 def with_adapter(decoder: Decoder, folder: Path) -> Decoder:
-    """Merge the adapter of a folder into the decoder's weights. Raises UserError as `read_adapter` does."""
+    """Merge the adapter of a folder into the decoder's weights. Raises UserError as `read_adapter`
+    does."""
     for name, matrices in read_adapter(decoder, folder).matrices.items():
         kernel = getattr(decoder.layers, name)
         scales = jnp.asarray(matrices.scales)[:, None, None]
-        kernel.set_value(add_product(kernel.get_value(), jnp.asarray(matrices.a), jnp.asarray(matrices.b), scales))
+        kernel.set_value(
+            add_product(
+                kernel.get_value(), jnp.asarray(matrices.a), jnp.asarray(matrices.b), scales
+            )
+        )
     return decoder
 
 
 def with_trained_adapters(params: nnx.State, adapter: Adapter) -> nnx.State:
-    """Return an adapted decoder's parameters with these adapters in the place of its own, laid out as those are.
+    """Return an adapted decoder's parameters with these adapters in the place of its own, laid out
+    as those are.
 
     A kernel that the adapter does not correct keeps its fresh one, which changes nothing yet."""
     stacked = {f"{name}_lora_a": matrices.a for name, matrices in adapter.matrices.items()}
@@ -173,14 +196,15 @@ def _check_tensors_file(folder: Path) -> None:
     pickled = next((path.name for path in sorted(folder.glob("*")) if path.suffix in PICKLED), None)
     if pickled is not None:
         raise UserError(
-            f"{folder} has its matrices pickled ({pickled}), which can run code when opened: save the adapter as "
-            "safetensors"
+            f"{folder} has its matrices pickled ({pickled}), which can run code when opened: save "
+            "the adapter as safetensors"
         )
     raise UserError(f"{file} is missing: download the adapter again")
 
 
 def _check_names(names: set[str], decoder: Decoder, config: AdapterConfig) -> None:
-    """Check that each tensor belongs to a matrix that the configuration says is corrected. Raises UserError."""
+    """Check that each tensor belongs to a matrix that the configuration says is corrected. Raises
+    UserError."""
     known: set[str] = set()
     corrected: set[str] = set()
     for weight in projections(decoder.config):
@@ -192,15 +216,16 @@ def _check_names(names: set[str], decoder: Decoder, config: AdapterConfig) -> No
     folder = config.file.parent
     if foreign := names - known:
         raise UserError(
-            f"{folder} has a tensor {min(foreign)} and the model no such matrix in its layers' projections: give the "
-            f"checkpoint that the adapter was trained on ({config.base_model}), or merge the adapter into it with PEFT "
-            "(merge_and_unload)"
+            f"{folder} has a tensor {min(foreign)} and the model no such matrix in its layers' "
+            "projections: give the checkpoint that the adapter was trained on "
+            f"({config.base_model}), or merge the adapter into it with PEFT (merge_and_unload)"
         )
     if beyond := names - corrected:
         raise UserError(
-            f"{folder} has a tensor {min(beyond)} and {CONFIG_FILE} does not name its module (target_modules "
-            f"{config.targets!r}, exclude_modules {config.excluded!r}, layers_to_transform {config.layers!r}): the two "
-            "files do not belong together, so download the adapter again"
+            f"{folder} has a tensor {min(beyond)} and {CONFIG_FILE} does not name its module "
+            f"(target_modules {config.targets!r}, exclude_modules {config.excluded!r}, "
+            f"layers_to_transform {config.layers!r}): the two files do not belong together, so "
+            "download the adapter again"
         )
 
 
@@ -216,8 +241,12 @@ def _read_matrices(
     for layer, (module, rank) in enumerate(zip(modules, ranks, strict=True)):
         if rank:
             scales[layer] = config.scale_of(module)
-            a[layer, :, :rank] = _read_tensor(opened, names, _tensor_name(module, "A"), (rank, inputs), config).T
-            b[layer, :rank] = _read_tensor(opened, names, _tensor_name(module, "B"), (outputs, rank), config).T
+            a[layer, :, :rank] = _read_tensor(
+                opened, names, _tensor_name(module, "A"), (rank, inputs), config
+            ).T
+            b[layer, :rank] = _read_tensor(
+                opened, names, _tensor_name(module, "B"), (outputs, rank), config
+            ).T
     return Matrices(a=a, b=b, ranks=ranks, scales=scales)
 
 
@@ -230,15 +259,15 @@ def _read_tensor(
         if own_shape is not None:
             tensor = f"a tensor of {' x '.join(map(str, own_shape))} as"
         raise UserError(
-            f"{config.file.parent} has {tensor} {name} and the model needs {shape[0]} x {shape[1]} with the rank and "
-            f"the target_modules of {CONFIG_FILE}: give the checkpoint that the adapter was trained on "
-            f"({config.base_model})"
+            f"{config.file.parent} has {tensor} {name} and the model needs {shape[0]} x {shape[1]} "
+            f"with the rank and the target_modules of {CONFIG_FILE}: give the checkpoint that the "
+            f"adapter was trained on ({config.base_model})"
         )
     values = opened.get_tensor(name).astype(np.float32)
     if not np.isfinite(values).all():
         raise UserError(
-            f"{config.file.parent} has numbers that are not finite in {name}, so its training went wrong: give another "
-            "adapter"
+            f"{config.file.parent} has numbers that are not finite in {name}, so its training went "
+            "wrong: give another adapter"
         )
     return values
 

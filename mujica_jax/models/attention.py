@@ -1,9 +1,9 @@
-"""Causal attention inside segments, by the kernel of the platform: splash on TPU, cuDNN on NVIDIA GPUs, on a CPU block
-by block where rows are long, XLA elsewhere.
+"""Causal attention inside segments, by the kernel of the platform: splash on TPU, cuDNN on NVIDIA
+GPUs, on a CPU block by block where rows are long, XLA elsewhere.
 
-All take query [batch, time, heads, head_dim], key and value [batch, time, kv_heads, head_dim] and segment ids [batch,
-time], and mix in float32. Segment 0 is padding: its output is zero and carries no gradient. Called by
-`learning.log_probs` through `causal_self_attention`.
+All take query [batch, time, heads, head_dim], key and value [batch, time, kv_heads, head_dim] and
+segment ids [batch, time], and mix in float32. Segment 0 is padding: its output is zero and carries
+no gradient. Called by `learning.log_probs` through `causal_self_attention`.
 """
 
 import dataclasses
@@ -25,19 +25,26 @@ from mujica_jax.models.sharding import RULES
 
 Implementation = Literal["auto", "xla", "blocks", "splash", "cudnn"]
 
-LONG_ROW = 512  # tokens, from which a row on a CPU is handled block by block: shorter ones have too little to skip
-# Queries are handled in blocks, and keys after a block are never multiplied. Smaller blocks skip more but make more
-# kernels.
+# tokens, from which a row on a CPU is handled block by block: shorter ones have too little to skip
+LONG_ROW = 512
+# Queries are handled in blocks, and keys after a block are never multiplied. Smaller blocks skip
+# more but make more kernels.
 MIN_BLOCK_TOKENS = 64
 MAX_BLOCKS = 8
 
 SPLASH_BLOCK = 512  # tokens a block: MaxText's default, and half a megabyte of scores
-MASKED_SCORE = -1e30  # finite: a difference of two of them is 0, where that of two infinities would be NaN
+MASKED_SCORE = (
+    -1e30
+)  # finite: a difference of two of them is 0, where that of two infinities would be NaN
 
 
-def causal_self_attention(segment_ids: Int[Array, "batch time"], implementation: Implementation = "auto") -> Attend:
+def causal_self_attention(
+    segment_ids: Int[Array, "batch time"], implementation: Implementation = "auto"
+) -> Attend:
     """The `attend` of training and scoring: no cache, every layer alike."""
-    return lambda layer_index, query, key, value: segment_attention(query, key, value, segment_ids, implementation)
+    return lambda layer_index, query, key, value: segment_attention(
+        query, key, value, segment_ids, implementation
+    )
 
 
 def segment_attention(
@@ -48,7 +55,12 @@ def segment_attention(
     implementation: Implementation = "auto",
 ) -> Float[Array, "batch time heads head_dim"]:
     """softmax(query key^T / sqrt(head_dim)) value over earlier tokens of the same segment."""
-    kernels: dict[str, Callable[..., Array]] = {"xla": _xla, "blocks": _blocks, "splash": _splash, "cudnn": _cudnn}
+    kernels: dict[str, Callable[..., Array]] = {
+        "xla": _xla,
+        "blocks": _blocks,
+        "splash": _splash,
+        "cudnn": _cudnn,
+    }
     mixed = kernels[resolve(implementation, time=query.shape[1])](query, key, value, segment_ids)
     return jnp.where((segment_ids != 0)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))
 
@@ -56,8 +68,8 @@ def segment_attention(
 def resolve(
     implementation: Implementation, *, time: int, platform: str | None = None
 ) -> Literal["xla", "blocks", "splash", "cudnn"]:
-    """What `auto` means on a platform (None: the one that runs): its kernel where rows have a length it takes, else
-    XLA."""
+    """What `auto` means on a platform (None: the one that runs): its kernel where rows have a
+    length it takes, else XLA."""
     if implementation != "auto":
         return implementation
     platform = platform or jax.default_backend()
@@ -69,29 +81,33 @@ def resolve(
 
 
 def check_platform(implementation: Implementation) -> None:
-    """A kernel that is asked for by name runs on its own platform only. (Compiling for a platform that is not here
-    needs no check.)"""
+    """A kernel that is asked for by name runs on its own platform only. (Compiling for a platform
+    that is not here needs no check.)"""
     platform = jax.default_backend()
     needed = {"blocks": "cpu", "splash": "tpu", "cudnn": "gpu"}.get(implementation, platform)
     if platform != needed:
         raise UserError(
-            f"trainer.attention {implementation} runs on {needed} and this is {platform}: use auto, which takes the "
-            "platform's own kernel"
+            f"trainer.attention {implementation} runs on {needed} and this is {platform}: use "
+            "auto, which takes the platform's own kernel"
         )
 
 
 def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
-    """Heads come before time, and the query heads that share a key head are the rows of one product: XLA on CPU is
-    three times faster that way than on [batch, time, heads, head_dim]."""
+    """Heads come before time, and the query heads that share a key head are the rows of one
+    product: XLA on CPU is three times faster that way than on [batch, time, heads, head_dim]."""
     batch, time, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     sharing = heads // kv_heads
-    queries = (query / math.sqrt(head_dim)).reshape(batch, time, kv_heads, sharing, head_dim).transpose(0, 2, 3, 1, 4)
+    queries = (
+        (query / math.sqrt(head_dim))
+        .reshape(batch, time, kv_heads, sharing, head_dim)
+        .transpose(0, 2, 3, 1, 4)
+    )
     keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
     block_tokens = max(MIN_BLOCK_TOKENS, -(-time // MAX_BLOCKS))
     cuts = [*range(block_tokens, time, block_tokens)]
-    # Cut and put together again: the gradient of a cut is a joining of blocks, that of a slice a sum over the whole
-    # length.
+    # Cut and put together again: the gradient of a cut is a joining of blocks, that of a slice a
+    # sum over the whole length.
     rows_of = jnp.split(queries, cuts, axis=3)
     keys_of, values_of = jnp.split(keys, cuts, axis=2), jnp.split(values, cuts, axis=2)
     blocks = []
@@ -101,7 +117,9 @@ def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
         visible = causal & (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop])
         bias = jnp.tile(jnp.where(visible, 0.0, MASKED_SCORE), (1, sharing, 1))[:, None]
         rows = rows_of[block].reshape(batch, kv_heads, -1, head_dim)
-        seen_keys, seen_values = (jnp.concatenate(some[: block + 1], axis=2) for some in (keys_of, values_of))
+        seen_keys, seen_values = (
+            jnp.concatenate(some[: block + 1], axis=2) for some in (keys_of, values_of)
+        )
         mixed = softmax_mix(rows, seen_keys, seen_values, bias)
         blocks.append(mixed.reshape(batch, kv_heads, sharing, stop - start, head_dim))
     return jnp.concatenate(blocks, axis=3).transpose(0, 3, 1, 2, 4).reshape(query.shape)
@@ -115,8 +133,8 @@ def softmax_mix(
 ) -> Float[Array, "batch kv_heads rows head_dim"]:
     """softmax(queries keys^T + bias) values, in float32.
 
-    Dividing after the second product instead of before it spares the backward pass a sum over keys, and the additive
-    mask a select: a third of the time of the textbook form on CPU."""
+    Dividing after the second product instead of before it spares the backward pass a sum over keys,
+    and the additive mask a select: a third of the time of the textbook form on CPU."""
     scores = jnp.matmul(queries, keys.mT, preferred_element_type=jnp.float32) + bias
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     mixed = jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
@@ -125,20 +143,27 @@ def softmax_mix(
 
 def _blocks(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
     """Each device walks over its own rows."""
-    return _on_each_device(cpu_calls.packed_attention, kv_heads=key.shape[2])(query, key, value, segment_ids)
+    return _on_each_device(cpu_calls.packed_attention, kv_heads=key.shape[2])(
+        query, key, value, segment_ids
+    )
 
 
 def _cudnn(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
-    """cuDNN's flash attention takes a mask and bfloat16; XLA's own softmax stands in for other types."""
+    """cuDNN's flash attention takes a mask and bfloat16; XLA's own softmax stands in for other
+    types."""
     time = query.shape[1]
-    visible = jnp.tril(jnp.ones((time, time), bool)) & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    visible = jnp.tril(jnp.ones((time, time), bool)) & (
+        segment_ids[:, :, None] == segment_ids[:, None, :]
+    )
     flash = query.dtype in (jnp.bfloat16, jnp.float16)
     return jax.nn.dot_product_attention(
         query, key, value, mask=visible[:, None], implementation="cudnn" if flash else "xla"
     )
 
 
-def _splash(query: Array, key: Array, value: Array, segment_ids: Array, *, interpret: bool = False) -> Array:
+def _splash(
+    query: Array, key: Array, value: Array, segment_ids: Array, *, interpret: bool = False
+) -> Array:
     """The TPU kernel, a grid of blocks of which those above the diagonal are never visited.
 
     The compiler cannot split a kernel, so each device runs it on its own rows and heads."""
@@ -151,28 +176,37 @@ def _splash(query: Array, key: Array, value: Array, segment_ids: Array, *, inter
         sharing = heads // kv_heads
         block = math.gcd(SPLASH_BLOCK, time)
         names = (field.name for field in dataclasses.fields(splash.BlockSizes))
-        blocks: dict[str, Any] = dict.fromkeys((name for name in names if name.startswith("block_")), block)
+        blocks: dict[str, Any] = dict.fromkeys(
+            (name for name in names if name.startswith("block_")), block
+        )
         kernel = splash.make_splash_mqa_single_device(
             masks.MultiHeadMask([masks.CausalMask((time, time))] * sharing),
             block_sizes=splash.BlockSizes(**blocks),
             interpret=interpret,
         )
         scaled = (query / math.sqrt(head_dim)).astype(query.dtype)
-        grouped = scaled.reshape(*scaled.shape[:2], kv_heads, sharing, head_dim).transpose(0, 2, 3, 1, 4)
+        grouped = scaled.reshape(*scaled.shape[:2], kv_heads, sharing, head_dim).transpose(
+            0, 2, 3, 1, 4
+        )
         keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
 
         def one_row(queries: Array, keys: Array, values: Array, segments: Array) -> Array:
-            over_heads = jax.vmap(functools.partial(kernel, segment_ids=splash.SegmentIds(q=segments, kv=segments)))
+            over_heads = jax.vmap(
+                functools.partial(kernel, segment_ids=splash.SegmentIds(q=segments, kv=segments))
+            )
             return over_heads(queries, keys, values)  # pyright: ignore[reportReturnType]
 
-        mixed = jax.vmap(one_row)(grouped, keys, values, segment_ids)  # [batch, kv_heads, sharing, time, head_dim]
+        mixed = jax.vmap(one_row)(
+            grouped, keys, values, segment_ids
+        )  # [batch, kv_heads, sharing, time, head_dim]
         return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
     return _on_each_device(local, kv_heads=key.shape[2])(query, key, value, segment_ids)
 
 
 def _on_each_device(local: Callable[..., Array], *, kv_heads: int) -> Callable[..., Array]:
-    """`local` on each device's rows, and on its heads where the tensor axis divides the key heads."""
+    """`local` on each device's rows, and on its heads where the tensor axis divides the key
+    heads."""
     mesh = jax.sharding.get_abstract_mesh()
     batch = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
     tensor = mesh.shape.get("tensor", 1)

@@ -1,6 +1,8 @@
-"""Read the small files beside the weights of a checkpoint, or refuse them in one sentence that names the file.
+"""Read the small files beside the weights of a checkpoint, or refuse them in one sentence that
+names the file.
 
-An interrupted download leaves a file that is cut. A clone without Git LFS leaves a pointer in place of a large file.
+An interrupted download leaves a file that is cut. A clone without Git LFS leaves a pointer in place
+of a large file.
 """
 
 import pathlib
@@ -26,17 +28,22 @@ def refuse_pointer(path: pathlib.Path) -> None:
         with open(path, "rb") as file:
             beginning = file.read(len(GIT_LFS_POINTER))
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: give the directory of a Hugging Face checkpoint") from None
+        raise UserError(
+            f"{path} is missing: give the directory of a Hugging Face checkpoint"
+        ) from None
     except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}): give a checkpoint that you may read") from None
+        raise UserError(
+            f"{path} cannot be read ({error.strerror}): give a checkpoint that you may read"
+        ) from None
     if beginning == GIT_LFS_POINTER:
         raise UserError(
-            f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in its folder, or download it "
-            "again"
+            f"{path} is a Git LFS pointer and not the file itself: run `git lfs pull` in its "
+            "folder, or download it again"
         )
 
 
 def stop_tokens(folder: pathlib.Path) -> tuple[int, ...]:
-    """Return the stop tokens that `generation_config.json` names; none where there is no such file."""
+    """Return the stop tokens that `generation_config.json` names; none where there is no such
+    file."""
     file = folder / "generation_config.json"
     return token_ids(read_json(file).get("eos_token_id"), file) if file.exists() else ()

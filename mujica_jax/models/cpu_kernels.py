@@ -1,24 +1,28 @@
-"""What a CPU spends its time with, compiled by numba and called by XLA: in decoding attention over rows and shared
-prefixes and products of few rows with a matrix, in training attention of packed rows. `cpu_calls` calls it; docs/LOG.md
-has what it gains.
+"""What a CPU spends its time with, compiled by numba and called by XLA: in decoding attention over
+rows and shared prefixes and products of few rows with a matrix, in training attention of packed
+rows. `cpu_calls` calls it; docs/LOG.md has what it gains.
 
-Attention: XLA multiplies each row's few queries with its keys by a product of its own, which packs more than it
-multiplies. Here a thread takes a few rows of one head of keys: their queries meet the prefix together and each its own
-row, of which no more is read than the row holds.
+Attention: XLA multiplies each row's few queries with its keys by a product of its own, which packs
+more than it multiplies. Here a thread takes a few rows of one head of keys: their queries meet the
+prefix together and each its own row, of which no more is read than the row holds.
 
-Products: XLA packs the matrix in every call. Here it is read once, in the order in which it lies, and while some of its
-rows are multiplied later ones are fetched into the second cache, which has more fetches on their way than the first.
-Few rows are multiplied along the inner length, more in tiles.
+Products: XLA packs the matrix in every call. Here it is read once, in the order in which it lies,
+and while some of its rows are multiplied later ones are fetched into the second cache, which has
+more fetches on their way than the first. Few rows are multiplied along the inner length, more in
+tiles.
 
-Packed rows: of XLA's small products none uses two cores. Here a thread takes a head of a segment, block after block of
-queries, and no key after them. Only a block's scores exist at a time, keys by queries, so that all lies in the order in
-which it is read; the gradient computes them again (FlashAttention, Dao et al. 2022, algorithm 4).
+Packed rows: of XLA's small products none uses two cores. Here a thread takes a head of a segment,
+block after block of queries, and no key after them. Only a block's scores exist at a time, keys by
+queries, so that all lies in the order in which it is read; the gradient computes them again
+(FlashAttention, Dao et al. 2022, algorithm 4).
 
-Threads: a decode step has five kernels a layer, some of them shorter than it takes to wake a thread. Those of OpenMP
-sleep as soon as two of XLA's threads have called them, each of which gets a team. Ours are shared, look for work for a
-while before they sleep, and take parts of a kernel as they come; a caller who finds them busy works alone.
+Threads: a decode step has five kernels a layer, some of them shorter than it takes to wake a
+thread. Those of OpenMP sleep as soon as two of XLA's threads have called them, each of which gets a
+team. Ours are shared, look for work for a while before they sleep, and take parts of a kernel as
+they come; a caller who finds them busy works alone.
 
-All of it is one file: numba's cache on disk asks whether the file of a kernel has changed, and not those that it uses.
+All of it is one file: numba's cache on disk asks whether the file of a kernel has changed, and not
+those that it uses.
 """
 
 import atexit
@@ -41,7 +45,10 @@ TOGETHER = 12  # queries of one head of keys that a thread takes at a time, if a
 LANES = 8  # numbers of a vector: with AVX2 twelve sums and what they need fill the registers
 MATRIX_ROWS = 2  # of a product of few rows that are multiplied together
 MAX_UNTILED_ROWS = 12  # with more, tiles are faster
-PANEL_ROWS, PANEL = 4, 3 * LANES  # of a tile of a product of more rows: of the matrix, and of the rows
+PANEL_ROWS, PANEL = (
+    4,
+    3 * LANES,
+)  # of a tile of a product of more rows: of the matrix, and of the rows
 CACHED = 98_304  # numbers of rows that stay in a core's cache while the matrix passes
 PARTS_EACH = 4  # of a product, for each thread
 ROWS, COLUMNS = 6, 2 * LANES  # of a tile of attention
@@ -50,32 +57,58 @@ LINE = 64  # bytes of a cache's line
 AHEAD = 3  # pairs of a matrix's rows that are on their way to the second cache
 STEPS = 16  # of a tile, between two that fetch ahead
 BLOCK = 48  # queries that meet their keys together, of packed rows: whole tiles
-# Products are added without rounding in between, and no more: with "nnan" a broken number could look like a good one,
-# and a sum in any order ("reassoc") has another one where an inner function is compiled alone than where it is part of
-# its caller. A process that compiles may run either, one that reads numba's cache only the second, so that the first
-# run on a machine would round otherwise than the next ones and not go on bit for bit. So sums are written in lanes.
+# Products are added without rounding in between, and no more: with "nnan" a broken number could
+# look like a good one, and a sum in any order ("reassoc") has another one where an inner function
+# is compiled alone than where it is part of its caller. A process that compiles may run either, one
+# that reads numba's cache only the second, so that the first run on a machine would round otherwise
+# than the next ones and not go on bit for bit. So sums are written in lanes.
 FAST = {"contract"}
 ZERO, ONE, HALF, NOTHING = np.float32(0), np.float32(1), np.float32(0.5), np.float32(-np.inf)
-LOG2_E, LN_2_HIGH, LN_2_LOW = np.float32(1.4426950408889634), np.float32(0.693359375), np.float32(-2.12194440e-4)
+LOG2_E, LN_2_HIGH, LN_2_LOW = (
+    np.float32(1.4426950408889634),
+    np.float32(0.693359375),
+    np.float32(-2.12194440e-4),
+)
 LEAST = np.float32(-87)  # e to this is about the least float32 that is not denormal
 TERMS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720))
 EXPONENT_BITS, BIAS = np.int32(23), np.int32(127)
 
-VECTOR, SINGLE, LONG, WORD = ir.VectorType(ir.FloatType(), LANES), ir.FloatType(), ir.IntType(64), ir.IntType(32)
+VECTOR, SINGLE, LONG, WORD = (
+    ir.VectorType(ir.FloatType(), LANES),
+    ir.FloatType(),
+    ir.IntType(64),
+    ir.IntType(32),
+)
 NONE = ir.Constant(VECTOR, [0.0] * LANES)
 
-# XLA's foreign function interface, version 0.1 (xla/ffi/api/c_api.h, in jax.ffi.include_dir()): places in structures,
-# counted in words of eight bytes.
+# XLA's foreign function interface, version 0.1 (xla/ffi/api/c_api.h, in jax.ffi.include_dir()):
+# places in structures, counted in words of eight bytes.
 EXTENSION, ARGUMENTS, RESULT_COUNT, RESULTS = 1, 9, 12, 14  # of a call frame
 EXTENSION_KIND, METADATA, API_VERSION = 1, 3, 3
 DATA, DIMENSIONS = 3, 5  # of a buffer
 METADATA_KIND, VERSION_0_1 = 1, 1 << 32
 
-# What threads share, in words that lie some cache lines apart: who asks for work, how many of its parts nobody has
-# taken, how many are done, the work itself, whether to end; and of each kernel the address of the function for a part.
-CALLERS, LEFT, DONE, FUNCTION, FRAME, KEPT_AT, MORE, ENDED, THREADS, FUNCTIONS = 0, 16, 32, 48, 49, 50, 51, 64, 65, 80
+# What threads share, in words that lie some cache lines apart: who asks for work, how many of its
+# parts nobody has taken, how many are done, the work itself, whether to end; and of each kernel the
+# address of the function for a part.
+CALLERS, LEFT, DONE, FUNCTION, FRAME, KEPT_AT, MORE, ENDED, THREADS, FUNCTIONS = (
+    0,
+    16,
+    32,
+    48,
+    49,
+    50,
+    51,
+    64,
+    65,
+    80,
+)
 ATTEND, MULTIPLY_FEW, TURN, MULTIPLY_MANY, MIX, PULL = range(6)
-LOOKS, NAP, LONGEST_NAP = 2_000, 20, 5_000  # for work before a thread sleeps, and microseconds that it sleeps
+LOOKS, NAP, LONGEST_NAP = (
+    2_000,
+    20,
+    5_000,
+)  # for work before a thread sleeps, and microseconds that it sleeps
 KEPT: list[Any] = []  # what numba compiled
 BOARD, BOARD_NAME = np.zeros(128, np.int64), "mujica_jax_board"
 binding.add_symbol(BOARD_NAME, BOARD.ctypes.data)
@@ -90,7 +123,8 @@ def compiled(**options) -> Callable[[Callable], Callable]:
 
 
 def instruction(result, *given) -> Callable[[Callable], Any]:
-    """What numba's code calls like a function of these types, from what emits it: `emit(builder, *values)`."""
+    """What numba's code calls like a function of these types, from what emits it: `emit(builder,
+    *values)`."""
 
     def decorate(emit: Callable) -> Any:
         @functools.wraps(emit)  # numba looks at the parameters
@@ -115,7 +149,9 @@ def _pointer(builder, address):
 
 def _on_board(builder, word):
     """Of the board. By name: an address would be another one when numba's cache is read."""
-    board = builder.module.globals.get(BOARD_NAME) or ir.GlobalVariable(builder.module, LONG, BOARD_NAME)
+    board = builder.module.globals.get(BOARD_NAME) or ir.GlobalVariable(
+        builder.module, LONG, BOARD_NAME
+    )
     return builder.gep(board, [word])
 
 
@@ -153,7 +189,8 @@ def _take_parts():
 
 @compiled()
 def _share(kernel, parts, frame_at, kept, more):
-    """Do a kernel's work in so many parts, with the threads that wait; alone, if another caller has them."""
+    """Do a kernel's work in so many parts, with the threads that wait; alone, if another caller has
+    them."""
     function = _read(FUNCTIONS + kernel)
     if _add(CALLERS, 1) == 0:
         _write(FUNCTION, function)
@@ -172,7 +209,8 @@ def _share(kernel, parts, frame_at, kept, more):
 
 
 def _help():
-    """What a thread does until the program ends. It gives its core to whoever wants it, at each look."""
+    """What a thread does until the program ends. It gives its core to whoever wants it, at each
+    look."""
     idle = 0
     while not _read(ENDED):
         if _read(LEFT) > 0:
@@ -190,7 +228,10 @@ def _fetch(builder, address, level=1):
     """What is to be read soon, into the caches from this level on."""
     of_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[WORD] * 3])
     fetch = cgutils.get_or_insert_function(builder.module, of_type, "llvm.prefetch.p0")
-    builder.call(fetch, [builder.inttoptr(address, cgutils.voidptr_t), *(WORD(flag) for flag in (0, 4 - level, 1))])
+    builder.call(
+        fetch,
+        [builder.inttoptr(address, cgutils.voidptr_t), *(WORD(flag) for flag in (0, 4 - level, 1))],
+    )
 
 
 @instruction(types.void, types.int64)
@@ -209,7 +250,8 @@ def _fetch_rows(matrix, rows, columns):
 
 @compiled(fastmath=FAST, inline="always")
 def _exp(x):
-    """To 2e-7 of itself: 2^k times the polynomial of what is left, so that a loop over it runs in vectors."""
+    """To 2e-7 of itself: 2^k times the polynomial of what is left, so that a loop over it runs in
+    vectors."""
     x = LEAST if x < LEAST else x
     k = np.floor(x * LOG2_E + HALF)
     r = x - k * LN_2_HIGH - k * LN_2_LOW
@@ -232,7 +274,9 @@ def _multiply_add(builder, left, right, total):
 
 def _add_up(builder, vector):
     of_type = ir.FunctionType(SINGLE, [SINGLE, VECTOR])
-    add_up = cgutils.get_or_insert_function(builder.module, of_type, f"llvm.vector.reduce.fadd.v{LANES}f32")
+    add_up = cgutils.get_or_insert_function(
+        builder.module, of_type, f"llvm.vector.reduce.fadd.v{LANES}f32"
+    )
     return builder.call(add_up, [SINGLE(0.0), vector], fastmath=("reassoc",))
 
 
@@ -243,19 +287,23 @@ def _sum(builder, address, count):
     stop, step = builder.mul(count, LONG(4)), LONG(4 * COLUMNS)
     with cgutils.for_range_slice(builder, LONG(0), stop, step, inc=True) as (place, _):
         for number, total in enumerate(totals):
-            found = _load(builder, builder.add(address, builder.add(place, LONG(4 * LANES * number))))
+            found = _load(
+                builder, builder.add(address, builder.add(place, LONG(4 * LANES * number)))
+            )
             builder.store(builder.fadd(builder.load(total), found), total)
     return _add_up(builder, functools.reduce(builder.fadd, map(builder.load, totals)))
 
 
 def _offset(builder, base, count, distance):
-    return builder.add(base, builder.mul(LONG(count) if isinstance(count, int) else count, distance))
+    return builder.add(
+        base, builder.mul(LONG(count) if isinstance(count, int) else count, distance)
+    )
 
 
 def _dot_adder(rows: int) -> Any:
-    """sums[m, r] = matrix[m] . rows[r] for MATRIX_ROWS and so many vectors of `count` floats, which lie `stride` bytes
-    apart, as an instruction for numba; the others are addresses. Written in vectors, as below: LLVM finds neither the
-    form nor the fetching ahead itself."""
+    """sums[m, r] = matrix[m] . rows[r] for MATRIX_ROWS and so many vectors of `count` floats, which
+    lie `stride` bytes apart, as an instruction for numba; the others are addresses. Written in
+    vectors, as below: LLVM finds neither the form nor the fetching ahead itself."""
 
     @instruction(types.void, *[types.int64] * 5)
     def add_dots(builder, matrix, activations, sums, count, stride):
@@ -268,22 +316,28 @@ def _dot_adder(rows: int) -> Any:
             for part in range(0, LINE, 4 * LANES):
                 place = builder.add(line, LONG(part))
                 matrix_at, rows_at = builder.add(matrix, place), builder.add(activations, place)
-                held = [_load(builder, _offset(builder, matrix_at, number, stride)) for number in range(MATRIX_ROWS)]
+                held = [
+                    _load(builder, _offset(builder, matrix_at, number, stride))
+                    for number in range(MATRIX_ROWS)
+                ]
                 for row in range(rows):
                     loaded = _load(builder, _offset(builder, rows_at, row, stride))
                     for number in range(MATRIX_ROWS):
                         _multiply_add(builder, held[number], loaded, totals[number * rows + row])
         for number, total in enumerate(totals):
             added = _add_up(builder, builder.load(total))
-            builder.store(added, builder.inttoptr(builder.add(sums, LONG(4 * number)), SINGLE.as_pointer()))
+            builder.store(
+                added, builder.inttoptr(builder.add(sums, LONG(4 * number)), SINGLE.as_pointer())
+            )
 
     return add_dots
 
 
 def _tile_adder(rows: int, vectors: int) -> Any:
-    """sums[r, c] += left[r, s] right[s, c] over s, for so many r and vectors of c. All are addresses and distances in
-    bytes, on the left `row_bytes` from r to r and `step_bytes` from s to s. The rows of the left side after the next
-    ones are fetched ahead; steps are a multiple of STEPS."""
+    """sums[r, c] += left[r, s] right[s, c] over s, for so many r and vectors of c. All are
+    addresses and distances in bytes, on the left `row_bytes` from r to r and `step_bytes` from s to
+    s. The rows of the left side after the next ones are fetched ahead; steps are a multiple of
+    STEPS."""
 
     @instruction(types.void, *[types.int64] * 8)
     def add_tile(builder, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes):
@@ -292,30 +346,50 @@ def _tile_adder(rows: int, vectors: int) -> Any:
         def vectors_at(base):
             return [builder.add(base, LONG(4 * LANES * part)) for part in range(vectors)]
 
-        homes = [home for row in range(rows) for home in vectors_at(_offset(builder, sums, row, sum_bytes))]
+        homes = [
+            home
+            for row in range(rows)
+            for home in vectors_at(_offset(builder, sums, row, sum_bytes))
+        ]
         totals = [cgutils.alloca_once_value(builder, _load(builder, home)) for home in homes]
         with cgutils.for_range(builder, builder.udiv(steps, LONG(STEPS))) as outer:
             begun = builder.mul(outer.index, LONG(STEPS))
             for row in range(2 * rows, 3 * rows):
-                _fetch(builder, _offset(builder, _offset(builder, left, begun, step_bytes), row, row_bytes), level=2)
+                _fetch(
+                    builder,
+                    _offset(builder, _offset(builder, left, begun, step_bytes), row, row_bytes),
+                    level=2,
+                )
             with cgutils.for_range(builder, LONG(STEPS)) as inner:
                 step = builder.add(begun, inner.index)
-                parts = [_load(builder, part) for part in vectors_at(_offset(builder, right, step, right_bytes))]
+                parts = [
+                    _load(builder, part)
+                    for part in vectors_at(_offset(builder, right, step, right_bytes))
+                ]
                 from_left = _offset(builder, left, step, step_bytes)
                 for row in range(rows):
                     one = _load(builder, _offset(builder, from_left, row, row_bytes), SINGLE)
-                    spread = builder.shuffle_vector(builder.insert_element(NONE, one, LONG(0)), NONE, everywhere)
+                    spread = builder.shuffle_vector(
+                        builder.insert_element(NONE, one, LONG(0)), NONE, everywhere
+                    )
                     for part, total in zip(parts, totals[row * vectors :], strict=False):
                         _multiply_add(builder, spread, part, total)
         for total, home in zip(totals, homes, strict=True):
-            builder.store(builder.load(total), builder.inttoptr(home, VECTOR.as_pointer())).align = 4
+            builder.store(
+                builder.load(total), builder.inttoptr(home, VECTOR.as_pointer())
+            ).align = 4
 
     return add_tile
 
 
 _add_four_dots, _add_six_dots = _dot_adder(4), _dot_adder(6)
-_add_tile, _add_low_tile = _tile_adder(ROWS, COLUMNS // LANES), _tile_adder(FEW_ROWS, 2 * COLUMNS // LANES)
-_add_one_vector, _add_two_vectors, _add_panel = (_tile_adder(PANEL_ROWS, vectors) for vectors in (1, 2, 3))
+_add_tile, _add_low_tile = (
+    _tile_adder(ROWS, COLUMNS // LANES),
+    _tile_adder(FEW_ROWS, 2 * COLUMNS // LANES),
+)
+_add_one_vector, _add_two_vectors, _add_panel = (
+    _tile_adder(PANEL_ROWS, vectors) for vectors in (1, 2, 3)
+)
 
 
 @compiled(inline="always")
@@ -355,7 +429,8 @@ def _one_row(buffer):
 
 @compiled()
 def _operands(frame_at):
-    """Of products: how many matrices, buffers of the rows and of these, buffers of the results, how many rows."""
+    """Of products: how many matrices, buffers of the rows and of these, buffers of the results, how
+    many rows."""
     frame = _words(frame_at, RESULTS + 1)
     many = frame[RESULT_COUNT]
     given = _words(frame[ARGUMENTS], 1 + many)
@@ -366,7 +441,10 @@ def _operands(frame_at):
 def _of_part(part, outputs, each):
     """Which groups of `each` rows of a matrix: no two parts write into one line of a cache."""
     lines, parts = -(-outputs * 4 // LINE), PARTS_EACH * _read(THREADS)
-    start, stop = lines * part // parts * LINE // 4 // each, lines * (part + 1) // parts * LINE // 4 // each
+    start, stop = (
+        lines * part // parts * LINE // 4 // each,
+        lines * (part + 1) // parts * LINE // 4 // each,
+    )
     return start, min(stop, -(-outputs // each))
 
 
@@ -434,8 +512,8 @@ def _multiply_many(frame_at, turned_at, first, part):
 
 @compiled()
 def _multiply(frame_at):
-    """results = rows @ matrix.T for so many matrices, float32. The inner length is a multiple of STEPS, and a matrix
-    has PANEL_ROWS rows at least."""
+    """results = rows @ matrix.T for so many matrices, float32. The inner length is a multiple of
+    STEPS, and a matrix has PANEL_ROWS rows at least."""
     rows = _matrix(_operands(frame_at)[1][0])
     count, inner = rows.shape
     if count <= MAX_UNTILED_ROWS:
@@ -452,7 +530,9 @@ def _multiply(frame_at):
 
 
 @compiled()
-def _add_tiles(left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes, rows, columns):
+def _add_tiles(
+    left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes, rows, columns
+):
     """`_add_tile` for more rows and columns, rounded up to whole tiles."""
     column = 0
     while rows <= FEW_ROWS and column + 2 * COLUMNS <= columns:
@@ -463,14 +543,23 @@ def _add_tiles(left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum
         for row in range(0, rows, ROWS):
             from_left, from_right = left + row * row_bytes, right + 4 * column
             home = sums + row * sum_bytes + 4 * column
-            _add_tile(from_left, row_bytes, step_bytes, from_right, right_bytes, steps, home, sum_bytes)
+            _add_tile(
+                from_left, row_bytes, step_bytes, from_right, right_bytes, steps, home, sum_bytes
+            )
         column += COLUMNS
 
 
 @compiled()
 def _add_product(left, right, sums):
     """sums += left @ right, of whole tiles; `right` may have more columns."""
-    given = left.ctypes.data, left.strides[0], left.strides[1], right.ctypes.data, right.strides[0], left.shape[1]
+    given = (
+        left.ctypes.data,
+        left.strides[0],
+        left.strides[1],
+        right.ctypes.data,
+        right.strides[0],
+        left.shape[1],
+    )
     _add_tiles(*given, sums.ctypes.data, sums.strides[0], sums.shape[0], sums.shape[1])
 
 
@@ -506,7 +595,8 @@ def _softmax(scores, lanes):
 
 @compiled(fastmath=FAST)
 def _add_values(weights, values, count, results):
-    """results += weights[:, :count] @ values[:count]: what lies behind may be broken, and is not read."""
+    """results += weights[:, :count] @ values[:count]: what lies behind may be broken, and is not
+    read."""
     whole = count - count % STEPS
     _add_product(weights[:, :whole], values, results)
     for place in range(whole, count):
@@ -516,8 +606,11 @@ def _add_values(weights, values, count, results):
 
 
 @compiled(fastmath=FAST)
-def _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed, first, stop, kv_head):
-    """Rows that read as much of the same prefix. A tile may reach beyond a row's scores, into what is written later."""
+def _attend_rows(
+    query, keys, values, prefix_keys, prefix_values, places, mixed, first, stop, kv_head
+):
+    """Rows that read as much of the same prefix. A tile may reach beyond a row's scores, into what
+    is written later."""
     time, heads, head_dim = query.shape[1:]
     sharing, most = heads // keys.shape[1], keys.shape[3]
     each, from_head, length = time * sharing, kv_head * sharing, places[first, 3]
@@ -560,7 +653,9 @@ def _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed,
         _add_values(of_own, _in_tiles(values[place, kv_head]), held, of_row[:each])
         results[chosen] = of_row[:each]
     if length > 0:
-        _add_values(scores[:count], _in_tiles(prefix_values[prefix, kv_head]), length, results[:count])
+        _add_values(
+            scores[:count], _in_tiles(prefix_values[prefix, kv_head]), length, results[:count]
+        )
     for number in range(count):
         row, step = first + number // each, number % each // sharing
         share = ONE / totals[number] if places[row, 1] > 0 else ZERO
@@ -588,7 +683,10 @@ def _set_later(scores, value):
 @compiled(fastmath=FAST)
 def _mix_segment(query, key, value, mixed, normalizers, head, start, stop):
     head_dim, from_head = query.shape[2], head * key.shape[1] // query.shape[1]
-    keys, values = _gathered(key, start, stop, from_head, ONE), _gathered(value, start, stop, from_head, ONE)
+    keys, values = (
+        _gathered(key, start, stop, from_head, ONE),
+        _gathered(value, start, stop, from_head, ONE),
+    )
     scores = np.empty((keys.shape[0], BLOCK), np.float32)
     results, totals = np.empty((BLOCK, keys.shape[1]), np.float32), np.empty(BLOCK, np.float32)
     peaks = np.empty(BLOCK, np.float32)
@@ -614,16 +712,24 @@ def _mix_segment(query, key, value, mixed, normalizers, head, start, stop):
         results[:] = ZERO
         _add_product(scores[:seen].T, values[:seen], results[:down])
         for number in range(tokens):
-            normalizers[head, begin + number, 0], share = peaks[number] + np.log(totals[number]), ONE / totals[number]
+            normalizers[head, begin + number, 0], share = (
+                peaks[number] + np.log(totals[number]),
+                ONE / totals[number],
+            )
             for dim in range(head_dim):
                 mixed[begin + number, head, dim] = results[number, dim] * share
 
 
 @compiled(fastmath=FAST)
-def _pull_segment(query, key, value, mixed, normalizers, gradient, of_query, of_key, of_value, head, start, stop):
+def _pull_segment(
+    query, key, value, mixed, normalizers, gradient, of_query, of_key, of_value, head, start, stop
+):
     head_dim, from_head = query.shape[2], head * key.shape[1] // query.shape[1]
     scale = ONE / np.sqrt(np.float32(head_dim))
-    keys, values = _gathered(key, start, stop, from_head, ONE), _gathered(value, start, stop, from_head, ONE)
+    keys, values = (
+        _gathered(key, start, stop, from_head, ONE),
+        _gathered(value, start, stop, from_head, ONE),
+    )
     of_keys, of_values = np.zeros_like(keys), np.zeros_like(keys)
     weights, slopes = np.empty((BLOCK, BLOCK), np.float32), np.empty((BLOCK, BLOCK), np.float32)
     results, totals = np.zeros((BLOCK, keys.shape[1]), np.float32), np.zeros(BLOCK, np.float32)
@@ -695,14 +801,23 @@ def _rows_together(shape, kv_heads):
 def _attend_part(frame_at, _, groups, part):
     frame = _words(frame_at, RESULTS + 1)
     given = _words(frame[ARGUMENTS], 6)
-    query, keys, values = _four_dimensions(given[0]), _four_dimensions(given[1]), _four_dimensions(given[2])
+    query, keys, values = (
+        _four_dimensions(given[0]),
+        _four_dimensions(given[1]),
+        _four_dimensions(given[2]),
+    )
     prefix_keys, prefix_values = _four_dimensions(given[3]), _four_dimensions(given[4])
-    mixed, together = _four_dimensions(_words(frame[RESULTS], 1)[0]), _rows_together(query.shape, keys.shape[1])
+    mixed, together = (
+        _four_dimensions(_words(frame[RESULTS], 1)[0]),
+        _rows_together(query.shape, keys.shape[1]),
+    )
     first, kv_head = part % groups * together, part // groups
     stop, places = min(query.shape[0], first + together), _integers(given[5])
     for row in range(first + 1, stop + 1):
         if row == stop or (places[row, 2:] != places[first, 2:]).any():
-            _attend_rows(query, keys, values, prefix_keys, prefix_values, places, mixed, first, row, kv_head)
+            _attend_rows(
+                query, keys, values, prefix_keys, prefix_values, places, mixed, first, row, kv_head
+            )
             first = row
 
 
@@ -719,7 +834,13 @@ def _share_segments(kernel, frame_at):
 def _mix_part(frame_at, bounds_at, segments, part):
     frame = _words(frame_at, RESULTS + 1)
     given, results = _words(frame[ARGUMENTS], 4), _words(frame[RESULTS], 2)
-    of_row = _one_row(given[0]), _one_row(given[1]), _one_row(given[2]), _one_row(results[0]), _one_row(results[1])
+    of_row = (
+        _one_row(given[0]),
+        _one_row(given[1]),
+        _one_row(given[2]),
+        _one_row(results[0]),
+        _one_row(results[1]),
+    )
     bounds, head, segment = _words(bounds_at, segments + 1), part // segments, part % segments
     _mix_segment(*of_row, head, bounds[segment], bounds[segment + 1])
 
@@ -770,7 +891,8 @@ PARTS_OF = {
 
 @functools.cache
 def address(kernel: Callable) -> int:
-    """Of what XLA calls. Compiled when it is asked for: a run that only samples need not wait for what trains."""
+    """Of what XLA calls. Compiled when it is asked for: a run that only samples need not wait for
+    what trains."""
     _start_threads()
     for number, part in PARTS_OF[kernel].items():
         BOARD[FUNCTIONS + number] = _compiled_for_c(types.void(*[types.int64] * 4), part)
@@ -778,8 +900,11 @@ def address(kernel: Callable) -> int:
 
 
 def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Those that the process is bound to; no more than its container may use at a time, by this file."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Those that the process is bound to; no more than its container may use at a time, by this
+    file."""
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     if limit.exists() and "max" not in (allowed := limit.read_text()):
         microseconds, period = map(int, allowed.split())
         cores = max(1, min(cores, microseconds // period))
@@ -788,7 +913,8 @@ def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 @functools.cache
 def _start_threads() -> None:
-    """One for each core but one, so that whoever calls a kernel works too. They end before Python does."""
+    """One for each core but one, so that whoever calls a kernel works too. They end before Python
+    does."""
     cores = usable_cores()
     target = ctypes.CFUNCTYPE(None)(_compiled_for_c(types.void(), _help))
     BOARD[THREADS] = cores

@@ -1,9 +1,9 @@
 """The decoder: embedding, stacked layers, final norm, output head.
 
-It knows no cache. Attention is a callback `attend(layer_index, query, key, value)`, so training (packed rows), scoring
-and the engine (its KV memory) share one forward pass. Layers are one `Block` whose weights carry a leading `layers`
-axis: a scan keeps compile time and program size independent of depth, a Python loop lets the engine touch each layer's
-cache in place.
+It knows no cache. Attention is a callback `attend(layer_index, query, key, value)`, so training
+(packed rows), scoring and the engine (its KV memory) share one forward pass. Layers are one `Block`
+whose weights carry a leading `layers` axis: a scan keeps compile time and program size independent
+of depth, a Python loop lets the engine touch each layer's cache in place.
 """
 
 import dataclasses
@@ -40,7 +40,8 @@ Memory = TypeVar("Memory")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerLayer:
-    """A weight's layers as arrays of their own, in the place of the stacked one: see `unstacked`."""
+    """A weight's layers as arrays of their own, in the place of the stacked one: see
+    `unstacked`."""
 
     layers: tuple[Any, ...]  # arrays, or what JAX puts in their place
 
@@ -49,14 +50,16 @@ class PerLayer:
 
 
 class Decoder(nnx.Module):
-    """A causal language model. Parameters are float32; products run in `dtype`; norms, softmax and logits in
-    float32."""
+    """A causal language model. Parameters are float32; products run in `dtype`; norms, softmax and
+    logits in float32."""
 
     embedding: nnx.Param
     final_norm: nnx.Param
     head: nnx.Param  # absent where embeddings are tied
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32) -> None:
+    def __init__(
+        self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
+    ) -> None:
         self.config, self.dtype = config, dtype
         for weight in model_weights(config):
             drawn = weight.draw(rngs.params(), config.initializer_range)
@@ -74,12 +77,14 @@ class Decoder(nnx.Module):
     ) -> Float[Array, "batch time hidden"]:
         """Hidden states after the final norm.
 
-        With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep no state. Without
-        it they run in a Python loop and `layer_index` is an int. `remat` says what the backward pass computes again
-        instead of keeping it: "full" whole layers, "dots" everything but the products with weights and what
-        `cpu_calls.packed_attention` names."""
+        With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep
+        no state. Without it they run in a Python loop and `layer_index` is an int. `remat` says
+        what the backward pass computes again instead of keeping it: "full" whole layers, "dots"
+        everything but the products with weights and what `cpu_calls.packed_attention` names."""
 
-        def without_memory(index: LayerIndex, query: Array, key: Array, value: Array, memory: None) -> tuple:
+        def without_memory(
+            index: LayerIndex, query: Array, key: Array, value: Array, memory: None
+        ) -> tuple:
             return attend(index, query, key, value), memory
 
         return self.with_memory(tokens, positions, without_memory, None, scan=scan, remat=remat)[0]
@@ -94,16 +99,20 @@ class Decoder(nnx.Module):
         scan: bool = True,
         remat: Remat = "none",
     ) -> tuple[Float[Array, "batch time hidden"], Memory]:
-        """The same hidden states, with a memory that goes through the layers: `attend` takes it and gives it back. In a
-        scan, whatever `attend` does to the memory is done in place."""
+        """The same hidden states, with a memory that goes through the layers: `attend` takes it and
+        gives it back. In a scan, whatever `attend` does to the memory is done in place."""
         rotation = rotary_angles(positions, self.config)
         graph, weights = nnx.split(self.layers)
 
-        def layer(carry: tuple[Array, Memory], index_and_weights: tuple) -> tuple[tuple[Array, Memory], None]:
+        def layer(
+            carry: tuple[Array, Memory], index_and_weights: tuple
+        ) -> tuple[tuple[Array, Memory], None]:
             hidden, memory = carry
             index, of_layer = index_and_weights
 
-            def attend_here(layer_index: LayerIndex, query: Array, key: Array, value: Array) -> Array:
+            def attend_here(
+                layer_index: LayerIndex, query: Array, key: Array, value: Array
+            ) -> Array:
                 nonlocal memory
                 mixed, memory = attend(layer_index, query, key, value, memory)
                 return mixed
@@ -114,15 +123,22 @@ class Decoder(nnx.Module):
         step = layer
         if remat != "none":
             policies = jax.checkpoint_policies
-            dots = policies.dots_with_no_batch_dims_saveable, policies.save_only_these_names(ATTENDED)
+            dots = (
+                policies.dots_with_no_batch_dims_saveable,
+                policies.save_only_these_names(ATTENDED),
+            )
             keep = policies.save_from_both_policies(*dots) if remat == "dots" else None
-            step = jax.checkpoint(layer, policy=keep, prevent_cse=not scan)  # a scan cannot merge the two computations
+            step = jax.checkpoint(
+                layer, policy=keep, prevent_cse=not scan
+            )  # a scan cannot merge the two computations
         carry = self.embed(tokens), memory
         if scan:
             carry, _ = jax.lax.scan(step, carry, (jnp.arange(self.config.num_layers), weights))
         else:
             for index in range(self.config.num_layers):
-                of_layer = jax.tree.map(lambda stacked, index=index: stacked[index], weights, is_leaf=_is_per_layer)
+                of_layer = jax.tree.map(
+                    lambda stacked, index=index: stacked[index], weights, is_leaf=_is_per_layer
+                )
                 carry, _ = step(carry, (index, of_layer))
         hidden, memory = carry
         return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps), memory
@@ -134,7 +150,8 @@ class Decoder(nnx.Module):
         return constrain(found.astype(self.dtype), ("batch", None, None))
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        """Scores of the next token in float32, from the output of `__call__` or any selection of its positions."""
+        """Scores of the next token in float32, from the output of `__call__` or any selection of
+        its positions."""
         return scores(self.head_table().astype(self.dtype), hidden)
 
     def head_table(self) -> Float[Array, "vocab hidden"]:
@@ -144,7 +161,8 @@ class Decoder(nnx.Module):
 
 @jax.custom_vjp
 def _looked_up(table: Array, tokens: Array) -> Array:
-    """table[tokens] of a bfloat16 table on a CPU, where XLA would make the whole table float32 for it."""
+    """table[tokens] of a bfloat16 table on a CPU, where XLA would make the whole table float32 for
+    it."""
     bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
     return jax.lax.bitcast_convert_type(bits[tokens], table.dtype)
 
@@ -156,12 +174,17 @@ _looked_up.defvjp(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "output_major_from"))
-def unstacked(weights: nnx.State, config: DecoderConfig, *, output_major_from: int | None) -> nnx.State:
-    """A decoder's weights for calls without scan, in arrays a layer. In a loop XLA on CPU copies what it slices from
-    a stacked array, in every step of the loop: as many bytes as the model has. Kernels of `output_major_from` numbers
-    and more are turned into the order that a CPU multiplies few rows with (`layers.output_major_product`)."""
+def unstacked(
+    weights: nnx.State, config: DecoderConfig, *, output_major_from: int | None
+) -> nnx.State:
+    """A decoder's weights for calls without scan, in arrays a layer. In a loop XLA on CPU copies
+    what it slices from a stacked array, in every step of the loop: as many bytes as the model has.
+    Kernels of `output_major_from` numbers and more are turned into the order that a CPU multiplies
+    few rows with (`layers.output_major_product`)."""
     least = math.inf if output_major_from is None else output_major_from
-    matrices = {weight.name: weight for weight in projections(config) if math.prod(weight.shape) >= least}
+    matrices = {
+        weight.name: weight for weight in projections(config) if math.prod(weight.shape) >= least
+    }
 
     def of_layers(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         kernel = variable.get_value()
@@ -178,7 +201,9 @@ def _is_per_layer(value: object) -> bool:
     return isinstance(value, PerLayer)
 
 
-def scores(table: Float[Array, "vocab hidden"], hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
+def scores(
+    table: Float[Array, "vocab hidden"], hidden: Float[Array, "*batch hidden"]
+) -> Float[Array, "*batch vocab"]:
     """Logits in float32."""
     products = output_major_product(hidden.reshape(-1, hidden.shape[-1]), table)
     return products.reshape(*hidden.shape[:-1], -1)

@@ -1,11 +1,11 @@
 """Texts to vectors, by an encoder (`models.encoder`) in the sentence-transformers layout.
 
-What is read of a folder beside the encoder's files: `tokenizer.json`; `modules.json` with `1_Pooling/config.json` says
-how token states become one vector, `sentence_bert_config.json` how many tokens are read,
-`config_sentence_transformers.json` which prefix queries and passages carry.
+What is read of a folder beside the encoder's files: `tokenizer.json`; `modules.json` with
+`1_Pooling/config.json` says how token states become one vector, `sentence_bert_config.json` how
+many tokens are read, `config_sentence_transformers.json` which prefix queries and passages carry.
 
-Texts are sorted by length and padded to a few lengths, so that a corpus compiles a handful of programs and pads little;
-the rows of a batch are split over the mesh's `data` axis.
+Texts are sorted by length and padded to a few lengths, so that a corpus compiles a handful of
+programs and pads little; the rows of a batch are split over the mesh's `data` axis.
 """
 
 import dataclasses
@@ -34,15 +34,18 @@ Role = Literal["query", "passage"]
 
 # Lengths that texts are padded to, in tokens. From 64 on padding costs at most a fifth.
 LENGTHS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-# Tokens in one batch: on two CPU cores 4,096 and 16,384 were equally fast; an accelerator wants more.
+# Tokens in one batch: on two CPU cores 4,096 and 16,384 were equally fast; an accelerator wants
+# more.
 BATCH_TOKENS = {"cpu": 4096}
 ACCELERATOR_BATCH_TOKENS = 65_536
-# A batch of queries has so many times fewer tokens: often one comes alone, and it computes a whole batch.
+# A batch of queries has so many times fewer tokens: often one comes alone, and it computes a whole
+# batch.
 QUERY_SHARE = 8
 # Of a long text that are read; English takes about four.
 CHARACTERS_A_TOKEN = 16
 END_OF_WORD = re.compile(r"(?<=\S)[ \t\r\n]")
-# Prefixes that the authors of these models train with and that their folders do not state: (query, passage).
+# Prefixes that the authors of these models train with and that their folders do not state: (query,
+# passage).
 PREFIXES: Mapping[str, tuple[str, str]] = {
     "none": ("", ""),
     "bge": ("Represent this sentence for searching relevant passages: ", ""),
@@ -62,7 +65,8 @@ class EmbedderConfig:
 
 
 def embedder_config(directory: Folder, *, prefixes: str | None = None) -> EmbedderConfig:
-    """What a folder says; without `modules.json` (contriever) the mean of the states, not normalised.
+    """What a folder says; without `modules.json` (contriever) the mean of the states, not
+    normalised.
 
     `prefixes` names an entry of PREFIXES; None takes the folder's own prompts, or none."""
     folder = pathlib.Path(directory)
@@ -73,13 +77,20 @@ def embedder_config(directory: Folder, *, prefixes: str | None = None) -> Embedd
     if stated.exists():
         limit = read_json(stated).get("max_seq_length") or max_tokens
         if type(limit) is not int or limit < 1:
-            raise UserError(f"{stated} sets max_seq_length to {limit!r} and a whole number is needed: correct it")
+            raise UserError(
+                f"{stated} sets max_seq_length to {limit!r} and a whole number is needed: correct "
+                "it"
+            )
         max_tokens = min(max_tokens, limit)
     pooling, normalised = _pooling(folder)
     prompts_file = folder / "config_sentence_transformers.json"
     prompts = (read_json(prompts_file).get("prompts") or {}) if prompts_file.exists() else {}
-    if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
-        raise UserError(f"{prompts_file} sets prompts to {prompts!r} and a map of texts is needed: correct it")
+    if not isinstance(prompts, dict) or not all(
+        isinstance(prompt, str) for prompt in prompts.values()
+    ):
+        raise UserError(
+            f"{prompts_file} sets prompts to {prompts!r} and a map of texts is needed: correct it"
+        )
     own = (prompts.get("query", ""), prompts.get("passage", prompts.get("document", "")))
     query_prefix, passage_prefix = own if prefixes is None else PREFIXES[prefixes]
     return EmbedderConfig(
@@ -97,27 +108,38 @@ def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
     modules = _modules(folder / "modules.json")
     kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
     if unknown := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
-        raise UserError(f"{folder}/modules.json has a module {unknown[0]}, which is not computed here")
+        raise UserError(
+            f"{folder}/modules.json has a module {unknown[0]}, which is not computed here"
+        )
     where = next((module["path"] for module in modules if module["type"].endswith("Pooling")), None)
     if where is None:
         raise UserError(f"{folder}/modules.json has no Pooling module: an embedding needs one")
     stated = read_json(folder / where / "config.json")
     chosen = [name for name, value in stated.items() if name.startswith("pooling_mode_") and value]
-    poolings: dict[str, Pooling] = {"pooling_mode_cls_token": "cls", "pooling_mode_mean_tokens": "mean"}
+    poolings: dict[str, Pooling] = {
+        "pooling_mode_cls_token": "cls",
+        "pooling_mode_mean_tokens": "mean",
+    }
     if len(chosen) != 1 or chosen[0] not in poolings:
-        raise UserError(f"{folder}/{where} pools by {', '.join(chosen) or 'nothing'}: cls or mean is computed here")
+        raise UserError(
+            f"{folder}/{where} pools by {', '.join(chosen) or 'nothing'}: cls or mean is computed "
+            "here"
+        )
     return poolings[chosen[0]], "Normalize" in kinds
 
 
 def _modules(file: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the modules of an embedder: a list of objects with a type and a path. Raises UserError."""
+    """Read the modules of an embedder: a list of objects with a type and a path. Raises
+    UserError."""
     refuse_pointer(file)
     try:
         modules = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON ({error}): download it again") from error
     is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)
-    if not is_list or not all(isinstance(module.get(name), str) for module in modules for name in ("type", "path")):
+    if not is_list or not all(
+        isinstance(module.get(name), str) for module in modules for name in ("type", "path")
+    ):
         raise UserError(f"{file} holds no list of modules with type and path: download it again")
     return modules
 
@@ -125,40 +147,55 @@ def _modules(file: pathlib.Path) -> list[dict[str, Any]]:
 class Embedder:
     """Texts to vectors."""
 
-    def __init__(self, directory: Folder, config: EmbedderConfig, encoder: Encoder, mesh: Mesh | None = None) -> None:
+    def __init__(
+        self, directory: Folder, config: EmbedderConfig, encoder: Encoder, mesh: Mesh | None = None
+    ) -> None:
         self.config, self.encoder, self.mesh = config, encoder, mesh
         path = pathlib.Path(directory) / "tokenizer.json"
         if not path.exists():
-            raise UserError(f"{path} is missing: give the directory of an embedder with its fast tokenizer")
+            raise UserError(
+                f"{path} is missing: give the directory of an embedder with its fast tokenizer"
+            )
         read_json(path)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing more special
             raise UserError(f"{path} cannot be used ({error}): download it again") from error
-        self._tokenizer.encode_special_tokens = True  # a passage that says [SEP] says five characters
+        self._tokenizer.encode_special_tokens = (
+            True  # a passage that says [SEP] says five characters
+        )
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(config.max_tokens)
         if self._tokenizer.get_vocab_size() > encoder.config.vocab_size:
             raise UserError(
-                f"the tokenizer of {directory} has {self._tokenizer.get_vocab_size()} entries and the model embeds "
-                f"{encoder.config.vocab_size}: take both from the same checkpoint"
+                f"the tokenizer of {directory} has {self._tokenizer.get_vocab_size()} entries and "
+                f"the model embeds {encoder.config.vocab_size}: take both from the same checkpoint"
             )
-        self._lengths = (*(length for length in LENGTHS if length < config.max_tokens), config.max_tokens)
+        self._lengths = (
+            *(length for length in LENGTHS if length < config.max_tokens),
+            config.max_tokens,
+        )
 
     @property
     def dimension(self) -> int:
         return self.encoder.config.hidden_size
 
     def embed(
-        self, texts: Sequence[str], role: Role, *, on_batch: Callable[[int], None] = lambda done: None
+        self,
+        texts: Sequence[str],
+        role: Role,
+        *,
+        on_batch: Callable[[int], None] = lambda done: None,
     ) -> Float[np.ndarray, "texts hidden"]:
         """One float32 row a text, in their order. `on_batch` is told how many are done.
 
-        Passages fill batches of nearly equal lengths. A query is computed in batches of its own length and of one size,
-        so that its numbers are the same to the bit whatever it comes with: what a search finds must not depend on who
-        else asks."""
+        Passages fill batches of nearly equal lengths. A query is computed in batches of its own
+        length and of one size, so that its numbers are the same to the bit whatever it comes with:
+        what a search finds must not depend on who else asks."""
         prefix = self.config.query_prefix if role == "query" else self.config.passage_prefix
-        encoded = encode_truncated(self._tokenizer, [prefix + text for text in texts], self.config.max_tokens)
+        encoded = encode_truncated(
+            self._tokenizer, [prefix + text for text in texts], self.config.max_tokens
+        )
         lengths = [next(size for size in self._lengths if size >= len(ids)) for ids in encoded]
         order = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
         embeddings = np.zeros((len(texts), self.dimension), np.float32)
@@ -171,7 +208,9 @@ class Embedder:
             chosen = [place for place in following if role == "passage" or lengths[place] == length]
             started += len(chosen)
             result = self._run([encoded[place] for place in chosen], rows, length)
-            if pending is not None:  # read one batch late: the device computes the next while this one is copied
+            if (
+                pending is not None
+            ):  # read one batch late: the device computes the next while this one is copied
                 embeddings[pending[0]] = np.asarray(pending[1])[: len(pending[0])]
             pending = chosen, result
             on_batch(started)
@@ -180,8 +219,8 @@ class Embedder:
         return embeddings
 
     def _rows(self, length: int, role: Role) -> int:
-        """Rows of a batch of this length: fixed, so that each length is compiled once a role; a multiple of the data
-        axis."""
+        """Rows of a batch of this length: fixed, so that each length is compiled once a role; a
+        multiple of the data axis."""
         data = 1 if self.mesh is None else self.mesh.shape["data"]
         tokens = BATCH_TOKENS.get(jax.default_backend(), ACCELERATOR_BATCH_TOKENS)
         if role == "query":
@@ -191,7 +230,9 @@ class Embedder:
     def _run(self, encoded: Sequence[Sequence[int]], rows: int, length: int) -> Array:
         tokens = np.zeros((rows, length), np.int32)
         present = np.zeros((rows, length), bool)
-        present[:, 0] = True  # rows beyond the texts read one token, so that no softmax is over nothing
+        present[:, 0] = (
+            True  # rows beyond the texts read one token, so that no softmax is over nothing
+        )
         for row, ids in enumerate(encoded):
             tokens[row, : len(ids)] = ids
             present[row, : len(ids)] = True
@@ -199,15 +240,20 @@ class Embedder:
         if self.mesh is not None:
             batch = jax.device_put(batch, NamedSharding(self.mesh, PartitionSpec("data")))
         graph, weights = nnx.split(self.encoder)
-        return _embed(graph, weights, *batch, pooling=self.config.pooling, normalised=self.config.normalised)
+        return _embed(
+            graph, weights, *batch, pooling=self.config.pooling, normalised=self.config.normalised
+        )
 
 
-def encode_truncated(tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
+def encode_truncated(
+    tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_tokens: int
+) -> list[list[int]]:
     """Ids of each text, which the tokenizer cuts at `max_tokens`; a text may be as long as a book.
 
-    What is read ends in front of a space, and is the whole text where that gives fewer tokens than the limit. So the
-    ids are those of the whole text for every tokenizer that begins again behind a space, as BERT's do. One whose tokens
-    reach across spaces can give others near the end, of a text of more than CHARACTERS_A_TOKEN * max_tokens characters.
+    What is read ends in front of a space, and is the whole text where that gives fewer tokens than
+    the limit. So the ids are those of the whole text for every tokenizer that begins again behind a
+    space, as BERT's do. One whose tokens reach across spaces can give others near the end, of a
+    text of more than CHARACTERS_A_TOKEN * max_tokens characters.
     """
     beginnings = [_beginning(text, CHARACTERS_A_TOKEN * max_tokens) for text in texts]
     encoded = [entry.ids for entry in tokenizer.encode_batch(beginnings)]
@@ -225,7 +271,13 @@ def _beginning(text: str, characters: int) -> str:
 
 @functools.partial(jax.jit, static_argnames=("graph", "pooling", "normalised"))
 def _embed(
-    graph: nnx.GraphDef, weights: nnx.State, tokens: Array, present: Array, *, pooling: Pooling, normalised: bool
+    graph: nnx.GraphDef,
+    weights: nnx.State,
+    tokens: Array,
+    present: Array,
+    *,
+    pooling: Pooling,
+    normalised: bool,
 ) -> Float[Array, "batch hidden"]:
     states = nnx.merge(graph, weights)(tokens, present)
     if pooling == "cls":

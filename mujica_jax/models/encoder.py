@@ -1,7 +1,8 @@
 """A BERT encoder: bge, e5, contriever and MiniLM checkpoints in the Hugging Face layout.
 
-BERT of Devlin et al. (2019): learned positions, bidirectional attention, layer norm after each residual. `config.json`
-and `*.safetensors` of a folder are read. Called by `embedder`, which makes one vector of a text.
+BERT of Devlin et al. (2019): learned positions, bidirectional attention, layer norm after each
+residual. `config.json` and `*.safetensors` of a folder are read. Called by `embedder`, which makes
+one vector of a text.
 """
 
 import dataclasses
@@ -44,7 +45,8 @@ class EncoderConfig:
 
 
 def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
-    """From a `config.json`. What would change the mathematics and is not computed here is refused by name."""
+    """From a `config.json`. What would change the mathematics and is not computed here is refused
+    by name."""
     computed = {
         "model_type": "bert",
         "hidden_act": "gelu",
@@ -55,7 +57,8 @@ def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
     for name, ours in computed.items():
         if (value := fields.get(name, ours)) not in (ours, None):
             raise UserError(
-                f"config.json says {name}={value!r} and the encoder computes {ours!r}: give a BERT checkpoint"
+                f"config.json says {name}={value!r} and the encoder computes {ours!r}: give a BERT "
+                "checkpoint"
             )
     try:
         config = EncoderConfig(
@@ -74,12 +77,13 @@ def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
         is_size = type(value) is int and value > 0
         if not is_size and not (name == "layer_norm_eps" and isinstance(value, float)):
             raise UserError(
-                f"config.json has {value!r} for {name} where a number above 0 is needed: give a BERT checkpoint"
+                f"config.json has {value!r} for {name} where a number above 0 is needed: give a "
+                "BERT checkpoint"
             )
     if config.hidden_size % config.num_heads:
         raise UserError(
-            f"config.json has hidden_size {config.hidden_size} and num_attention_heads {config.num_heads}: the heads "
-            "must divide it"
+            f"config.json has hidden_size {config.hidden_size} and num_attention_heads "
+            f"{config.num_heads}: the heads must divide it"
         )
     return config
 
@@ -148,11 +152,14 @@ class _Layers(nnx.Module):
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs) -> None:
         for weight in layer_weights(config):
-            setattr(self, weight.name, nnx.Param(weight.draw(rngs.params(), 0.02, (config.num_layers,))))
+            setattr(
+                self, weight.name, nnx.Param(weight.draw(rngs.params(), 0.02, (config.num_layers,)))
+            )
 
 
 class Encoder(nnx.Module):
-    """Token states of texts. Parameters are float32; products run in `dtype`, norms and softmax in float32."""
+    """Token states of texts. Parameters are float32; products run in `dtype`, norms and softmax in
+    float32."""
 
     words: nnx.Param
     positions: nnx.Param
@@ -160,7 +167,9 @@ class Encoder(nnx.Module):
     embedding_scale: nnx.Param
     embedding_shift: nnx.Param
 
-    def __init__(self, config: EncoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32) -> None:
+    def __init__(
+        self, config: EncoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
+    ) -> None:
         self.config, self.dtype = config, dtype
         for weight in embedding_weights(config):
             setattr(self, weight.name, nnx.Param(weight.draw(rngs.params(), 0.02)))
@@ -169,10 +178,13 @@ class Encoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "batch time"], present: Bool[Array, "batch time"]
     ) -> Float[Array, "batch time hidden"]:
-        """States after the last layer. Where `present` is False a token is padding: nobody attends to it."""
+        """States after the last layer. Where `present` is False a token is padding: nobody attends
+        to it."""
         batch, time = tokens.shape
         embedded = self.words[...][tokens] + self.positions[...][:time] + self.types[...][0]
-        hidden = self._normed(embedded.reshape(batch * time, -1), self.embedding_scale[...], self.embedding_shift[...])
+        hidden = self._normed(
+            embedded.reshape(batch * time, -1), self.embedding_scale[...], self.embedding_shift[...]
+        )
         bias = jnp.where(present, 0.0, MASKED_SCORE)[:, None, None, :]
         graph, weights = nnx.split(self.layers)
 
@@ -186,11 +198,16 @@ class Encoder(nnx.Module):
         """norm(x + attention(x)), then norm(that + mlp(that)); products on two-dimensional rows."""
 
         def dense(name: str, inputs: Array) -> Array:
-            kernel, shift = (getattr(layer, f"{name}_{part}")[...].astype(self.dtype) for part in ("kernel", "bias"))
+            kernel, shift = (
+                getattr(layer, f"{name}_{part}")[...].astype(self.dtype)
+                for part in ("kernel", "bias")
+            )
             return inputs @ kernel + shift
 
         def heads(name: str) -> Array:
-            projected = dense(name, rows).reshape(batch, -1, self.config.num_heads, self.config.head_dim)
+            projected = dense(name, rows).reshape(
+                batch, -1, self.config.num_heads, self.config.head_dim
+            )
             return projected.transpose(0, 2, 1, 3)
 
         scale = self.config.head_dim**-0.5
@@ -198,20 +215,30 @@ class Encoder(nnx.Module):
         attended = dense("output", mixed.transpose(0, 2, 1, 3).reshape(rows.shape))
         rows = self._normed(rows + attended, layer.attention_scale[...], layer.attention_shift[...])
         widened = jax.nn.gelu(dense("up", rows), approximate=False)
-        return self._normed(rows + dense("down", widened), layer.mlp_scale[...], layer.mlp_shift[...])
+        return self._normed(
+            rows + dense("down", widened), layer.mlp_scale[...], layer.mlp_shift[...]
+        )
 
-    def _normed(self, rows: Float[Array, "rows hidden"], scale: Array, shift: Array) -> Float[Array, "rows hidden"]:
+    def _normed(
+        self, rows: Float[Array, "rows hidden"], scale: Array, shift: Array
+    ) -> Float[Array, "rows hidden"]:
         wide = rows.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        return (centred * jax.lax.rsqrt(variance + self.config.layer_norm_eps) * scale + shift).astype(self.dtype)
+        return (
+            centred * jax.lax.rsqrt(variance + self.config.layer_norm_eps) * scale + shift
+        ).astype(self.dtype)
 
 
-def load_encoder(directory: Folder, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None) -> Encoder:
+def load_encoder(
+    directory: Folder, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
+) -> Encoder:
     """The encoder of a Hugging Face folder, on every device of `mesh` if one is given."""
     folder = pathlib.Path(directory)
     config = encoder_config(read_json(folder / "config.json"))
     encoder = nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0), dtype=dtype))
-    tensors = Tensors(folder, weight_table(config), wanted="a BERT checkpoint", ignored=IGNORED, prefix="bert.")
+    tensors = Tensors(
+        folder, weight_table(config), wanted="a BERT checkpoint", ignored=IGNORED, prefix="bert."
+    )
     nnx.update(encoder, tensors.load(mesh))
     return encoder

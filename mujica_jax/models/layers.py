@@ -1,8 +1,8 @@
 """The pieces of a decoder layer: its weights, norm, rotary positions, one block.
 
-Every weight is declared once, in `block_weights` and `model_weights`: name, shape, logical axes, initialiser and
-Hugging Face name. Initialisation, abstract shapes, sharding and checkpoint import and export all derive from these two
-tables.
+Every weight is declared once, in `block_weights` and `model_weights`: name, shape, logical axes,
+initialiser and Hugging Face name. Initialisation, abstract shapes, sharding and checkpoint import
+and export all derive from these two tables.
 """
 
 import dataclasses
@@ -21,10 +21,13 @@ from mujica_jax.models import cpu_calls
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import constrain
 
-FEW_ROWS = {"bfloat16": 64, "float32": 16}  # with more, packing the matrix costs little beside the product
+FEW_ROWS = {
+    "bfloat16": 64,
+    "float32": 16,
+}  # with more, packing the matrix costs little beside the product
 LayerIndex = int | Int[Array, ""]
-# attend(layer_index, query, key, value) -> mixed values: [batch, time, heads or kv_heads, head_dim], rotation already
-# applied.
+# attend(layer_index, query, key, value) -> mixed values: [batch, time, heads or kv_heads,
+# head_dim], rotation already applied.
 Attend = Callable[[LayerIndex, Array, Array, Array], Array]
 
 
@@ -35,16 +38,24 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]  # one logical axis a dimension, see `sharding.RULES`
-    hugging_face: str  # name in a Hugging Face checkpoint; for a block's weight, below `model.layers.{index}.`
+    # name in a Hugging Face checkpoint; for a block's weight, below `model.layers.{index}.`
+    hugging_face: str
     initializer: Literal["normal", "ones", "zeros"] = "normal"
-    inputs: int = 0  # leading dimensions that are contracted; transformers stores such a matrix as [outputs, inputs]
+    # leading dimensions that are contracted; transformers stores such a matrix as [outputs, inputs]
+    inputs: int = 0
 
-    def draw(self, key: Array, standard_deviation: float, leading: tuple[int, ...] = ()) -> Float[Array, "*shape"]:
+    def draw(
+        self, key: Array, standard_deviation: float, leading: tuple[int, ...] = ()
+    ) -> Float[Array, "*shape"]:
         """A fresh float32 value, with `leading` dimensions before the weight's own."""
         shape = (*leading, *self.shape)
         if self.initializer == "normal":
             return standard_deviation * jax.random.normal(key, shape, jnp.float32)
-        return jnp.ones(shape, jnp.float32) if self.initializer == "ones" else jnp.zeros(shape, jnp.float32)
+        return (
+            jnp.ones(shape, jnp.float32)
+            if self.initializer == "ones"
+            else jnp.zeros(shape, jnp.float32)
+        )
 
     @property
     def sides(self) -> tuple[int, int]:
@@ -61,8 +72,8 @@ class Weight:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IntegerProduct:
-    """A kernel in eight bits, by which rows are multiplied that are rounded to eight bits too: integers alone meet in
-    the product, and row and output channel have a scale each."""
+    """A kernel in eight bits, by which rows are multiplied that are rounded to eight bits too:
+    integers alone meet in the product, and row and output channel have a scale each."""
 
     kernel: Any  # qwix.QArray
 
@@ -70,11 +81,15 @@ class IntegerProduct:
     def shape(self) -> tuple[int, ...]:
         return self.kernel.shape
 
-    def product(self, rows: Float[Array, "rows inputs"], inputs: int) -> Float[Array, "rows outputs"]:
+    def product(
+        self, rows: Float[Array, "rows inputs"], inputs: int
+    ) -> Float[Array, "rows outputs"]:
         qwix = importlib.import_module("qwix")  # which stored it
         rounded = qwix.quantize(rows.astype(jnp.float32), jnp.int8, channelwise_axes=(0,))
         matrix = self.kernel.qvalue.reshape(math.prod(self.shape[:inputs]), -1)
-        sums = jax.lax.dot_general(rounded.qvalue, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32)
+        sums = jax.lax.dot_general(
+            rounded.qvalue, matrix, (((1,), (0,)), ((), ())), preferred_element_type=jnp.int32
+        )
         return (sums * rounded.scale * self.kernel.scale.reshape(1, -1)).astype(rows.dtype)
 
 
@@ -86,24 +101,39 @@ class OutputMajor:
     matrix: Any  # Float[Array, "outputs inputs"], or what holds it for each layer
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # of the kernel
 
-    def product(self, rows: Float[Array, "rows inputs"], inputs: int) -> Float[Array, "rows outputs"]:
+    def product(
+        self, rows: Float[Array, "rows inputs"], inputs: int
+    ) -> Float[Array, "rows outputs"]:
         del inputs
         return output_major_product(rows, self.matrix.astype(rows.dtype)).astype(rows.dtype)
 
 
 def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """The weights of one layer. A `Block` stores them for all layers, under a leading `layers` axis."""
+    """The weights of one layer. A `Block` stores them for all layers, under a leading `layers`
+    axis."""
     hidden, mlp, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
 
     def projection(name: str, axis: str, heads: int, theirs: str) -> list[Weight]:
-        shape, axes, theirs = (hidden, heads, head_dim), ("embed", axis, "head_dim"), f"self_attn.{theirs}"
-        kernel = Weight(name=f"{name}_kernel", shape=shape, axes=axes, hugging_face=f"{theirs}.weight", inputs=1)
+        shape, axes, theirs = (
+            (hidden, heads, head_dim),
+            ("embed", axis, "head_dim"),
+            f"self_attn.{theirs}",
+        )
+        kernel = Weight(
+            name=f"{name}_kernel", shape=shape, axes=axes, hugging_face=f"{theirs}.weight", inputs=1
+        )
         own = {"shape": shape[1:], "axes": axes[1:], "hugging_face": f"{theirs}.bias"}
         bias = Weight(name=f"{name}_bias", **own, initializer="zeros")
         return [kernel, bias] if config.traits.attention_bias else [kernel]
 
     def matrix(name: str, shape: tuple[int, ...], axes: tuple[str, ...], theirs: str) -> Weight:
-        return Weight(name=name, shape=shape, axes=axes, hugging_face=f"{theirs}.weight", inputs=len(shape) - 1)
+        return Weight(
+            name=name,
+            shape=shape,
+            axes=axes,
+            hugging_face=f"{theirs}.weight",
+            inputs=len(shape) - 1,
+        )
 
     heads_to_hidden = (config.num_heads, head_dim, hidden)
     query_key_norms = (
@@ -116,7 +146,9 @@ def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
         *projection("key", "kv_heads", config.num_kv_heads, "k_proj"),
         *projection("value", "kv_heads", config.num_kv_heads, "v_proj"),
         *(query_key_norms if config.traits.qk_norm else ()),
-        matrix("output_kernel", heads_to_hidden, ("heads", "head_dim", "embed"), "self_attn.o_proj"),
+        matrix(
+            "output_kernel", heads_to_hidden, ("heads", "head_dim", "embed"), "self_attn.o_proj"
+        ),
         _scale("mlp_norm", hidden, "post_attention_layernorm.weight"),
         matrix("gate_kernel", (hidden, mlp), ("embed", "mlp"), "mlp.gate_proj"),
         matrix("up_kernel", (hidden, mlp), ("embed", "mlp"), "mlp.up_proj"),
@@ -129,14 +161,17 @@ def _scale(name: str, size: int, theirs: str) -> Weight:
 
 
 def projections(config: DecoderConfig) -> tuple[Weight, ...]:
-    """The matrices of one layer: what adapters are added to, and what the engine may store in eight bits."""
+    """The matrices of one layer: what adapters are added to, and what the engine may store in eight
+    bits."""
     return tuple(weight for weight in block_weights(config) if weight.inputs)
 
 
 def model_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     """The weights outside the layers. A tied model has no `head`: it reads `embedding` twice."""
     shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
-    embedding = Weight(name="embedding", shape=shape, axes=axes, hugging_face="model.embed_tokens.weight")
+    embedding = Weight(
+        name="embedding", shape=shape, axes=axes, hugging_face="model.embed_tokens.weight"
+    )
     norm = _scale("final_norm", config.hidden_size, "model.norm.weight")
     head = Weight(name="head", shape=shape, axes=axes, hugging_face="lm_head.weight")
     return (embedding, norm) if config.tie_word_embeddings else (embedding, norm, head)
@@ -146,32 +181,42 @@ def matrix_product(
     rows: Float[Array, "rows inputs"], matrix: Float[Array, "inputs outputs"]
 ) -> Float[Array, "rows outputs"]:
     """rows @ matrix, in their type."""
-    return _wide_product(rows, matrix) if cpu_calls.on_cpu() and rows.dtype == jnp.bfloat16 else rows @ matrix
+    return (
+        _wide_product(rows, matrix)
+        if cpu_calls.on_cpu() and rows.dtype == jnp.bfloat16
+        else rows @ matrix
+    )
 
 
 @jax.custom_vjp
 def _wide_product(rows: Array, matrix: Array) -> Array:
-    """Of bfloat16 on a CPU: one with such instructions (AVX512-BF16) multiplies many rows twice as fast where sums come
-    out in float32, as docs/LOG.md measures. The gradient is written out, for the derived one would multiply a float32
-    with a bfloat16, which is as slow."""
+    """Of bfloat16 on a CPU: one with such instructions (AVX512-BF16) multiplies many rows twice as
+    fast where sums come out in float32, as docs/LOG.md measures. The gradient is written out, for
+    the derived one would multiply a float32 with a bfloat16, which is as slow."""
     return _rounded_sums(rows, matrix, 1, 0)
 
 
 def _rounded_sums(left: Array, right: Array, of_left: int, of_right: int) -> Array:
     contracted = (((of_left,), (of_right,)), ((), ()))
-    return jax.lax.dot_general(left, right, contracted, preferred_element_type=jnp.float32).astype(left.dtype)
+    return jax.lax.dot_general(left, right, contracted, preferred_element_type=jnp.float32).astype(
+        left.dtype
+    )
 
 
 _wide_product.defvjp(
     lambda rows, matrix: (_rounded_sums(rows, matrix, 1, 0), (rows, matrix)),
-    lambda saved, gradient: (_rounded_sums(gradient, saved[1], 1, 1), _rounded_sums(saved[0], gradient, 0, 0)),
+    lambda saved, gradient: (
+        _rounded_sums(gradient, saved[1], 1, 1),
+        _rounded_sums(saved[0], gradient, 0, 0),
+    ),
 )
 
 
 @jax.custom_vjp
 def _adapted_product(rows: Array, frozen: Array, a: Array, b: Array) -> Array:
-    """rows @ (frozen + a b), in float32, whose rounding leaves what is added as good as whole. It spares the sum of two
-    results; the gradient is written out, since the derived one would multiply a whole matrix first."""
+    """rows @ (frozen + a b), in float32, whose rounding leaves what is added as good as whole. It
+    spares the sum of two results; the gradient is written out, since the derived one would multiply
+    a whole matrix first."""
     return _adapted_forward(rows, frozen, a, b)[0]
 
 
@@ -192,12 +237,13 @@ _adapted_product.defvjp(_adapted_forward, _adapted_backward)
 def output_major_product(
     rows: Float[Array, "rows inputs"], matrix: Float[Array, "outputs inputs"]
 ) -> Float[Array, "rows outputs"]:
-    """rows @ matrix.T, in float32: by a kernel of our own where that is faster (`cpu_calls`), else by XLA.
+    """rows @ matrix.T, in float32: by a kernel of our own where that is faster (`cpu_calls`), else
+    by XLA.
 
-    Of two matrices XLA on a CPU first packs the second one, in every call. With few rows that takes longer than the
-    product, so there the matrix is the first one: with 12 rows in bfloat16 the products of SmolLM2's layers take half
-    of the time (docs/LOG.md). One barrier keeps XLA from turning the product round again, the other one lets what
-    follows read the result row by row."""
+    Of two matrices XLA on a CPU first packs the second one, in every call. With few rows that takes
+    longer than the product, so there the matrix is the first one: with 12 rows in bfloat16 the
+    products of SmolLM2's layers take half of the time (docs/LOG.md). One barrier keeps XLA from
+    turning the product round again, the other one lets what follows read the result row by row."""
     if cpu_calls.can_multiply(rows, matrix):
         return cpu_calls.products(rows, matrix)[0]
     both = (((1,), (1,)), ((), ()))
@@ -211,20 +257,24 @@ def output_major_product(
 def rms_norm(
     inputs: Float[Array, "*batch features"], scale: Float[Array, " features"], epsilon: float
 ) -> Float[Array, "*batch features"]:
-    """inputs / sqrt(mean(inputs^2) + epsilon) * scale, in float32, returned in the type of `inputs`."""
+    """inputs / sqrt(mean(inputs^2) + epsilon) * scale, in float32, returned in the type of
+    `inputs`."""
     wide = inputs.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
     return (normed * scale.astype(jnp.float32)).astype(inputs.dtype)
 
 
 def rotary_frequencies(config: DecoderConfig) -> Float[Array, " half_head_dim"]:
-    """Radians a position, for each rotated pair; with Llama-3's scaling where the configuration has it."""
-    frequencies = 1.0 / config.rope_theta ** (jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim)
+    """Radians a position, for each rotated pair; with Llama-3's scaling where the configuration has
+    it."""
+    frequencies = 1.0 / config.rope_theta ** (
+        jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
+    )
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    # Full turns within the original context: many keep their frequency, few are slowed by `factor`, those between are
-    # blended.
+    # Full turns within the original context: many keep their frequency, few are slowed by `factor`,
+    # those between are blended.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     kept = jnp.clip(kept, 0.0, 1.0)
@@ -234,26 +284,33 @@ def rotary_frequencies(config: DecoderConfig) -> Float[Array, " half_head_dim"]:
 def rotary_angles(
     positions: Int[Array, "batch time"], config: DecoderConfig
 ) -> tuple[Float[Array, "batch time 1 half_head_dim"], Float[Array, "batch time 1 half_head_dim"]]:
-    """Cosine and sine of position times frequency, in float32: bfloat16 would round position 257 to 256."""
+    """Cosine and sine of position times frequency, in float32: bfloat16 would round position 257 to
+    256."""
     angles = positions.astype(jnp.float32)[:, :, None, None] * rotary_frequencies(config)
-    # Without the barrier XLA fuses the cosines into every rotation and computes them again for each head and layer.
+    # Without the barrier XLA fuses the cosines into every rotation and computes them again for each
+    # head and layer.
     return jax.lax.optimization_barrier((jnp.cos(angles), jnp.sin(angles)))
 
 
 def rotate(
     inputs: Float[Array, "batch time heads head_dim"],
-    rotation: tuple[Float[Array, "batch time 1 half_head_dim"], Float[Array, "batch time 1 half_head_dim"]],
+    rotation: tuple[
+        Float[Array, "batch time 1 half_head_dim"], Float[Array, "batch time 1 half_head_dim"]
+    ],
 ) -> Float[Array, "batch time heads head_dim"]:
-    """Turn the pairs (i, i + head_dim/2), the order in which Hugging Face checkpoints store them."""
+    """Turn the pairs (i, i + head_dim/2), the order in which Hugging Face checkpoints store
+    them."""
     cosine, sine = rotation
     first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cosine - second * sine, second * cosine + first * sine], axis=-1)
+    turned = jnp.concatenate(
+        [first * cosine - second * sine, second * cosine + first * sine], axis=-1
+    )
     return turned.astype(inputs.dtype)
 
 
 class Block(nnx.Module):
-    """The weights of all layers, stacked; called, it is one layer, after one layer's slice of every weight was merged
-    in."""
+    """The weights of all layers, stacked; called, it is one layer, after one layer's slice of every
+    weight was merged in."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.config, self.dtype = config, dtype
@@ -271,13 +328,15 @@ class Block(nnx.Module):
     ) -> Float[Array, "batch time hidden"]:
         """hidden + attention(norm(hidden)), then that + mlp(norm(that))."""
         batch, time, width = hidden.shape
-        # Products run on two-dimensional rows: XLA on CPU is two to three times faster on them than on three
-        # dimensions.
+        # Products run on two-dimensional rows: XLA on CPU is two to three times faster on them than
+        # on three dimensions.
         rows = hidden.reshape(batch * time, width)
         normed = self._norm(rows, "attention_norm")
         names = ("query", "key", "value")
         projected = self._products(normed, *(f"{name}_kernel" for name in names))
-        query, key, value = (self._heads(*each, batch) for each in zip(projected, names, strict=True))
+        query, key, value = (
+            self._heads(*each, batch) for each in zip(projected, names, strict=True)
+        )
         if self.config.traits.qk_norm:
             query, key = self._norm(query, "query_norm"), self._norm(key, "key_norm")
         mixed = attend(layer_index, rotate(query, rotation), rotate(key, rotation), value)
@@ -287,9 +346,11 @@ class Block(nnx.Module):
         rows = rows + self.product(jax.nn.silu(gate) * up, "down_kernel")
         return constrain(rows.reshape(hidden.shape), ("batch", None, None))
 
-    def product(self, rows: Float[Array, "rows inputs"], name: str, inputs: int = 1) -> Float[Array, "rows outputs"]:
-        """Rows times a kernel whose first `inputs` dimensions are contracted, and what `models.lora` adds to that. Only
-        this and `_products` multiply with one."""
+    def product(
+        self, rows: Float[Array, "rows inputs"], name: str, inputs: int = 1
+    ) -> Float[Array, "rows outputs"]:
+        """Rows times a kernel whose first `inputs` dimensions are contracted, and what
+        `models.lora` adds to that. Only this and `_products` multiply with one."""
         kernel = getattr(self, name).get_value()
         if isinstance(kernel, IntegerProduct | OutputMajor):
             return kernel.product(rows, inputs)
@@ -302,12 +363,18 @@ class Block(nnx.Module):
         a, b = (getattr(self, f"{name}_lora_{part}").get_value() for part in "ab")  # in float32
         if rows.dtype == jnp.float32:
             return _adapted_product(rows, matrix, a, self.adapter_scale * b)
-        return (matrix_product(rows, matrix) + self.adapter_scale * ((rows @ a) @ b)).astype(rows.dtype)
+        return (matrix_product(rows, matrix) + self.adapter_scale * ((rows @ a) @ b)).astype(
+            rows.dtype
+        )
 
-    def _norm(self, inputs: Float[Array, "*batch features"], name: str) -> Float[Array, "*batch features"]:
+    def _norm(
+        self, inputs: Float[Array, "*batch features"], name: str
+    ) -> Float[Array, "*batch features"]:
         return rms_norm(inputs, getattr(self, name)[...], self.config.rms_norm_eps)
 
-    def _products(self, rows: Float[Array, "rows hidden"], *names: str) -> Sequence[Float[Array, "rows _"]]:
+    def _products(
+        self, rows: Float[Array, "rows hidden"], *names: str
+    ) -> Sequence[Float[Array, "rows _"]]:
         """A product with each of these kernels, by one call where `cpu_calls` makes them."""
         kernels = [getattr(self, name).get_value() for name in names]
         matrices = [kernel.matrix for kernel in kernels if isinstance(kernel, OutputMajor)]
@@ -319,5 +386,7 @@ class Block(nnx.Module):
         self, projected: Float[Array, "rows outputs"], name: str, batch: int
     ) -> Float[Array, "batch time heads head_dim"]:
         if self.config.traits.attention_bias:
-            projected = projected + getattr(self, f"{name}_bias")[...].astype(self.dtype).reshape(-1)
+            projected = projected + getattr(self, f"{name}_bias")[...].astype(self.dtype).reshape(
+                -1
+            )
         return projected.reshape(batch, -1, *getattr(self, f"{name}_kernel").shape[1:])

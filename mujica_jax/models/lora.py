@@ -2,10 +2,11 @@
 
     rows @ W + (alpha / rank) * (rows @ A) @ B        A [inputs, rank] drawn (He, uniform), B [rank, outputs] zero
 
-An adapted decoder is a decoder whose `Block` has, beside each stacked kernel, `<kernel>_lora_a` and `<kernel>_lora_b`
-(`nnx.LoRAParam`, stacked over layers like the kernel) and an `adapter_scale`, by which `Block.product` adds them: in
-float32 to W, else to the product. Adapters are float32 whatever the compute type. `merged` gives back a plain decoder:
-the engine and the Hugging Face export know no adapters. Called by `learning.trainer`; `adapters` stores them.
+An adapted decoder is a decoder whose `Block` has, beside each stacked kernel, `<kernel>_lora_a` and
+`<kernel>_lora_b` (`nnx.LoRAParam`, stacked over layers like the kernel) and an `adapter_scale`, by
+which `Block.product` adds them: in float32 to W, else to the product. Adapters are float32 whatever
+the compute type. `merged` gives back a plain decoder: the engine and the Hugging Face export know
+no adapters. Called by `learning.trainer`; `adapters` stores them.
 """
 
 import functools
@@ -24,18 +25,20 @@ HE_UNIFORM = jax.nn.initializers.he_uniform()
 
 
 def check_rank(config: DecoderConfig, rank: int) -> None:
-    """A rank above a matrix's smaller side would train more numbers than the matrix has and express nothing more."""
+    """A rank above a matrix's smaller side would train more numbers than the matrix has and express
+    nothing more."""
     smallest = min(projections(config), key=lambda weight: min(weight.sides))
     inputs, outputs = smallest.sides
     if rank > min(inputs, outputs):
         raise UserError(
-            f"trainer.lora_rank is {rank} and {smallest.name} of this model is a matrix of {inputs} x {outputs}: "
-            f"use a rank of at most {min(inputs, outputs)}"
+            f"trainer.lora_rank is {rank} and {smallest.name} of this model is a matrix of "
+            f"{inputs} x {outputs}: use a rank of at most {min(inputs, outputs)}"
         )
 
 
 def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder:
-    """The decoder with fresh adapters, computing what it computed before. It shares the weights of `decoder`."""
+    """The decoder with fresh adapters, computing what it computed before. It shares the weights of
+    `decoder`."""
     check_rank(decoder.config, rank)
     whole = nnx.clone(decoder)
     layers = whole.layers
@@ -44,19 +47,34 @@ def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder
     for number, weight in enumerate(projections(decoder.config)):
         inputs, outputs = weight.sides
         kernel = getattr(layers, weight.name).get_value()
-        of_weight = jax.vmap(jax.random.fold_in, in_axes=(0, None))(keys, 2 * number)  # as ever, for runs begun before
-        a = jax.vmap(functools.partial(HE_UNIFORM, shape=(inputs, rank), dtype=kernel.dtype))(of_weight)
-        a = jax.lax.optimization_barrier(a)  # drawn in the type of the kernel: fused, it would not be rounded to that
+        of_weight = jax.vmap(jax.random.fold_in, in_axes=(0, None))(
+            keys, 2 * number
+        )  # as ever, for runs begun before
+        a = jax.vmap(functools.partial(HE_UNIFORM, shape=(inputs, rank), dtype=kernel.dtype))(
+            of_weight
+        )
+        a = jax.lax.optimization_barrier(
+            a
+        )  # drawn in the type of the kernel: fused, it would not be rounded to that
         b = jnp.zeros((len(keys), rank, outputs))
-        axes_of_a = ("layers", weight.axes[0], None)  # of a side that was several dimensions, the outermost is split
+        axes_of_a = (
+            "layers",
+            weight.axes[0],
+            None,
+        )  # of a side that was several dimensions, the outermost is split
         axes_of_b = ("layers", None, weight.axes[weight.inputs])
         for suffix, fresh, axes in (("_lora_a", a, axes_of_a), ("_lora_b", b, axes_of_b)):
-            setattr(layers, weight.name + suffix, nnx.LoRAParam(fresh.astype(jnp.float32), logical_axes=axes))
+            setattr(
+                layers,
+                weight.name + suffix,
+                nnx.LoRAParam(fresh.astype(jnp.float32), logical_axes=axes),
+            )
     return whole
 
 
 def merged(decoder: Decoder, *, rank: int, alpha: float) -> Decoder:
-    """A plain decoder that computes what the adapted one does: every kernel W becomes W + (alpha / rank) * A B."""
+    """A plain decoder that computes what the adapted one does: every kernel W becomes W + (alpha /
+    rank) * A B."""
     plain = nnx.eval_shape(lambda: Decoder(decoder.config, rngs=nnx.Rngs(0), dtype=decoder.dtype))
     nnx.update(plain, nnx.state(decoder, nnx.Not(nnx.LoRAParam)))
     for weight in projections(decoder.config):
@@ -73,6 +91,7 @@ def add_product(
     scale: float | Float[Array, "layers 1 1"],
 ) -> Float[Array, "layers *shape"]:
     """W + scale * A B, float32."""
-    # In full float32: the accelerators' default precision would round what is added to the weights for good.
+    # In full float32: the accelerators' default precision would round what is added to the weights
+    # for good.
     product = scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
     return kernel.astype(jnp.float32) + product.reshape(kernel.shape)

@@ -1,13 +1,15 @@
-"""Weights in eight bits for the engine, by qwix: a quarter of the memory of float32, half of that of bfloat16.
+"""Weights in eight bits for the engine, by qwix: a quarter of the memory of float32, half of that
+of bfloat16.
 
     kernel = values * scale    values: int8, scale = max |kernel| / 127.5; or float8_e4m3fn, scale = max |kernel| / 448
 
-The scale is float32, one an output channel. `w8a8` stores int8 and rounds the rows that are multiplied to int8 too,
-with a scale each, so that a product is one of integers (`layers.IntegerProduct`); otherwise activations are whole.
+The scale is float32, one an output channel. `w8a8` stores int8 and rounds the rows that are
+multiplied to int8 too, with a scale each, so that a product is one of integers
+(`layers.IntegerProduct`); otherwise activations are whole.
 
-Only the seven projections of each layer are stored so; embedding, norms, biases and head keep the compute type.
-Training stays in float32: the engine's copy is made again for every policy. Called by `methods.run`; `layers.Block`
-multiplies.
+Only the seven projections of each layer are stored so; embedding, norms, biases and head keep the
+compute type. Training stays in float32: the engine's copy is made again for every policy. Called by
+`methods.run`; `layers.Block` multiplies.
 """
 
 import functools
@@ -28,22 +30,31 @@ Storage = Literal["compute", "int8", "fp8", "w8a8"]
 TYPES: Mapping[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "w8a8": jnp.int8}
 
 
-def engine_weights(weights: nnx.State, config: DecoderConfig, storage: Storage, dtype: DTypeLike) -> nnx.State:
-    """A copy of a decoder's weights to sample with: the matrices of its layers as `storage` says, everything else in
-    `dtype`."""
-    matrices = {} if storage == "compute" else {weight.name: weight for weight in projections(config)}
+def engine_weights(
+    weights: nnx.State, config: DecoderConfig, storage: Storage, dtype: DTypeLike
+) -> nnx.State:
+    """A copy of a decoder's weights to sample with: the matrices of its layers as `storage` says,
+    everything else in `dtype`."""
+    matrices = (
+        {} if storage == "compute" else {weight.name: weight for weight in projections(config)}
+    )
 
     def copied(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         if path[0] == "layers" and path[1] in matrices:
-            return variable.replace(_stored(variable.get_value(), matrices[path[1]].inputs, storage))
+            return variable.replace(
+                _stored(variable.get_value(), matrices[path[1]].inputs, storage)
+            )
         return jax.tree.map(lambda array: jnp.array(array, dtype), variable)
 
     return nnx.map_state(copied, weights)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))  # op by op, float32 temporaries would be as large as the matrix
+@functools.partial(
+    jax.jit, static_argnums=(1, 2)
+)  # op by op, float32 temporaries would be as large as the matrix
 def _stored(kernel: Float[Array, "layers *shape"], contracted: int, storage: str) -> Any:
-    """As a `qwix.QArray`, whose two arrays keep the leading axis, so that a scan slices them as it slices a kernel."""
+    """As a `qwix.QArray`, whose two arrays keep the leading axis, so that a scan slices them as it
+    slices a kernel."""
     qwix = import_extra("qwix", f"engine.weights {storage}")
     channels = (0, *range(1 + contracted, kernel.ndim))
     stored = qwix.quantize(kernel.astype(jnp.float32), TYPES[storage], channelwise_axes=channels)

@@ -1,8 +1,8 @@
 """How arrays are laid out over a device mesh.
 
-Weights declare logical axes (`layers.Weight`); `RULES` maps these names to the mesh axes `data`, `fsdp` and `tensor`.
-To try another layout, change the mapping: initialisation, restoring, import and the ahead-of-time plan all read it from
-here.
+Weights declare logical axes (`layers.Weight`); `RULES` maps these names to the mesh axes `data`,
+`fsdp` and `tensor`. To try another layout, change the mapping: initialisation, restoring, import
+and the ahead-of-time plan all read it from here.
 """
 
 import dataclasses
@@ -29,16 +29,22 @@ class Rule:
     """Mesh axes over which a logical axis is split; none of them keeps it whole on every device."""
 
     mesh_axes: tuple[str, ...] = ()
-    may_replicate: bool = False  # keep it whole, instead of refusing, where the mesh does not divide it
+    may_replicate: bool = (
+        False  # keep it whole, instead of refusing, where the mesh does not divide it
+    )
 
 
 RULES: Mapping[str, Rule] = {
-    "batch": Rule(mesh_axes=("data", "fsdp"), may_replicate=True),  # rows of activations; `shard_batch` is strict
+    "batch": Rule(
+        mesh_axes=("data", "fsdp"), may_replicate=True
+    ),  # rows of activations; `shard_batch` is strict
     "layers": Rule(),  # the scan runs over it
     "vocab": Rule(mesh_axes=("tensor",)),
     "embed": Rule(mesh_axes=("fsdp",)),
     "heads": Rule(mesh_axes=("tensor",)),
-    "kv_heads": Rule(mesh_axes=("tensor",), may_replicate=True),  # often fewer than tensor; their kernels are small
+    "kv_heads": Rule(
+        mesh_axes=("tensor",), may_replicate=True
+    ),  # often fewer than tensor; their kernels are small
     "head_dim": Rule(),
     "mlp": Rule(mesh_axes=("tensor",)),
     "norm": Rule(),  # vectors: gathering them costs more than keeping them
@@ -46,8 +52,8 @@ RULES: Mapping[str, Rule] = {
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of data x fsdp x tensor devices: the first ones, where one process has more; all of them over several
-    processes."""
+    """A mesh of data x fsdp x tensor devices: the first ones, where one process has more; all of
+    them over several processes."""
     shape = {"data": data, "fsdp": fsdp, "tensor": tensor}
     available = list(jax.devices() if devices is None else devices)
     wanted = math.prod(shape.values())
@@ -55,68 +61,79 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
     slices = len({getattr(device, "slice_index", 0) for device in available})
     if wanted > len(available) or (must_use_all and wanted != len(available)):
         raise UserError(
-            f"the mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices and {len(available)} are "
-            f"available: choose three numbers whose product is {'' if must_use_all else 'at most '}{len(available)}, "
-            f"for example data={slices}, fsdp={len(available) // slices}, tensor=1"
+            f"the mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices and "
+            f"{len(available)} are available: choose three numbers whose product is "
+            f"{'' if must_use_all else 'at most '}{len(available)}, for example data={slices}, "
+            f"fsdp={len(available) // slices}, tensor=1"
         )
     chosen, types = available[:wanted], (AxisType.Auto,) * len(MESH_AXES)
     slices = len({getattr(device, "slice_index", 0) for device in chosen})
     if slices == 1:
         return jax.make_mesh(tuple(shape.values()), MESH_AXES, devices=chosen, axis_types=types)
-    # The network between slices is slow: the data axis alone, whose gradients are summed once a step, crosses it.
+    # The network between slices is slow: the data axis alone, whose gradients are summed once a
+    # step, crosses it.
     if data % slices:
         raise UserError(
-            f"trainer.data is {data} and the job has {slices} slices (of TPUs; hosts of GPUs): use a multiple of "
-            f"{slices}, since only the data axis may cross the network between them"
+            f"trainer.data is {data} and the job has {slices} slices (of TPUs; hosts of GPUs): use "
+            f"a multiple of {slices}, since only the data axis may cross the network between them"
         )
     inside, between = (data // slices, fsdp, tensor), (slices, 1, 1)
-    grid = mesh_utils.create_hybrid_device_mesh(inside, between, chosen, allow_split_physical_axes=True)
+    grid = mesh_utils.create_hybrid_device_mesh(
+        inside, between, chosen, allow_split_physical_axes=True
+    )
     return Mesh(grid, MESH_AXES, axis_types=types)
 
 
 def partition_spec(
     logical_axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Where each dimension of a weight goes. Refuses a size that the mesh does not divide; JAX itself refuses a mesh
-    axis that is used twice."""
+    """Where each dimension of a weight goes. Refuses a size that the mesh does not divide; JAX
+    itself refuses a mesh axis that is used twice."""
     sizes, spec = dict(mesh.shape), []
     for axis, size in zip(logical_axes, shape, strict=True):
         assert axis is None or axis in RULES, f"logical axis {axis!r} has no rule: add it to RULES"
         rule = Rule() if axis is None else RULES[axis]
         parts = math.prod(sizes[name] for name in rule.mesh_axes)
         if size % parts:
-            if rule.may_replicate or size == 1:  # the scale of a kernel in eight bits has one number for all its inputs
+            if (
+                rule.may_replicate or size == 1
+            ):  # the scale of a kernel in eight bits has one number for all its inputs
                 spec.append(None)
                 continue
-            divisors = [count for count in range(1, size + 1) if size % count == 0 and count <= mesh.size]
+            divisors = [
+                count for count in range(1, size + 1) if size % count == 0 and count <= mesh.size
+            ]
             raise UserError(
-                f"axis {axis} of size {size} cannot be split over {' x '.join(rule.mesh_axes)} of size {parts}: "
-                f"use {' x '.join(rule.mesh_axes)} of {_either(divisors)}"
+                f"axis {axis} of size {size} cannot be split over {' x '.join(rule.mesh_axes)} of "
+                f"size {parts}: use {' x '.join(rule.mesh_axes)} of {_either(divisors)}"
             )
         spec.append(rule.mesh_axes[0] if len(rule.mesh_axes) == 1 else (rule.mesh_axes or None))
     return PartitionSpec(*spec)
 
 
 def shardings_of(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """A NamedSharding for every array of a decoder, an optimiser, or any state made from one (abstract state,
-    gradients).
+    """A NamedSharding for every array of a decoder, an optimiser, or any state made from one
+    (abstract state, gradients).
 
-    The result has the structure of the state, so it can stand beside it in `jax.tree.map`, `jax.jit` and
-    `jax.device_put`. An array that declares no logical axes, such as a step counter, is replicated."""
+    The result has the structure of the state, so it can stand beside it in `jax.tree.map`,
+    `jax.jit` and `jax.device_put`. An array that declares no logical axes, such as a step counter,
+    is replicated."""
     state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
 
     def of_variable(leaf):
         axes = leaf.get_metadata().get("logical_axes") if isinstance(leaf, nnx.Variable) else None
         if axes is None:
             return jax.tree.map(lambda array: NamedSharding(mesh, PartitionSpec()), leaf)
-        return jax.tree.map(lambda array: NamedSharding(mesh, partition_spec(axes, array.shape, mesh)), leaf)
+        return jax.tree.map(
+            lambda array: NamedSharding(mesh, partition_spec(axes, array.shape, mesh)), leaf
+        )
 
     return jax.tree.map(of_variable, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
 
 
 def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
-    """Which rows of a batch of `count` (`config.checks.check_rows`) lie on devices of this process, in rising order:
-    all of them where it is the only one."""
+    """Which rows of a batch of `count` (`config.checks.check_rows`) lie on devices of this process,
+    in rising order: all of them where it is the only one."""
     if jax.process_count() == 1:
         return np.arange(count)
     places = _row_sharding(mesh).addressable_devices_indices_map((count,)).values()
@@ -124,9 +141,11 @@ def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
 
 
 def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
-    """Put the rows (leading dimension) of every array over data x fsdp. Each process passes its `own_rows` of the
-    batch."""
-    return jax.tree.map(functools.partial(jax.make_array_from_process_local_data, _row_sharding(mesh)), batch)
+    """Put the rows (leading dimension) of every array over data x fsdp. Each process passes its
+    `own_rows` of the batch."""
+    return jax.tree.map(
+        functools.partial(jax.make_array_from_process_local_data, _row_sharding(mesh)), batch
+    )
 
 
 def on_host(values: Array) -> np.ndarray:
@@ -143,13 +162,17 @@ def _row_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(array: Array, logical_axes: Sequence[str | None]) -> Array:
-    """Pin the layout of an activation under `jax.set_mesh(mesh)`; without a mesh, or inside `shard_map`, nothing
-    happens.
+    """Pin the layout of an activation under `jax.set_mesh(mesh)`; without a mesh, or inside
+    `shard_map`, nothing happens.
 
-    Without this the compiler may carry the layout of the embedding table (split over features) through the whole
-    network."""
+    Without this the compiler may carry the layout of the embedding table (split over features)
+    through the whole network."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.axis_names != MESH_AXES or any(kind != AxisType.Auto for kind in mesh.axis_types):
+    if (
+        mesh.empty
+        or mesh.axis_names != MESH_AXES
+        or any(kind != AxisType.Auto for kind in mesh.axis_types)
+    ):
         return array
     return jax.lax.with_sharding_constraint(array, partition_spec(logical_axes, array.shape, mesh))
 

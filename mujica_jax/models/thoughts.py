@@ -1,24 +1,24 @@
 """What a model thinks and what it says: only what stands outside of its thoughts counts.
 
-A thought begins at `<think>` and ends at the next `</think>`, in capital or small letters. Nothing in it is read: no
-tag, no stop string, no action. Three more rules:
+A thought begins at `<think>` and ends at the next `</think>`, in capital or small letters. Nothing
+in it is read: no tag, no stop string, no action. Three more rules:
 
-- A chat template may open the thought at the end of the prompt (Qwen3-Thinking, R1 distils). The model's turn then
-  begins inside it, and has no `<think>` of its own.
-- A `</think>` before the turn's first `<think>` closes a thought whose beginning is not in the turn. Everything before
-  it is thought.
-  A later one that closes nothing is left out.
+- A chat template may open the thought at the end of the prompt (Qwen3-Thinking, R1 distils). The
+  model's turn then begins inside it, and has no `<think>` of its own.
+- A `</think>` before the turn's first `<think>` closes a thought whose beginning is not in the
+  turn. Everything before it is thought. A later one that closes nothing is left out.
 - A thought without an end hides everything behind it.
 
-Engines look for stop strings while a text grows, so they can follow the first rule and not the second:
-`inference/stops.py` uses the same tags and is told whether the prompt left a thought open.
+Engines look for stop strings while a text grows, so they can follow the first rule and not the
+second: `inference/stops.py` uses the same tags and is told whether the prompt left a thought open.
 """
 
 import re
 
 OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
 _TAG = r"<(\s?/)?\s?think\s?>"
-# ASCII: a character that merely looks like one of these letters in another case makes no tag, as in bytes.
+# ASCII: a character that merely looks like one of these letters in another case makes no tag, as in
+# bytes.
 THOUGHT_TAG = re.compile(_TAG, re.IGNORECASE | re.ASCII)
 THOUGHT_TAG_BYTES = re.compile(_TAG.encode(), re.IGNORECASE)
 LONGEST_TAG_BYTES = len("< / think >")
@@ -42,7 +42,8 @@ def outside_thoughts(text: str) -> str:
 
 
 def end_of_unopened_thought(text: str) -> int:
-    """Return where the thought ends that was opened before a turn's beginning; 0 where there is none."""
+    """Return where the thought ends that was opened before a turn's beginning; 0 where there is
+    none."""
     end = 0
     for tag in THOUGHT_TAG.finditer(text):
         closes = tag[1] is not None
@@ -69,7 +70,8 @@ def first_thought(text: str) -> str:
 
 
 def opened_thought(generation_prompt: str) -> str:
-    """Return the end of a generation prompt that opens a thought, from its tag on; empty where it opens none."""
+    """Return the end of a generation prompt that opens a thought, from its tag on; empty where it
+    opens none."""
     if not is_open_after(generation_prompt):
         return ""
     *_, opening = THOUGHT_TAG.finditer(generation_prompt)

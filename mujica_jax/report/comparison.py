@@ -1,4 +1,5 @@
-"""Agents and tasks side by side: a table for the console and as Markdown, JSON, and a picture of the scores."""
+"""Agents and tasks side by side: a table for the console and as Markdown, JSON, and a picture of
+the scores."""
 
 import dataclasses
 import io
@@ -21,12 +22,15 @@ class Compared:
     task: str
     agent: str
     summary: dict[str, Any]  # of the evaluation
-    em: tuple[float | None, ...]  # of each question, 0 to 1, in the task's order; None where a search failed
+    em: tuple[
+        float | None, ...
+    ]  # of each question, 0 to 1, in the task's order; None where a search failed
 
 
 def rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """What is written as JSON: the summary of each, and how it differs from the first agent on the same questions:
-    the first ones, where it was asked fewer. Questions at which a search of either agent failed are left out.
+    """What is written as JSON: the summary of each, and how it differs from the first agent on the
+    same questions: the first ones, where it was asked fewer. Questions at which a search of either
+    agent failed are left out.
     """
     first: dict[str, Compared] = {}
     found = []
@@ -62,10 +66,16 @@ def cells(row: dict[str, Any]) -> tuple[str, ...]:
         low, high = (format(bound, form) for bound in interval)
         return f"{format(value, form)} ({low}{to}{high})"
 
-    em, f1 = (with_interval(row[name], row[f"{name}_interval"], ".1f", "-") for name in ("em", "f1"))
+    em, f1 = (
+        with_interval(row[name], row[f"{name}_interval"], ".1f", "-") for name in ("em", "f1")
+    )
     numbers = (f"{row['searches']:.2f}", f"{row['tokens']:.0f}", f"{row['seconds']:.1f}")
     against = row.get("against")
-    difference = "" if against is None else with_interval(against["em"], against["em_interval"], "+.1f", " to ")
+    difference = (
+        ""
+        if against is None
+        else with_interval(against["em"], against["em_interval"], "+.1f", " to ")
+    )
     return (row["task"], row["agent"], em, f1, *numbers, difference)
 
 

@@ -1,4 +1,5 @@
-"""The metrics of a run: `metrics.jsonl`, TensorBoard, Weights & Biases. A resume counts nothing twice."""
+"""The metrics of a run: `metrics.jsonl`, TensorBoard, Weights & Biases. A resume counts nothing
+twice."""
 
 import json
 import math
@@ -21,14 +22,16 @@ TENSORBOARD_SUFFIX = ".metrics"  # tells this file from those of other writers i
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`, one object a line, and the numbers among its values to a TensorBoard file beside it.
+    """Appends to `metrics.jsonl`, one object a line, and the numbers among its values to a
+    TensorBoard file beside it.
 
-    A line is {"phase", "step", "time", ...values}. (phase, step) is its key: a resumed run that repeats a step finds it
-    in the file and writes nothing. Within a phase steps rise. A last line that a kill cut short is removed at opening.
-    The TensorBoard file follows from the lines: it is made with the first number written, and again after a resume,
-    since the kill may have come between the two. On local disk nothing is held back: what was written is in the files,
-    and a full disk is an error at that line. In a bucket lines wait some seconds for an upload; `flush` is called
-    before anything is written that a resumed run goes on from.
+    A line is {"phase", "step", "time", ...values}. (phase, step) is its key: a resumed run that
+    repeats a step finds it in the file and writes nothing. Within a phase steps rise. A last line
+    that a kill cut short is removed at opening. The TensorBoard file follows from the lines: it is
+    made with the first number written, and again after a resume, since the kill may have come
+    between the two. On local disk nothing is held back: what was written is in the files, and a
+    full disk is an error at that line. In a bucket lines wait some seconds for an upload; `flush`
+    is called before anything is written that a resumed run goes on from.
     """
 
     def __init__(
@@ -57,11 +60,14 @@ class MetricsLog:
         return step <= self._last_step.get(phase, -1)
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
-        """Append one line, or return False if an earlier run has. Values are strings, or what `float` takes."""
+        """Append one line, or return False if an earlier run has. Values are strings, or what
+        `float` takes."""
         if step <= self._earlier.get(phase, -1):
             return False
         last = self._last_step.get(phase, -1)
-        assert step > last, f"metrics of phase {phase}: step {step} comes after step {last}; steps rise"
+        assert step > last, (
+            f"metrics of phase {phase}: step {step} comes after step {last}; steps rise"
+        )
         assert not KEYS & set(values), "phase, step and time are the line's own fields"
         line = {"phase": phase, "step": step, "time": round(time.time(), 3)}
         line |= {name: _json_value(value) for name, value in values.items()}
@@ -109,7 +115,8 @@ class MetricsLog:
 
 
 class NoMetrics:
-    """In the place of a MetricsLog in every process of a job but the first, which writes for all."""
+    """In the place of a MetricsLog in every process of a job but the first, which writes for
+    all."""
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
         return False
@@ -124,8 +131,8 @@ class NoMetrics:
 class _TensorBoard:
     """An event file, written in this thread.
 
-    tensorboardX's SummaryWriter hands events to a thread of its own through a bounded queue. On a full disk that thread
-    ends, and the queue then blocks the run for ever.
+    tensorboardX's SummaryWriter hands events to a thread of its own through a bounded queue. On a
+    full disk that thread ends, and the queue then blocks the run for ever.
     """
 
     def __init__(self, directory: RunPath) -> None:
@@ -137,13 +144,18 @@ class _TensorBoard:
         from tensorboardX.summary import scalar
 
         for name, value in _scalars(line).items():
-            self._write(wall_time=line["time"], step=line["step"], summary=scalar(f"{line['phase']}/{name}", value))
+            self._write(
+                wall_time=line["time"],
+                step=line["step"],
+                summary=scalar(f"{line['phase']}/{name}", value),
+            )
 
     def close(self) -> None:
         self._file.close()
 
     def _write(self, **fields: Any) -> None:
-        """One event in the framing of TFRecord files: length, its checksum, data, their checksum."""
+        """One event in the framing of TFRecord files: length, its checksum, data, their
+        checksum."""
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] - made at run time
         from tensorboardX.record_writer import masked_crc32c
 
@@ -154,7 +166,11 @@ class _TensorBoard:
 
 
 def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
-    return {name: value for name, value in line.items() if name not in KEYS and not isinstance(value, str)}
+    return {
+        name: value
+        for name, value in line.items()
+        if name not in KEYS and not isinstance(value, str)
+    }
 
 
 def _append(file: FileIO | AppendedObject, data: bytes) -> None:
@@ -178,13 +194,15 @@ def _last_steps(path: RunPath) -> dict[str, int]:
             steps[line["phase"]] = int(line["step"])
         except (ValueError, KeyError, TypeError) as error:
             raise StoreError(
-                f"{path}, line {number}: not an object with phase and step ({text[:60]!r}); remove the line to go on"
+                f"{path}, line {number}: not an object with phase and step ({text[:60]!r}); remove "
+                "the line to go on"
             ) from error
     return steps
 
 
 def _json_value(value: Any) -> int | float | str:
-    """Strings and integers as they are, all else as a float. nan and inf, which JSON lacks, become strings."""
+    """Strings and integers as they are, all else as a float. nan and inf, which JSON lacks, become
+    strings."""
     if isinstance(value, str | int):
         return value
     number = float(value)

@@ -1,4 +1,5 @@
-"""Progress of a stage: a live display on a terminal, one plain line every few seconds anywhere else."""
+"""Progress of a stage: a live display on a terminal, one plain line every few seconds anywhere
+else."""
 
 import contextlib
 import io
@@ -19,10 +20,14 @@ from mujica_jax.report.text import encoding_of, is_terminal, plain, visible, wri
 
 Figure = int | float | str | None
 
-REFRESHES_PER_SECOND = 4  # a refresh costs a fraction of a millisecond: well under one percent of the time
+REFRESHES_PER_SECOND = (
+    4  # a refresh costs a fraction of a millisecond: well under one percent of the time
+)
 SECONDS_BETWEEN_LINES = 5.0  # of plain output
 MIN_RATE_SECONDS = 0.5  # before that a rate would be noise
-MIN_ETA_UNITS = 20  # or a twentieth of what is left, if that is less: the first ones wait for compilation
+MIN_ETA_UNITS = (
+    20  # or a twentieth of what is left, if that is less: the first ones wait for compilation
+)
 RATE_WINDOW_SECONDS = 30.0  # a rate over all the time would carry the compilation for ever
 FIGURE_LABELS = {"tokens_per_second": "tokens/s", "k": "K", "em": "EM", "f1": "F1"}
 
@@ -34,12 +39,16 @@ class Progress:
         with report.stage("warm-up", total=600, unit="steps") as stage:
             stage.update(120, loss=0.71, tokens_per_second=41_000)
 
-    A stage inside another one is shown below it. `stream` is stdout unless given; `live` overrides what the stream says
-    of itself.
+    A stage inside another one is shown below it. `stream` is stdout unless given; `live` overrides
+    what the stream says of itself.
     """
 
     def __init__(
-        self, stream: TextIO | None = None, *, live: bool | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        stream: TextIO | None = None,
+        *,
+        live: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._live = is_terminal(self._stream) if live is None else live
@@ -58,10 +67,11 @@ class Progress:
         done: int = 0,
         live: Callable[[], Mapping[str, Figure]] = dict,
     ) -> Iterator["Stage"]:
-        """Show a stage until the block ends, then leave one line. `done` is what an earlier run had finished already.
+        """Show a stage until the block ends, then leave one line. `done` is what an earlier run had
+        finished already.
 
-        `live` gives figures of the moment. It is asked whenever the stage is shown, on a terminal from the display's
-        own thread.
+        `live` gives figures of the moment. It is asked whenever the stage is shown, on a terminal
+        from the display's own thread.
         """
         stage = Stage(self, name, total=total, unit=unit, done=done, live=live)
         with self._display() if self._live and not self._open else contextlib.nullcontext():
@@ -89,7 +99,8 @@ class Progress:
             write(self._stream, plain(renderable, encoding=encoding_of(self._stream)))
 
     def _updated(self, stage: "Stage") -> None:
-        """The live display redraws itself; plain output gets a line when the last one is old enough."""
+        """The live display redraws itself; plain output gets a line when the last one is old
+        enough."""
         if self._live or stage.seen - self._last_line < SECONDS_BETWEEN_LINES:
             return
         self._last_line = stage.seen
@@ -102,28 +113,45 @@ class Progress:
     def _console(self) -> Console:
         if self._terminal is None:
             self._terminal = Console(
-                file=self._stream, force_terminal=True, force_jupyter=False, highlight=False, markup=False, emoji=False
+                file=self._stream,
+                force_terminal=True,
+                force_jupyter=False,
+                highlight=False,
+                markup=False,
+                emoji=False,
             )
         return self._terminal
 
     def _display(self) -> contextlib.AbstractContextManager[Any]:
-        shown = {"get_renderable": self._stages, "refresh_per_second": REFRESHES_PER_SECOND, "transient": True}
+        shown = {
+            "get_renderable": self._stages,
+            "refresh_per_second": REFRESHES_PER_SECOND,
+            "transient": True,
+        }
         return Live(console=self._console(), **shown)
 
     def _stages(self) -> Group:
         rows: list[RenderableType] = []
         for stage in tuple(self._open):
             row = Table.grid(padding=(0, 1))
-            bar = ProgressBar(total=stage.total, completed=stage.done, width=24, pulse=stage.total is None)
+            bar = ProgressBar(
+                total=stage.total, completed=stage.done, width=24, pulse=stage.total is None
+            )
             counts = Text(stage.counts(), no_wrap=True, overflow="ellipsis")
             row.add_row(Text(visible(stage.name), style="bold"), bar, counts)
-            figures = Text("  " + ", ".join(stage.figures_now()), style="cyan", no_wrap=True, overflow="ellipsis")
+            figures = Text(
+                "  " + ", ".join(stage.figures_now()),
+                style="cyan",
+                no_wrap=True,
+                overflow="ellipsis",
+            )
             rows += [row, figures]
         return Group(*rows)
 
 
 class NoConsole(io.StringIO):
-    """Where every process of a job but the first shows its progress: they all do the same, and errors go to stderr."""
+    """Where every process of a job but the first shows its progress: they all do the same, and
+    errors go to stderr."""
 
     def write(self, s: str, /) -> int:
         return len(s)
@@ -149,10 +177,11 @@ class Stage:
         self._marks: deque[tuple[float, int]] = deque([(self._began, done)])
 
     def update(self, done: int, **figures: Figure) -> None:
-        """`done` of `total` units so far, and figures to show with them; a figure stays until a newer one replaces it.
+        """`done` of `total` units so far, and figures to show with them; a figure stays until a
+        newer one replaces it.
 
-        `acceptance` is a share (0 to 1), `em` and `f1` are percent. Costs about a microsecond: call it after every
-        unit. Figures are Python numbers: a device array would wait for the device.
+        `acceptance` is a share (0 to 1), `em` and `f1` are percent. Costs about a microsecond: call
+        it after every unit. Figures are Python numbers: a device array would wait for the device.
         """
         self.done = done
         self._values = self._values | figures  # a new one: the display reads it from its own thread
@@ -216,7 +245,13 @@ def _short(value: int | float) -> str:
     for size, letter in ((1e6, "M"), (1e4, "k")):
         if math.isfinite(value) and abs(value) >= size:
             return f"{value / (1e3 if letter == 'k' else size):.3g}{letter}"
-    return str(value) if isinstance(value, int) else f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return (
+        str(value)
+        if isinstance(value, int)
+        else f"{value:.0f}"
+        if abs(value) >= 1000
+        else f"{value:.3g}"
+    )
 
 
 def _duration(seconds: float) -> str:

@@ -15,10 +15,14 @@ COMPILING = "compiling"
 
 
 class StageClock:
-    """Stages may be nested: the inner one has the time. Compilation is a stage of its own wherever it happens."""
+    """Stages may be nested: the inner one has the time. Compilation is a stage of its own wherever
+    it happens."""
 
     def __init__(
-        self, *, compiled: Callable[[], float] = lambda: 0.0, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        compiled: Callable[[], float] = lambda: 0.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`compiled` gives the seconds that compiling has taken so far."""
         self._compiled, self._clock = compiled, clock

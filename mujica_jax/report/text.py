@@ -1,4 +1,5 @@
-"""Text for terminals, files and pipes: tables without colours, and data that cannot steer a terminal."""
+"""Text for terminals, files and pipes: tables without colours, and data that cannot steer a
+terminal."""
 
 import io
 import os
@@ -19,8 +20,11 @@ JOINERS = "\u200c\u200d"  # format characters that ordinary text needs
 
 
 def plain(renderable: RenderableType, *, encoding: str = "utf-8") -> str:
-    """A table or tree as text without colours or trailing blanks, in ASCII drawings if the encoding needs them."""
-    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="backslashreplace", newline="\n")
+    """A table or tree as text without colours or trailing blanks, in ASCII drawings if the encoding
+    needs them."""
+    file = io.TextIOWrapper(
+        io.BytesIO(), encoding=encoding, errors="backslashreplace", newline="\n"
+    )
     console = Console(
         file=file,
         width=PLAIN_COLUMNS,
@@ -36,21 +40,29 @@ def plain(renderable: RenderableType, *, encoding: str = "utf-8") -> str:
     return "\n".join(lines).strip("\n") + "\n"
 
 
-def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wrap: bool = False) -> Table:
-    """Narrow enough for 80 columns; the first `left` columns stand left, and break if they may `wrap`."""
+def text_table(
+    headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wrap: bool = False
+) -> Table:
+    """Narrow enough for 80 columns; the first `left` columns stand left, and break if they may
+    `wrap`."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for place, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if place < left else "right", no_wrap=place < left and not wrap)
+        table.add_column(
+            heading, justify="left" if place < left else "right", no_wrap=place < left and not wrap
+        )
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
     return table
 
 
 def visible(text: str) -> str:
-    """`text` with control, direction and surrogate characters escaped: data cannot steer a terminal."""
+    """`text` with control, direction and surrogate characters escaped: data cannot steer a
+    terminal."""
     if text.isprintable():
         return text
-    return "".join(one.encode("unicode_escape").decode("ascii") if _is_control(one) else one for one in text)
+    return "".join(
+        one.encode("unicode_escape").decode("ascii") if _is_control(one) else one for one in text
+    )
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -62,9 +74,11 @@ def encoding_of(stream: TextIO) -> str:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write what the stream's encoding cannot hold as escapes: a run must not end for a name with an accent.
+    """Write what the stream's encoding cannot hold as escapes: a run must not end for a name with
+    an accent.
 
-    Nor must it end because the file that its output goes to is on a full disk: it goes on without that output.
+    Nor must it end because the file that its output goes to is on a full disk: it goes on without
+    that output.
     """
     encoding = encoding_of(stream)
     try:
@@ -74,7 +88,10 @@ def write(stream: TextIO, text: str) -> None:
         if error.errno not in CANNOT_BE_WRITTEN:
             raise
         discard(stream)
-        print(f"the output cannot be written ({error.strerror}): the program goes on without it", file=sys.stderr)
+        print(
+            f"the output cannot be written ({error.strerror}): the program goes on without it",
+            file=sys.stderr,
+        )
 
 
 def _is_control(character: str) -> bool:

@@ -1,10 +1,11 @@
-"""The lines of `metrics.jsonl` to Weights & Biases, for those who have it: an optional package, imported when a run
-asks for it.
+"""The lines of `metrics.jsonl` to Weights & Biases, for those who have it: an optional package,
+imported when a run asks for it.
 
-Every phase has its own count of steps, as in the file. A run directory is one run there: a restart finds the identifier
-in the directory's `wandb/` and adds to it the lines that are new. The files of a run in a bucket are in `./wandb`, and
-each start is a run of its own there. What a kill took between a line and its arrival is in `metrics.jsonl` alone. In
-offline mode nothing leaves the machine until `wandb sync DIR/wandb/offline-run-*`.
+Every phase has its own count of steps, as in the file. A run directory is one run there: a restart
+finds the identifier in the directory's `wandb/` and adds to it the lines that are new. The files of
+a run in a bucket are in `./wandb`, and each start is a run of its own there. What a kill took
+between a line and its arrival is in `metrics.jsonl` alone. In offline mode nothing leaves the
+machine until `wandb sync DIR/wandb/offline-run-*`.
 """
 
 import os
@@ -32,8 +33,11 @@ class WandbLog:
         """`about` is the run's configuration, which is shown beside its curves."""
         wandb = import_wandb(config)
         mode = os.environ.get(MODE, config.wandb)
-        local = directory if isinstance(directory, Path) else None  # wandb keeps its files on local disk
-        # The identifier that wandb gave this run directory: its folders are named run-TIME-ID and offline-run-TIME-ID.
+        local = (
+            directory if isinstance(directory, Path) else None
+        )  # wandb keeps its files on local disk
+        # The identifier that wandb gave this run directory: its folders are named run-TIME-ID and
+        # offline-run-TIME-ID.
         earlier = sorted((local / FOLDER).glob("*run-*-*")) if local else []
         try:
             self._run = wandb.init(
@@ -48,13 +52,14 @@ class WandbLog:
             )
         except (wandb.Error, ValueError) as error:
             raise UserError(
-                f"wandb does not start in mode {mode} ({str(error).splitlines()[0]}): log in with `wandb login`, or "
-                "set metrics.wandb to offline or off"
+                f"wandb does not start in mode {mode} ({str(error).splitlines()[0]}): log in with "
+                "`wandb login`, or set metrics.wandb to offline or off"
             ) from error
         self._phases: set[str] = set()
 
     def add(self, line: Mapping[str, Any], scalars: Mapping[str, float], number: int) -> None:
-        """`number` counts the lines of the run, also those of earlier starts: wandb drops what does not rise."""
+        """`number` counts the lines of the run, also those of earlier starts: wandb drops what does
+        not rise."""
         phase = line["phase"]
         if phase not in self._phases:
             self._phases.add(phase)

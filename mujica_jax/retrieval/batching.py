@@ -1,5 +1,5 @@
-"""Queries of many agents on their way to one index, service or endpoint: together in batches, the same one only
-once.
+"""Queries of many agents on their way to one index, service or endpoint: together in batches, the
+same one only once.
 """
 
 import asyncio
@@ -30,11 +30,20 @@ class Batcher(Generic[Result]):
         deadline_seconds: float,
         late: str,
     ) -> None:
-        """`answer(queries, k)` gets up to `max_queries`; `concurrency` calls of it run at the same time. `late` is the
-        sentence for a query without an answer within `deadline_seconds`.
+        """`answer(queries, k)` gets up to `max_queries`; `concurrency` calls of it run at the same
+        time. `late` is the sentence for a query without an answer within `deadline_seconds`.
         """
-        self._answer, self._counted, self._deadline_seconds, self._late = answer, counted, deadline_seconds, late
-        self._max_queries, self._concurrency, self.max_waiting = max_queries, concurrency, max_waiting
+        self._answer, self._counted, self._deadline_seconds, self._late = (
+            answer,
+            counted,
+            deadline_seconds,
+            late,
+        )
+        self._max_queries, self._concurrency, self.max_waiting = (
+            max_queries,
+            concurrency,
+            max_waiting,
+        )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: dict[Asked, asyncio.Future[Result]] = {}
         self._under_way: dict[Asked, asyncio.Future[Result]] = {}
@@ -51,14 +60,17 @@ class Batcher(Generic[Result]):
         else:
             if len(self._waiting) >= self.max_waiting:
                 raise RetrieverOverloaded(
-                    f"{len(self._waiting)} searches wait, of at most {self.max_waiting}: come back later, or send "
-                    "fewer at once"
+                    f"{len(self._waiting)} searches wait, of at most {self.max_waiting}: come back "
+                    "later, or send fewer at once"
                 )
             future = self._waiting[query, k] = loop.create_future()
-            future.add_done_callback(lambda done: done.cancelled() or done.exception())  # read even if nobody waits
+            future.add_done_callback(
+                lambda done: done.cancelled() or done.exception()
+            )  # read even if nobody waits
             loop.call_soon(self._start)  # queries of the same turn of the loop come along
-        # `asyncio.wait` leaves the future to others who wait for it. Where something else (compiling the engine) held
-        # up the event loop, an answer that came meanwhile is not late: the second wait lets it arrive.
+        # `asyncio.wait` leaves the future to others who wait for it. Where something else
+        # (compiling the engine) held up the event loop, an answer that came meanwhile is not late:
+        # the second wait lets it arrive.
         for seconds in (self._deadline_seconds, HELD_UP_SECONDS):
             if (await asyncio.wait({future}, timeout=seconds))[0]:
                 return future.result()

@@ -1,9 +1,11 @@
-"""The retriever of another host: `service.py` behind the same interface as an index of this process.
+"""The retriever of another host: `service.py` behind the same interface as an index of this
+process.
 
-Queries that arrive together go there as one request, the same query at the same time only once. A request is sent again
-after transient errors (a busy or failing server, a broken connection, an attempt without answer, an answer that is no
-JSON or not the one asked for). A request that is too large for the service, or whose answer is, is sent in two halves.
-What the service refuses otherwise is not sent again.
+Queries that arrive together go there as one request, the same query at the same time only once. A
+request is sent again after transient errors (a busy or failing server, a broken connection, an
+attempt without answer, an answer that is no JSON or not the one asked for). A request that is too
+large for the service, or whose answer is, is sent in two halves. What the service refuses otherwise
+is not sent again.
 """
 
 import random
@@ -14,7 +16,12 @@ from mujica_jax.errors import UserError
 from mujica_jax.http.client import HttpClient, PayloadTooLarge, TransientError
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
 from mujica_jax.retrieval.batching import Batcher
-from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable, as_retrieval_errors
+from mujica_jax.retrieval.errors import (
+    RetrievalError,
+    RetrieverRefused,
+    RetrieverUnavailable,
+    as_retrieval_errors,
+)
 from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, Health
 from mujica_jax.retrieval.statistics import Counted
 from mujica_jax.retrieval.text.corpus import Passage
@@ -30,7 +37,8 @@ class RemoteRetriever(Counted):
     def __init__(self, url: str, *, concurrency: int = 8, policy: RetryPolicy = POLICY) -> None:
         super().__init__()
         self.url = url.rstrip("/")
-        # Of the index, as the first answer says it. Another one later is refused: results would change in a run.
+        # Of the index, as the first answer says it. Another one later is refused: results would
+        # change in a run.
         self.version: str | None = None
         self._client = HttpClient(
             f"{self.url}/search",
@@ -53,19 +61,24 @@ class RemoteRetriever(Counted):
             return await self._batcher.ask(query, k)
 
     def check(self) -> Health:
-        """The service's own health, asked once and at once; for the start of a run, before there is an event loop."""
+        """The service's own health, asked once and at once; for the start of a run, before there is
+        an event loop."""
         import httpx
 
         try:
             response = httpx.get(f"{self.url}/healthz", timeout=HEALTH_SECONDS)
             said = response.json()
             if response.status_code != 200:
-                raise RetrieverUnavailable(f"{self.url} is not well (status {response.status_code}: {said})")
-            health = Health(**{name: said[name] for name in ("version", "passages", "seconds", "kind")})
+                raise RetrieverUnavailable(
+                    f"{self.url} is not well (status {response.status_code}: {said})"
+                )
+            health = Health(
+                **{name: said[name] for name in ("version", "passages", "seconds", "kind")}
+            )
         except (httpx.HTTPError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise RetrieverUnavailable(
-                f"{self.url} gives no health ({type(error).__name__}: {error}): check the address and that "
-                "`python -m mujica_jax.index serve` runs there"
+                f"{self.url} gives no health ({type(error).__name__}: {error}): check the address "
+                "and that `python -m mujica_jax.index serve` runs there"
             ) from error
         self._check_version(health.version)
         return health
@@ -97,15 +110,23 @@ class RemoteRetriever(Counted):
         """Raises TransientError for what is no answer to this request."""
         try:
             version, results = answer["version"], answer["results"]
-            found = [[Passage(id=hit["id"], title=hit["title"], text=hit["text"]) for hit in hits] for hits in results]
+            found = [
+                [Passage(id=hit["id"], title=hit["title"], text=hit["text"]) for hit in hits]
+                for hits in results
+            ]
         except (KeyError, TypeError) as error:
-            raise TransientError(f"an answer that is none ({type(error).__name__}: {error})") from error
+            raise TransientError(
+                f"an answer that is none ({type(error).__name__}: {error})"
+            ) from error
         well_formed = all(
-            len(hits) <= k and all(isinstance(text, str) for hit in hits for text in (hit.id, hit.title, hit.text))
+            len(hits) <= k
+            and all(isinstance(text, str) for hit in hits for text in (hit.id, hit.title, hit.text))
             for hits in found
         )
         if len(found) != queries or not well_formed or not isinstance(version, str):
-            raise TransientError(f"an answer of {len(found)} results to {queries} queries for {k} passages each")
+            raise TransientError(
+                f"an answer of {len(found)} results to {queries} queries for {k} passages each"
+            )
         self._check_version(version)
         return found
 
@@ -114,13 +135,14 @@ class RemoteRetriever(Counted):
             self.version = version
         elif version != self.version:
             raise RetrieverRefused(
-                f"{self.url} serves version {version} of its index and version {self.version} was searched before: "
-                "serve that one again, or begin anew"
+                f"{self.url} serves version {version} of its index and version {self.version} was "
+                "searched before: serve that one again, or begin anew"
             )
 
 
 def open_remote(url: str, retriever: str, top_k: int) -> RemoteRetriever:
-    """A service that is well, of the kind that the configuration names, and has `top_k` passages. Raises UserError."""
+    """A service that is well, of the kind that the configuration names, and has `top_k` passages.
+    Raises UserError."""
     remote = RemoteRetriever(url)
     try:
         health = remote.check()
@@ -128,9 +150,12 @@ def open_remote(url: str, retriever: str, top_k: int) -> RemoteRetriever:
         raise UserError(str(error)) from error
     if (health.kind == "bm25") != (retriever == "bm25"):
         raise UserError(
-            f"retriever is {retriever} and {url} serves an index of kind {health.kind}: give another address or "
-            "retriever"
+            f"retriever is {retriever} and {url} serves an index of kind {health.kind}: give "
+            "another address or retriever"
         )
     if top_k > health.passages:
-        raise UserError(f"top_k is {top_k} and {url} serves an index of {health.passages:,} passages: lower top_k")
+        raise UserError(
+            f"top_k is {top_k} and {url} serves an index of {health.passages:,} passages: lower "
+            "top_k"
+        )
     return remote

@@ -1,5 +1,5 @@
-"""What a retriever raises when a search cannot be answered. Agents catch RetrievalError; the episode ends as
-`retriever_failed`.
+"""What a retriever raises when a search cannot be answered. Agents catch RetrievalError; the
+episode ends as `retriever_failed`.
 """
 
 import contextlib

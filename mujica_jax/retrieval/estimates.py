@@ -1,8 +1,9 @@
-"""What an index will take, before it is built: bytes on disk and in memory, and seconds, from a sample on this machine.
+"""What an index will take, before it is built: bytes on disk and in memory, and seconds, from a
+sample on this machine.
 
-Embedding, indexing words and loading triples are timed. ScaNN's partitions are counted in floating-point operations and
-divided by the speed of a matrix product measured here; Wikidata's dumps begin with the entities that say most: both of
-these figures are rough ones.
+Embedding, indexing words and loading triples are timed. ScaNN's partitions are counted in
+floating-point operations and divided by the speed of a matrix product measured here; Wikidata's
+dumps begin with the entities that say most: both of these figures are rough ones.
 """
 
 import dataclasses
@@ -31,28 +32,36 @@ from mujica_jax.retrieval.text.scann import CHUNK_ROWS, ScannParameters, paramet
 EMBEDDED_SAMPLE = 128  # passages
 WORDS_SAMPLE = 2000
 CENTROID_ROUNDS = 13  # of ScaNN's clustering, with one that chooses where it begins
-# What ScaNN was seen to hold in memory while an index is built: its training sample in float32 so many times, and while
-# it writes, the codebook once for every partition, with so many bytes a centre.
+# What ScaNN was seen to hold in memory while an index is built: its training sample in float32 so
+# many times, and while it writes, the codebook once for every partition, with so many bytes a
+# centre.
 SAMPLES_HELD, CHUNKS_HELD, CENTRES_A_BLOCK, CENTRE_BYTES = 4, 3, 16, 320
 FLOAT32_BYTES = 4
-# What an index of words was seen to hold while it is built: a number a word of the corpus, an array a passage, and
-# while scores are computed so many bytes for each passage of each word. The passages themselves are mapped.
+# What an index of words was seen to hold while it is built: a number a word of the corpus, an array
+# a passage, and while scores are computed so many bytes for each passage of each word. The passages
+# themselves are mapped.
 WORD_BYTES, PASSAGE_BYTES, POSTING_BYTES = 4, 100, {"default": 40, "elasticsearch": 60}
 MATRIX = 1024  # rows and columns of the product that is timed
 GRAPH_SAMPLE_BYTES = 2**25  # of each file of triples, decompressed
-GRAPH_BUILDING_BYTES = 10**9  # a chunk of lines and what the store sorts at once, however large the graph is
+GRAPH_BUILDING_BYTES = (
+    10**9
+)  # a chunk of lines and what the store sorts at once, however large the graph is
 GRAPH_SEARCHING_BYTES = 10**8  # beside what the system keeps of the files
 
 
-def device_bytes(spec: IndexSpec, passages: int, hosts: int = 1, devices: int | None = None) -> dict[str, int]:
-    """What the rows of kind exact take on each device of a job of so many hosts with so many devices each (None: as
-    many as this one has), by `task.index_rows`.
+def device_bytes(
+    spec: IndexSpec, passages: int, hosts: int = 1, devices: int | None = None
+) -> dict[str, int]:
+    """What the rows of kind exact take on each device of a job of so many hosts with so many
+    devices each (None: as many as this one has), by `task.index_rows`.
     """
     from mujica_jax.retrieval.text.exact import layout, rows_mesh
 
     assert spec.embedder is not None, "dense indexes have an embedder"
     devices = rows_mesh().size if devices is None else devices
-    row = spec.embedder.dimension * DTYPES[spec.storage].itemsize + (FLOAT32_BYTES if spec.storage == "int8" else 0)
+    row = spec.embedder.dimension * DTYPES[spec.storage].itemsize + (
+        FLOAT32_BYTES if spec.storage == "int8" else 0
+    )
     of_host = {"host": passages, "job": -(-passages // hosts)}
     return {rows: layout(held, devices)[1] // devices * row for rows, held in of_host.items()}
 
@@ -60,7 +69,8 @@ def device_bytes(spec: IndexSpec, passages: int, hosts: int = 1, devices: int | 
 def estimate_corpus(
     spec: IndexSpec, passages: int | None = None, hosts: int = 1, devices: int | None = None
 ) -> dict[str, Any]:
-    """Estimate as if the corpus had this many passages; None counts them. A kind that was chosen is named, with why."""
+    """Estimate as if the corpus had this many passages; None counts them. A kind that was chosen is
+    named, with why."""
     skipped = Skipped()
     stream = stream_corpus(spec.corpus, skipped if spec.skip else None)
     sample = list(itertools.islice(stream, WORDS_SAMPLE))
@@ -68,8 +78,8 @@ def estimate_corpus(
         passages = len(sample) + sum(1 for _ in stream)
     if not sample or passages < 1:
         raise UserError(
-            f"{', '.join(spec.corpus)}: {len(sample)} passages were read and {passages} are asked for: give at least "
-            "one"
+            f"{', '.join(spec.corpus)}: {len(sample)} passages were read and {passages} are asked "
+            "for: give at least one"
         )
     chosen: dict[str, str] = {}
     if spec.kind == AUTO:
@@ -79,12 +89,18 @@ def estimate_corpus(
     found = estimate_sample(spec, sample, passages)
     if spec.kind == "exact":
         found["device_bytes"] = device_bytes(spec, passages, hosts, devices)
-    return {"passages": passages, **chosen, **({"skipped": skipped.skipped} if spec.skip else {}), **found}
+    return {
+        "passages": passages,
+        **chosen,
+        **({"skipped": skipped.skipped} if spec.skip else {}),
+        **found,
+    }
 
 
 def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -> dict[str, Any]:
-    """For `passages` passages like those of the sample: `disk_bytes` by file, `building_bytes` of memory beside the
-    program and the embedder's weights, `searching_bytes` (on the devices together, for kind exact), `seconds` by stage.
+    """For `passages` passages like those of the sample: `disk_bytes` by file, `building_bytes` of
+    memory beside the program and the embedder's weights, `searching_bytes` (on the devices
+    together, for kind exact), `seconds` by stage.
     """
     text_bytes = sum(len(f"{passage.id}{passage.contents}".encode()) for passage in sample)
     disk = {"passages": passages * text_bytes // len(sample) + 12 * passages}  # three offsets a row
@@ -100,8 +116,12 @@ def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -
         of = parameters_for(passages, of_length_1=True)
         blocks = -(-dimension // of.dimensions_a_block) if of.leaves else 0
         vectors = passages * dimension * (1 if of.leaves else FLOAT32_BYTES)
-        tree = of.leaves * dimension * FLOAT32_BYTES + (passages * FLOAT32_BYTES if of.leaves else 0)
-        disk["scann"] = passages * blocks + vectors + tree  # a byte a block in the file, half of one in memory
+        tree = of.leaves * dimension * FLOAT32_BYTES + (
+            passages * FLOAT32_BYTES if of.leaves else 0
+        )
+        disk["scann"] = (
+            passages * blocks + vectors + tree
+        )  # a byte a block in the file, half of one in memory
         searching = passages * blocks // 2 + vectors + tree
         building = scann_building_bytes(of, passages, dimension)
         products = 2 * dimension * of.leaves * (CENTROID_ROUNDS * of.training_rows + passages)
@@ -109,7 +129,12 @@ def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -
         seconds["building ScaNN's partitions"] = round(products / operations_a_second, 3)
         compared = 2 * dimension * passages * min(QUERIES, passages)
         seconds["measuring recall"] = round(compared / operations_a_second, 3)
-    return {"disk_bytes": disk, "building_bytes": building, "searching_bytes": searching, "seconds": seconds}
+    return {
+        "disk_bytes": disk,
+        "building_bytes": building,
+        "searching_bytes": searching,
+        "seconds": seconds,
+    }
 
 
 def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> dict[str, Any]:
@@ -122,13 +147,18 @@ def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> d
             for _ in load(store, dataclasses.replace(spec, files=(path,)), loaded, sample_bytes):
                 store.flush()
             store.optimize()
-            share = max((piece.share for piece in pieces(path, max_bytes=sample_bytes)), default=1.0)
+            share = max(
+                (piece.share for piece in pieces(path, max_bytes=sample_bytes)), default=1.0
+            )
             seconds += (time.monotonic() - began) / share
             del store
             disk += sum(file.stat().st_size for file in Path(folder).iterdir()) / share
         triples, names = triples + loaded.triples / share, names + loaded.names / share
     if not triples:
-        raise UserError(f"{', '.join(spec.files)}: there is no triple in what was read; give a graph with at least one")
+        raise UserError(
+            f"{', '.join(spec.files)}: there is no triple in what was read; give a graph with at "
+            "least one"
+        )
     return {
         "triples": round(triples),
         "names": round(names),
@@ -140,24 +170,31 @@ def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> d
 
 
 def scann_building_bytes(parameters: ScannParameters, rows: int, dimension: int) -> int:
-    """Memory of `write_scann`: that of training, or of writing down what was learned, and some chunks."""
+    """Memory of `write_scann`: that of training, or of writing down what was learned, and some
+    chunks."""
     row = dimension * FLOAT32_BYTES
     if not parameters.leaves:
         return 2 * rows * row
     blocks = -(-dimension // parameters.dimensions_a_block)
     codebooks = parameters.leaves * blocks * CENTRES_A_BLOCK * CENTRE_BYTES
     sample = parameters.training_rows * row
-    return max(SAMPLES_HELD * sample, sample + codebooks) + CHUNKS_HELD * min(rows, CHUNK_ROWS) * row
+    return (
+        max(SAMPLES_HELD * sample, sample + codebooks) + CHUNKS_HELD * min(rows, CHUNK_ROWS) * row
+    )
 
 
-def _estimate_words(spec: IndexSpec, sample: Sequence[Passage], passages: int, disk: dict[str, int]) -> dict[str, Any]:
+def _estimate_words(
+    spec: IndexSpec, sample: Sequence[Passage], passages: int, disk: dict[str, int]
+) -> dict[str, Any]:
     Bm25Index(sample[:1], spec.tokeniser)  # imports, once for a corpus of any size
     began = time.monotonic()
     index = Bm25Index(sample, spec.tokeniser)
     seconds = (time.monotonic() - began) * passages / len(sample)
     with tempfile.TemporaryDirectory() as folder:
         index.save(Path(folder))
-        disk["words"] = sum(path.stat().st_size for path in Path(folder).iterdir()) * passages // len(sample)
+        disk["words"] = (
+            sum(path.stat().st_size for path in Path(folder).iterdir()) * passages // len(sample)
+        )
     words = indexed_words([passage.contents for passage in sample], spec.tokeniser)
     distinct_words = sum(len(set(words_of_passage)) for words_of_passage in words)
     held = WORD_BYTES * sum(map(len, words)) + POSTING_BYTES[spec.tokeniser] * distinct_words

@@ -1,10 +1,10 @@
-"""Files that passages and triples are read from: local ones, and objects in Google Cloud Storage (`gs://BUCKET/NAME`),
-plain, `.gz` or `.bz2`.
+"""Files that passages and triples are read from: local ones, and objects in Google Cloud Storage
+(`gs://BUCKET/NAME`), plain, `.gz` or `.bz2`.
 
-An object is read range by range and never fetched whole. A range whose connection breaks is asked for again
-(`storage/gcs.py`: bounded, with a deadline), so a reader of a large corpus goes on where it was. All ranges are of the
-object that was there at the beginning, and what was read from the first byte to the last is compared with the service's
-checksum.
+An object is read range by range and never fetched whole. A range whose connection breaks is asked
+for again (`storage/gcs.py`: bounded, with a deadline), so a reader of a large corpus goes on where
+it was. All ranges are of the object that was there at the beginning, and what was read from the
+first byte to the last is compared with the service's checksum.
 """
 
 import base64
@@ -88,7 +88,9 @@ class BucketFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._listed.bytes}[whence]
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._listed.bytes}[
+            whence
+        ]
         self._position = max(0, base + offset)
         return self._position
 
@@ -103,8 +105,14 @@ class BucketFile(io.RawIOBase):
         if start == self._summed_bytes:
             self._sum.update(content)
             self._summed_bytes = stop
-            if stop == self._listed.bytes and base64.b64encode(self._sum.digest()).decode() != self._listed.crc32c:
-                raise UserError(f"{self._address} was damaged on the way (its CRC32C differs): start the command again")
+            if (
+                stop == self._listed.bytes
+                and base64.b64encode(self._sum.digest()).decode() != self._listed.crc32c
+            ):
+                raise UserError(
+                    f"{self._address} was damaged on the way (its CRC32C differs): start the "
+                    "command again"
+                )
         return len(content)
 
 
@@ -117,7 +125,10 @@ def _find(address: str) -> "tuple[Bucket, ObjectInfo]":
 
     named = re.fullmatch(rf"{SCHEME}({BUCKET_NAME})/(.+)", address)
     if named is None:
-        raise UserError(f"{address} names no object in a bucket: give gs://BUCKET/NAME, or the path of a local file")
+        raise UserError(
+            f"{address} names no object in a bucket: give gs://BUCKET/NAME, or the path of a local "
+            "file"
+        )
     bucket = open_bucket(named[1])
     found = bucket.find(named[2])
     if found is None:

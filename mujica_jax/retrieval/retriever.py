@@ -1,6 +1,7 @@
 """What an environment searches passages with, and the retriever over an index of this process.
 
-Results are kept on disk where a cache is given. A remote retriever (`client.py`) has the same interface.
+Results are kept on disk where a cache is given. A remote retriever (`client.py`) has the same
+interface.
 """
 
 import asyncio
@@ -45,8 +46,9 @@ class Retriever(Protocol):
 class IndexRetriever(Counted):
     """An index of this process. Use from one event loop at a time.
 
-    `inline` searches without a thread, which holds up the event loop and has no deadline: for an index that answers in
-    a fraction of a millisecond, so that what agents do in the meantime does not depend on the clock.
+    `inline` searches without a thread, which holds up the event loop and has no deadline: for an
+    index that answers in a fraction of a millisecond, so that what agents do in the meantime does
+    not depend on the clock.
     """
 
     def __init__(
@@ -95,7 +97,11 @@ class IndexRetriever(Counted):
                 await asyncio.to_thread(self._search, [HEALTH_QUERY], 1, keep=False)
         except TimeoutError as error:
             raise RetrieverTimeout(self._late) from error
-        return Health(version=self.index.version, passages=len(self.index.passages), seconds=time.monotonic() - began)
+        return Health(
+            version=self.index.version,
+            passages=len(self.index.passages),
+            seconds=time.monotonic() - began,
+        )
 
     def _cached(self, query: str, k: int) -> Hits | None:
         """None for what is no result of this index: a file that was changed is searched again."""
@@ -104,14 +110,20 @@ class IndexRetriever(Counted):
             return None
         passages = len(self.index.passages)
         try:
-            found = [(operator.index(position), float(score)) for position, score in json.loads(kept)]
+            found = [
+                (operator.index(position), float(score)) for position, score in json.loads(kept)
+            ]
         except (TypeError, ValueError, OverflowError, RecursionError):
             return None
         positions = {position for position, _ in found if 0 <= position < passages}
         return found if len(positions) == len(found) <= k else None
 
     async def _answer(self, queries: Sequence[str], k: int) -> list[Hits]:
-        return self._search(queries, k) if self._inline else await asyncio.to_thread(self._search, queries, k)
+        return (
+            self._search(queries, k)
+            if self._inline
+            else await asyncio.to_thread(self._search, queries, k)
+        )
 
     def _search(self, queries: Sequence[str], k: int, *, keep: bool = True) -> list[Hits]:
         began = time.monotonic()
@@ -121,7 +133,11 @@ class IndexRetriever(Counted):
             found = self.index.search_encoded(encoded, k)
         except (OSError, RuntimeError) as error:  # a disk, or a device that ran out of memory
             raise RetrieverUnavailable(f"the index failed ({error})") from error
-        self.count(batches=1, encode_seconds=middle - began, search_seconds=time.monotonic() - middle)
+        self.count(
+            batches=1, encode_seconds=middle - began, search_seconds=time.monotonic() - middle
+        )
         if keep and self._cache is not None:
-            self._cache.write([(query, k, json.dumps(hits)) for query, hits in zip(queries, found, strict=True)])
+            self._cache.write(
+                [(query, k, json.dumps(hits)) for query, hits in zip(queries, found, strict=True)]
+            )
         return found

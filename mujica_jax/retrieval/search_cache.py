@@ -1,7 +1,8 @@
-"""Results of searches on disk, in SQLite: what was asked of one version of an index is never searched again.
+"""Results of searches on disk, in SQLite: what was asked of one version of an index is never
+searched again.
 
-A cache that cannot be read or written costs time and no results: it is left alone from there on, and one line on the
-console says so.
+A cache that cannot be read or written costs time and no results: it is left alone from there on,
+and one line on the console says so.
 """
 
 import logging
@@ -25,9 +26,13 @@ class SearchCache:
         self._database: sqlite3.Connection | None = None
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            database = sqlite3.connect(self.path, timeout=SECONDS_FOR_A_LOCK, check_same_thread=False)
+            database = sqlite3.connect(
+                self.path, timeout=SECONDS_FOR_A_LOCK, check_same_thread=False
+            )
             database.execute("PRAGMA journal_mode=WAL")
-            database.execute("PRAGMA synchronous=OFF")  # what a loss of power takes is searched again
+            database.execute(
+                "PRAGMA synchronous=OFF"
+            )  # what a loss of power takes is searched again
             columns = "query TEXT, k INTEGER, found TEXT, PRIMARY KEY (query, k)"
             database.execute(f"CREATE TABLE IF NOT EXISTS hits ({columns})")
             (page_bytes,) = database.execute("PRAGMA page_size").fetchone()
@@ -43,7 +48,9 @@ class SearchCache:
             if self._database is None:
                 return None
             try:
-                row = self._database.execute("SELECT found FROM hits WHERE query = ? AND k = ?", (query, k)).fetchone()
+                row = self._database.execute(
+                    "SELECT found FROM hits WHERE query = ? AND k = ?", (query, k)
+                ).fetchone()
                 return None if row is None else row[0]
             except (sqlite3.Error, UnicodeEncodeError) as error:
                 self._give_up(error)

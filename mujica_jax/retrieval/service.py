@@ -5,9 +5,10 @@
     GET  /healthz   200 after a real search, 503 with the reason where that fails
     GET  /metrics   Prometheus's text format
 
-The line before the index is bounded: who comes when it is full is answered with 429 and Retry-After at once. 400 and
-413 say what is wrong with a request, 503 and 504 that the index broke or was late; all of them as {"error": sentence}.
-Queries of all clients that arrive together are encoded together.
+The line before the index is bounded: who comes when it is full is answered with 429 and Retry-After
+at once. 400 and 413 say what is wrong with a request, 503 and 504 that the index broke or was late;
+all of them as {"error": sentence}. Queries of all clients that arrive together are encoded
+together.
 """
 
 import asyncio
@@ -26,7 +27,12 @@ from prometheus_client.core import CounterMetricFamily
 from starlette.requests import ClientDisconnect
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.errors import RetrievalError, RetrieverOverloaded, RetrieverRefused, RetrieverTimeout
+from mujica_jax.retrieval.errors import (
+    RetrievalError,
+    RetrieverOverloaded,
+    RetrieverRefused,
+    RetrieverTimeout,
+)
 from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, Health, IndexRetriever
 from mujica_jax.retrieval.text.corpus import Hits
 from mujica_jax.retrieval.text.index import Index
@@ -35,7 +41,11 @@ MAX_QUERIES = 256  # of a request
 MAX_RESULTS = 1000  # of a query
 MAX_REQUEST_BYTES = 4 * 2**20
 MAX_READING_SECONDS = 20.0  # until all of a request is there
-STATUSES = {RetrieverOverloaded: 429, RetrieverTimeout: 504, RetrieverRefused: 400}  # of all others: 503
+STATUSES = {
+    RetrieverOverloaded: 429,
+    RetrieverTimeout: 504,
+    RetrieverRefused: 400,
+}  # of all others: 503
 HEADERS = {429: {"Retry-After": "1"}, 408: {"Connection": "close"}}  # by status
 PREFIX = "mujica_retrieval_"
 MEANINGS = {
@@ -87,8 +97,8 @@ def make_app(retriever: IndexRetriever, kind: str) -> FastAPI:
             queries, k = _read(await _read_body(request), len(retriever.index.passages))
             if (different := len(set(queries))) > retriever.max_waiting:
                 raise BadRequest(
-                    f"the request has {different} queries and at most {retriever.max_waiting} may wait here: send "
-                    "fewer at once",
+                    f"the request has {different} queries and at most {retriever.max_waiting} may "
+                    "wait here: send fewer at once",
                     413,
                 )
             found = await asyncio.gather(*(retriever.hits(query, k) for query in queries))
@@ -107,7 +117,8 @@ def make_app(retriever: IndexRetriever, kind: str) -> FastAPI:
     checking: asyncio.Task[Health] | None = None
 
     async def healthz() -> JSONResponse:
-        # who asks while one search is under way hears of that one: however many ask, searches wait for one
+        # who asks while one search is under way hears of that one: however many ask, searches wait
+        # for one
         nonlocal checking
         if checking is None or checking.done():
             checking = asyncio.create_task(retriever.health())
@@ -127,7 +138,8 @@ def make_app(retriever: IndexRetriever, kind: str) -> FastAPI:
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Bound before anything is loaded, so that a port that is taken is one sentence. Port 0 takes any."""
+    """Bound before anything is loaded, so that a port that is taken is one sentence. Port 0 takes
+    any."""
     opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -135,7 +147,9 @@ def open_port(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         opened.close()
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{host}:{port} cannot be opened ({reason}): choose another --host or --port") from error
+        raise UserError(
+            f"{host}:{port} cannot be opened ({reason}): choose another --host or --port"
+        ) from error
     return opened
 
 
@@ -145,12 +159,12 @@ def address_of(opened: socket.socket) -> str:
 
 
 def serve_until_told(app: FastAPI, opened: socket.socket, told: str) -> None:
-    """Prints `told` once the port answers. SIGTERM and SIGINT end it from then on: requests under way are answered
-    first.
+    """Prints `told` once the port answers. SIGTERM and SIGINT end it from then on: requests under
+    way are answered first.
     """
     server = make_server(app)
-    # The server takes the signals over, and sends those that it got on when it has ended; until then and meanwhile they
-    # come here.
+    # The server takes the signals over, and sends those that it got on when it has ended; until
+    # then and meanwhile they come here.
     before = {
         number: signal.signal(number, lambda *_: setattr(server, "should_exit", True))
         for number in (signal.SIGTERM, signal.SIGINT)
@@ -163,8 +177,11 @@ def serve_until_told(app: FastAPI, opened: socket.socket, told: str) -> None:
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:
-    """`run(sockets=[...])` serves until SIGTERM or SIGINT; requests under way are answered first."""
-    return uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=30))
+    """`run(sockets=[...])` serves until SIGTERM or SIGINT; requests under way are answered
+    first."""
+    return uvicorn.Server(
+        uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=30)
+    )
 
 
 async def _read_body(request: Request) -> bytes:
@@ -175,14 +192,18 @@ async def _read_body(request: Request) -> bytes:
                 body += part
                 if len(body) > MAX_REQUEST_BYTES:
                     raise BadRequest(
-                        f"the request has more than {MAX_REQUEST_BYTES:,} bytes: send fewer queries at once", 413
+                        f"the request has more than {MAX_REQUEST_BYTES:,} bytes: send fewer "
+                        "queries at once",
+                        413,
                     )
     except ClientDisconnect as error:
         raise BadRequest("the request broke off") from error
     except TimeoutError as error:
         if not timer.expired():
             raise
-        raise BadRequest(f"the request was not there within {MAX_READING_SECONDS:g} s: send it again", 408) from error
+        raise BadRequest(
+            f"the request was not there within {MAX_READING_SECONDS:g} s: send it again", 408
+        ) from error
     return bytes(body)
 
 
@@ -209,14 +230,22 @@ def _answer(index: Index, found: Sequence[Hits]) -> bytes:
         shown = []
         for position, score in hits:
             passage = index.passages[position]
-            hit = {"id": passage.id, "title": passage.title, "text": passage.text, "score": round(score, 6)}
+            hit = {
+                "id": passage.id,
+                "title": passage.title,
+                "text": passage.text,
+                "score": round(score, 6),
+            }
             shown.append(json.dumps(hit, ensure_ascii=False).encode())
             size += len(shown[-1])
             if size > MAX_ANSWER_BYTES:
                 raise BadRequest(
-                    f"the answer would have more than {MAX_ANSWER_BYTES:,} bytes: send fewer queries at once, or a "
-                    "smaller k",
+                    f"the answer would have more than {MAX_ANSWER_BYTES:,} bytes: send fewer "
+                    "queries at once, or a smaller k",
                     413,
                 )
         results.append(b"[" + b",".join(shown) + b"]")
-    return b'{"version":%b,"results":[%b]}' % (json.dumps(index.version).encode(), b",".join(results))
+    return b'{"version":%b,"results":[%b]}' % (
+        json.dumps(index.version).encode(),
+        b",".join(results),
+    )

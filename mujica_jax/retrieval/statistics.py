@@ -1,4 +1,5 @@
-"""What a retriever or a graph has done since it was made, as `metrics.jsonl` and the end of a run show it."""
+"""What a retriever or a graph has done since it was made, as `metrics.jsonl` and the end of a run
+show it."""
 
 import contextlib
 import dataclasses
@@ -22,12 +23,15 @@ class RetrievalStatistics:
     waiting_seconds: float = 0.0  # of all queries, from their arrival to their answer
 
     def with_more(self, **amounts: float) -> "RetrievalStatistics":
-        return dataclasses.replace(self, **{name: getattr(self, name) + amount for name, amount in amounts.items()})
+        return dataclasses.replace(
+            self, **{name: getattr(self, name) + amount for name, amount in amounts.items()}
+        )
 
     def sentence(self) -> str:
         return (
-            f"{self.queries:,} searches ({self.cached:,} cached, {self.shared:,} shared, {self.failed:,} failed) in "
-            f"{self.batches:,} batches: {self.encode_seconds:.1f} s encoding, {self.search_seconds:.1f} s searching"
+            f"{self.queries:,} searches ({self.cached:,} cached, {self.shared:,} shared, "
+            f"{self.failed:,} failed) in {self.batches:,} batches: {self.encode_seconds:.1f} s "
+            f"encoding, {self.search_seconds:.1f} s searching"
         )
 
 

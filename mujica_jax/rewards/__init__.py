@@ -1,4 +1,5 @@
-"""Rewards of an episode, by the names that a configuration gives them. `run_episodes` applies one after each episode.
+"""Rewards of an episode, by the names that a configuration gives them. `run_episodes` applies one
+after each episode.
 
 | name | total | best |
 |---|---|---|
@@ -8,12 +9,12 @@
 | `judge` | 1 if a language model says that the answer means the same as a gold one | 1 |
 | `staged` | answer, search and format, by stages of training (`staged.py`) | 2 |
 
-A reward reads the trajectory that the agent recorded, which holds only what the model generated as answer; an episode
-without an answer earns nothing for it. An episode whose search failed earns nothing and counts nowhere. Scores shown to
-users come from `metrics`, never from here.
+A reward reads the trajectory that the agent recorded, which holds only what the model generated as
+answer; an episode without an answer earns nothing for it. An episode whose search failed earns
+nothing and counts nowhere. Scores shown to users come from `metrics`, never from here.
 
-A reward may be asynchronous. Where it cannot be had (a judge does not answer), it raises `NoVerdict`, and the episode
-counts in no group, mean or threshold.
+A reward may be asynchronous. Where it cannot be had (a judge does not answer), it raises
+`NoVerdict`, and the episode counts in no group, mean or threshold.
 """
 
 import dataclasses
@@ -40,11 +41,14 @@ ILL_FORMED_ENDS = (
 
 
 Parts = Callable[[Score, Trajectory], Reward | Awaitable[Reward]]
-Correctness = Callable[[Question, str | None], Awaitable[bool]]  # of an answer, None where there is none
+Correctness = Callable[
+    [Question, str | None], Awaitable[bool]
+]  # of an answer, None where there is none
 
 
 class NoVerdict(Exception):
-    """A reward cannot be given; the sentence says why. The environment is at fault, not the policy."""
+    """A reward cannot be given; the sentence says why. The environment is at fault, not the
+    policy."""
 
 
 def f1(answer: Score, trajectory: Trajectory) -> Reward:
@@ -61,8 +65,11 @@ def judged(answer: Score, trajectory: Trajectory) -> Reward:
 
 
 def is_well_formed(trajectory: Trajectory) -> bool:
-    """No turn that its parser refused ended the episode, and the agent counted nothing malformed."""
-    malformed = sum(count for name, count in trajectory.counts.items() if name.startswith(MALFORMED))
+    """No turn that its parser refused ended the episode, and the agent counted nothing
+    malformed."""
+    malformed = sum(
+        count for name, count in trajectory.counts.items() if name.startswith(MALFORMED)
+    )
     return trajectory.stop_reason not in ILL_FORMED_ENDS and not malformed
 
 
@@ -77,8 +84,8 @@ REWARDS: dict[str, Parts] = {"f1": f1, "em": exact_match, "f1_format": f1_and_fo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A reward under a task's scoring rule. `best` is the best total there can be (`r_sup` in the Mujica-MyGO paper):
-    thresholds are measured against it."""
+    """A reward under a task's scoring rule. `best` is the best total there can be (`r_sup` in the
+    Mujica-MyGO paper): thresholds are measured against it."""
 
     rule: Rule
     of: Parts
@@ -117,12 +124,18 @@ class RewardFunction:
         numbers = [found.total, *found.parts.values()] if has_parts else [None]
         if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
             name = getattr(self.of, "__name__", self.of)
-            raise UserError(f"the reward {name} gave {found!r}; it must return a Reward of finite numbers")
+            raise UserError(
+                f"the reward {name} gave {found!r}; it must return a Reward of finite numbers"
+            )
         return found
 
     def at(self, round_number: int) -> "RewardFunction":
         """What an episode of this round earns."""
-        return self if self.of_round is None else dataclasses.replace(self, of=self.of_round(round_number))
+        return (
+            self
+            if self.of_round is None
+            else dataclasses.replace(self, of=self.of_round(round_number))
+        )
 
 
 def find_reward(
@@ -134,8 +147,9 @@ def find_reward(
 ) -> RewardFunction:
     """Return the reward of this name.
 
-    `staged` and `similarity` are for the reward `staged`; only its part `search` compares queries. `judge` is for those
-    rewards that need one (`needs_judge`). Raises UserError with the nearest name if there is no such reward.
+    `staged` and `similarity` are for the reward `staged`; only its part `search` compares queries.
+    `judge` is for those rewards that need one (`needs_judge`). Raises UserError with the nearest
+    name if there is no such reward.
     """
     staged = staged or StagedRewardConfig()
     if name not in (*REWARDS, STAGED, JUDGE):
@@ -144,7 +158,9 @@ def find_reward(
         judge = None
     elif judge is None:
         correctness = f" with staged.correctness {staged.correctness}" if name == STAGED else ""
-        raise UserError(f"the reward {name}{correctness} asks a judge and there is none: give --judge.base-url")
+        raise UserError(
+            f"the reward {name}{correctness} asks a judge and there is none: give --judge.base-url"
+        )
     if name == STAGED:
         return _staged(rule, staged, similarity, judge)
     return RewardFunction(rule=rule, of=judged if name == JUDGE else REWARDS[name], judge=judge)
@@ -158,8 +174,12 @@ def _staged(
 
         def of(answer: Score, trajectory: Trajectory) -> Reward:
             given = {"stage": stage, "config": config, "similarity": similarity}
-            return staged_reward(answer, trajectory, well_formed=is_well_formed(trajectory), **given)
+            return staged_reward(
+                answer, trajectory, well_formed=is_well_formed(trajectory), **given
+            )
 
         return of
 
-    return RewardFunction(rule=rule, of=of_round(0), best=best_reward(config), of_round=of_round, judge=judge)
+    return RewardFunction(
+        rule=rule, of=of_round(0), best=best_reward(config), of_round=of_round, judge=judge
+    )

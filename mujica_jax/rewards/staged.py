@@ -1,4 +1,5 @@
-"""The rewards of "Learning When to Search" (section 3.3), for an agent that decides itself whether to search.
+"""The rewards of "Learning When to Search" (section 3.3), for an agent that decides itself whether
+to search.
 
     total  = answer + search + format                                                       (equation 12)
     format = 1 if every turn has one of the permitted shapes and the episode is answered, else -1    (equation 6)
@@ -8,16 +9,19 @@
     answer, second stage = 1 - beta searches if right, else -1                              (equation 11)
     answer, unified      = 1 - beta searches if right, else -1 + beta searches              (table 2)
 
-The first stage teaches to search, the second one to leave it where it is not needed. With `unified` there are no
-stages, as in the paper's table 2; the paper gives that reward in words only. Differences from the paper:
+The first stage teaches to search, the second one to leave it where it is not needed. With `unified`
+there are no stages, as in the paper's table 2; the paper gives that reward in words only.
+Differences from the paper:
 
-- Equation 8 divides the sum over pairs by N (N - 1), half of the mean that the text describes; this is the mean.
-- An answer is right if it is an exact match under the task's rule. The paper asks a language model, which
-  `correctness` judge does here.
+- Equation 8 divides the sum over pairs by N (N - 1), half of the mean that the text describes; this
+  is the mean.
+- An answer is right if it is an exact match under the task's rule. The paper asks a language model,
+  which `correctness` judge does here.
 - The rules of a concise query are not published; `is_concise` has ours.
-- A stage that is switched off gives 1 or -1 whatever was searched, as section 4.5 describes its ablations.
-- How alike two queries are comes from outside (`retrieval.text.similarity`): counts of words, or an embedder, as the
-  paper has it.
+- A stage that is switched off gives 1 or -1 whatever was searched, as section 4.5 describes its
+  ablations.
+- How alike two queries are comes from outside (`retrieval.text.similarity`): counts of words, or an
+  embedder, as the paper has it.
 
 As printed, a wrong answer of the first stage earns more than 0 from four searches on.
 """
@@ -35,7 +39,8 @@ Similarity = Callable[[str, Sequence[str]], list[float]]  # of a text to each of
 
 _WORD = re.compile(r"\w+")
 QUESTION_WORDS = frozenset(
-    "who whom whose what which when where why how is are was were do does did can please tell find give".split()
+    "who whom whose what which when where why how is are was were do does did can please tell find "
+    "give".split()
 )
 PREPOSITIONS = frozenset("about at by for from in into of on to with".split())
 
@@ -53,12 +58,18 @@ def staged_reward(
     queries = [search.query for search in trajectory.searches]
     parts: dict[str, float] = {}
     if config.answer:
-        parts["answer"] = answer_reward(right=answer.em == 1.0, searches=len(queries), stage=stage, config=config)
+        parts["answer"] = answer_reward(
+            right=answer.em == 1.0, searches=len(queries), stage=stage, config=config
+        )
     if config.search:
         assert similarity is not None, "the part `search` compares queries"
-        parts["search"] = search_reward(queries, max_words=config.max_query_words, similarity=similarity)
+        parts["search"] = search_reward(
+            queries, max_words=config.max_query_words, similarity=similarity
+        )
     if config.format:
-        parts["format"] = 1.0 if well_formed and trajectory.stop_reason is StopReason.ANSWERED else -1.0
+        parts["format"] = (
+            1.0 if well_formed and trajectory.stop_reason is StopReason.ANSWERED else -1.0
+        )
     return Reward(total=sum(parts.values()), parts=parts)
 
 
@@ -68,7 +79,8 @@ def best_reward(config: StagedRewardConfig) -> float:
 
 
 def answer_reward(*, right: bool, searches: int, stage: int, config: StagedRewardConfig) -> float:
-    """Return the answer's part by equation 10 or 11, or by both at once where there are no stages."""
+    """Return the answer's part by equation 10 or 11, or by both at once where there are no
+    stages."""
     searched = config.beta * searches
     is_softened = config.unified or (stage == 1 and config.stage_one)
     is_lessened = config.unified or (stage == 2 and config.stage_two)
@@ -85,7 +97,9 @@ def search_reward(queries: Sequence[str], *, max_words: int, similarity: Similar
 
 def mean_similarity(queries: Sequence[str], similarity: Similarity) -> float:
     """Over the pairs of two or more."""
-    pairs = (similarity(query, queries[place:]) for place, query in enumerate(queries[:-1], start=1))
+    pairs = (
+        similarity(query, queries[place:]) for place, query in enumerate(queries[:-1], start=1)
+    )
     return statistics.fmean(itertools.chain.from_iterable(pairs))
 
 

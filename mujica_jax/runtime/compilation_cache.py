@@ -1,7 +1,8 @@
 """Compiled programs are kept between starts. `train` and `eval` ask for it before they compile.
 
-Of a job on several hosts JAX lets process 0 alone write: what all run together the others find where they see the same
-folder, and programs for their own devices (the engine's) they compile at each start.
+Of a job on several hosts JAX lets process 0 alone write: what all run together the others find
+where they see the same folder, and programs for their own devices (the engine's) they compile at
+each start.
 """
 
 import jax

@@ -1,16 +1,18 @@
 """Several processes, usually one a host, that train as one job.
 
-A job starts before anything else of JAX is used: on a TPU pod from what the pod says of itself, elsewhere from an
-explicit coordinator (`DistributedConfig`). Then the processes run the same program and agree at four kinds of places:
+A job starts before anything else of JAX is used: on a TPU pod from what the pod says of itself,
+elsewhere from an explicit coordinator (`DistributedConfig`). Then the processes run the same
+program and agree at four kinds of places:
 
     barrier(name)               all wait for all, at most `barrier_seconds`; a process that does not come is named
     broadcast(name, decide)     process 0 decides, all get its answer: where a clock or a disk decides for all
     exchange(name, own)         all get what each of them has
     primary_first(name, work)   process 0 does the work first; what it created once, the others find
 
-A lost process is named within `deadline_seconds` (`heartbeat`), one that ends by itself leaves a shutdown notice
-(`abort`). All of it goes through JAX's coordination service: `multihost_utils` has collectives for the same, which wait
-for ever and name nobody. With one process all of this is nothing: no import, no thread, no wait.
+A lost process is named within `deadline_seconds` (`heartbeat`), one that ends by itself leaves a
+shutdown notice (`abort`). All of it goes through JAX's coordination service: `multihost_utils` has
+collectives for the same, which wait for ever and name nobody. With one process all of this is
+nothing: no import, no thread, no wait.
 """
 
 import contextlib
@@ -35,11 +37,18 @@ if TYPE_CHECKING:
     from mujica_jax.runtime.heartbeat import Heartbeat
 
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")  # one of them exists where a TPU is
-HEARTBEAT_FRACTION = 0.6  # of the deadline: JAX's own timeout may come a quarter late, and is then looked into
-PREEMPTED, SHUTDOWN = "notice/preempted", "notice/shutdown"  # keys in the job's store; the first notice of each counts
+HEARTBEAT_FRACTION = (
+    0.6  # of the deadline: JAX's own timeout may come a quarter late, and is then looked into
+)
+PREEMPTED, SHUTDOWN = (
+    "notice/preempted",
+    "notice/shutdown",
+)  # keys in the job's store; the first notice of each counts
 DAY_SECONDS = 86_400.0
 SHUTDOWN_BARRIER_SECONDS = 6.0  # a lost process never comes
-SHUTDOWN_SECONDS = 8.0  # after a preemption's grace time of 20 s; platforms kill 30 s after the notice
+SHUTDOWN_SECONDS = (
+    8.0  # after a preemption's grace time of 20 s; platforms kill 30 s after the notice
+)
 Result = TypeVar("Result")
 
 
@@ -58,7 +67,8 @@ class Job:
     barrier_seconds: float = 0.0
     client: Any = None  # JAX's client of the coordination service: key-value store and barriers
     heartbeat: "Heartbeat | None" = None
-    agreements: int = 0  # so far: every process counts the same, and every barrier and broadcast has a name of its own
+    # so far: every process counts the same, and every barrier and broadcast has a name of its own
+    agreements: int = 0
     # Taken by the thread that ends the process.
     ending: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
@@ -76,14 +86,26 @@ def start(config: DistributedConfig, on_preemption: Callable[[int], object]) -> 
     if (place := _place(config)) is None:
         return
     coordinator, count, number = place
-    hosts = rendezvous(coordinator, count, number, host=socket.gethostname(), deadline_seconds=config.deadline_seconds)
+    hosts = rendezvous(
+        coordinator,
+        count,
+        number,
+        host=socket.gethostname(),
+        deadline_seconds=config.deadline_seconds,
+    )
     import jax
-    from jax._src.distributed import global_state  # the client has no public name; Orbax takes it from here too
+    from jax._src.distributed import (
+        global_state,
+    )  # the client has no public name; Orbax takes it from here too
 
     from mujica_jax.runtime.heartbeat import Heartbeat
 
-    jax.config.update("jax_enable_preemption_service", False)  # it would keep SIGTERM for training steps alone
-    jax.config.update("jax_enable_recoverability", True)  # a lost process is named by `heartbeat`, not aborted by JAX
+    jax.config.update(
+        "jax_enable_preemption_service", False
+    )  # it would keep SIGTERM for training steps alone
+    jax.config.update(
+        "jax_enable_recoverability", True
+    )  # a lost process is named by `heartbeat`, not aborted by JAX
     jax.distributed.initialize(
         coordinator,
         count,
@@ -104,7 +126,10 @@ def start(config: DistributedConfig, on_preemption: Callable[[int], object]) -> 
         heartbeat=heartbeat,
     )
     heartbeat.start()
-    for key, heard in ((PREEMPTED, lambda sender, signal: on_preemption(signal)), (SHUTDOWN, _on_shutdown)):
+    for key, heard in (
+        (PREEMPTED, lambda sender, signal: on_preemption(signal)),
+        (SHUTDOWN, _on_shutdown),
+    ):
         threading.Thread(target=_wait_for_notice, args=(key, heard), name=key, daemon=True).start()
 
 
@@ -120,7 +145,9 @@ def host() -> str:
 def address() -> str:
     """The IPv4 address of this machine in the network of the job."""
     name, _, port = _job.coordinator.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:  # connecting a datagram socket sends nothing
+    with socket.socket(
+        socket.AF_INET, socket.SOCK_DGRAM
+    ) as unsent:  # connecting a datagram socket sends nothing
         unsent.connect((name, int(port) or 1))
         return unsent.getsockname()[0]
 
@@ -140,7 +167,8 @@ def shard_for_process(items: Iterable[Result]) -> list[Result]:
 
 
 def barrier(name: str) -> None:
-    """Wait until every process is here. Raises HostMissing naming those that do not come within `barrier_seconds`."""
+    """Wait until every process is here. Raises HostMissing naming those that do not come within
+    `barrier_seconds`."""
     if processes() == 1:
         return
     client, key = _job.client, _key(name)
@@ -157,7 +185,9 @@ def broadcast(name: str, decide: Callable[[], Any]) -> Any:
     if is_primary():
         _job.client.key_value_set(key, json.dumps(decide()))
     with _bounded(name, lambda: [0]):
-        return json.loads(_job.client.blocking_key_value_get(key, _milliseconds(_job.barrier_seconds)))
+        return json.loads(
+            _job.client.blocking_key_value_get(key, _milliseconds(_job.barrier_seconds))
+        )
 
 
 def exchange(name: str, own: Any) -> list[Any]:
@@ -182,7 +212,8 @@ def primary_first(name: str, work: Callable[[], Result]) -> Result:
 
 
 def finish() -> None:
-    """The end of a job that went well: ends all processes together with status 0. Returns only if there are no others.
+    """The end of a job that went well: ends all processes together with status 0. Returns only if
+    there are no others.
 
     An orderly end of the interpreter would meet threads that wait in JAX's client, and crash.
     """
@@ -193,13 +224,15 @@ def finish() -> None:
 
 
 def announce_preemption(signal: int) -> None:
-    """This process was asked to end: the others hear of it. Returns at once, also where the store hangs."""
+    """This process was asked to end: the others hear of it. Returns at once, also where the store
+    hangs."""
     if processes() > 1:
         threading.Thread(target=_announce, args=(PREEMPTED, signal), daemon=True).start()
 
 
 def abort(sentence: str, status: int) -> None:
-    """This process ends by itself, and so do the others, which are told why. Returns only if there are no others."""
+    """This process ends by itself, and so do the others, which are told why. Returns only if there
+    are no others."""
     if processes() > 1:
         with _job.ending:
             _announce(SHUTDOWN, [status, sentence])
@@ -207,17 +240,23 @@ def abort(sentence: str, status: int) -> None:
 
 
 def abort_with_traceback() -> None:
-    """As `abort`, by the error that is handled, unless it only shows that another process has ended or is lost."""
+    """As `abort`, by the error that is handled, unless it only shows that another process has ended
+    or is lost."""
     if processes() > 1:
-        with _job.ending:  # never free again if another thread ends this process: a shutdown notice came
+        with (
+            _job.ending
+        ):  # never free again if another thread ends this process: a shutdown notice came
             pass
         traceback.print_exc()
-        time.sleep(_job.deadline_seconds)  # in here `heartbeat` ends this process if another one is lost
+        time.sleep(
+            _job.deadline_seconds
+        )  # in here `heartbeat` ends this process if another one is lost
         abort("an error of the program, which its output shows", 1)
 
 
 def _place(config: DistributedConfig) -> tuple[str, int, int] | None:
-    """Coordinator, number of processes, and this one's. JAX is asked for those of a pod only where there is a TPU."""
+    """Coordinator, number of processes, and this one's. JAX is asked for those of a pod only where
+    there is a TPU."""
     if config.coordinator is not None:
         return config.coordinator, config.processes, config.process
     asked_for = os.environ.get("JAX_PLATFORMS", "tpu")
@@ -234,7 +273,9 @@ def _place(config: DistributedConfig) -> tuple[str, int, int] | None:
 
 
 def _announce(key: str, what: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # of JAX: another process was first, or process 0 is gone
+    with contextlib.suppress(
+        RuntimeError
+    ):  # of JAX: another process was first, or process 0 is gone
         _job.client.key_value_set(key, json.dumps([_job.process, what]))
 
 
@@ -242,7 +283,9 @@ def _wait_for_notice(key: str, heard: Callable[[int, Any], object]) -> None:
     from jax.errors import JaxRuntimeError
 
     with contextlib.suppress(JaxRuntimeError):  # the job is over, or process 0 is gone
-        sender, what = json.loads(_job.client.blocking_key_value_get(key, _milliseconds(365 * DAY_SECONDS)))
+        sender, what = json.loads(
+            _job.client.blocking_key_value_get(key, _milliseconds(365 * DAY_SECONDS))
+        )
         if sender != _job.process:
             heard(sender, what)
 
@@ -255,13 +298,16 @@ def _on_shutdown(sender: int, notice: tuple[int, str]) -> None:
 
 
 def _exit_together(status: int) -> None:
-    """All processes have read the notice before one of them ends, and process 0, which holds the store, ends last."""
+    """All processes have read the notice before one of them ends, and process 0, which holds the
+    store, ends last."""
     assert _job.heartbeat is not None, "the job was started"
     _job.heartbeat.stop(status)
     with contextlib.suppress(OSError):  # the reader may be gone
         sys.stdout.flush()
         sys.stderr.flush()
-    at_the_latest = threading.Timer(SHUTDOWN_SECONDS, os._exit, (status,))  # where process 0 hangs, so does the barrier
+    at_the_latest = threading.Timer(
+        SHUTDOWN_SECONDS, os._exit, (status,)
+    )  # where process 0 hangs, so does the barrier
     at_the_latest.daemon = True
     at_the_latest.start()
     with contextlib.suppress(RuntimeError):  # of JAX: one of them is gone
@@ -280,13 +326,17 @@ def _bounded(name: str, missing: Callable[[], list[int]]):
             raise
         names = " and ".join(f"process {number} on {_job.hosts[number]}" for number in missing())
         raise HostMissing(
-            f"{names} did not come to '{name}' within {_job.barrier_seconds:g} s (distributed.barrier_seconds), where "
-            f"process {_job.process} on {host()} waits: look at the output there, or raise it"
+            f"{names} did not come to '{name}' within {_job.barrier_seconds:g} s "
+            f"(distributed.barrier_seconds), where process {_job.process} on {host()} waits: look "
+            "at the output there, or raise it"
         ) from error
 
 
 def _not_arrived(key: str) -> list[int]:
-    arrived = {int(place.rpartition("/")[2]) for place, _ in _job.client.key_value_dir_get(f"arrived/{key}/")}
+    arrived = {
+        int(place.rpartition("/")[2])
+        for place, _ in _job.client.key_value_dir_get(f"arrived/{key}/")
+    }
     return [number for number in range(processes()) if number not in arrived]
 
 

@@ -6,15 +6,18 @@ from typing import Any
 from mujica_jax.errors import UserError
 
 
-def import_extra(package: str, wanted_by: str, *, extra: str | None = None, otherwise: str = "") -> Any:
-    """The package, which the extra of that name brings. For a user who has not installed it, `wanted_by` names the
-    setting that needs it, and `otherwise` what else can be done.
+def import_extra(
+    package: str, wanted_by: str, *, extra: str | None = None, otherwise: str = ""
+) -> Any:
+    """The package, which the extra of that name brings. For a user who has not installed it,
+    `wanted_by` names the setting that needs it, and `otherwise` what else can be done.
     """
     try:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         extra = extra or package
         raise UserError(
-            f"{wanted_by} needs the package {package} and {error.name} is not installed: install the extra `{extra}`, "
-            f"as in `pip install -e '.[{extra}]'` where mujica_jax was cloned{otherwise}"
+            f"{wanted_by} needs the package {package} and {error.name} is not installed: install "
+            f"the extra `{extra}`, as in `pip install -e '.[{extra}]'` where mujica_jax was "
+            f"cloned{otherwise}"
         ) from None

@@ -1,14 +1,15 @@
-"""Do the other processes of the job live? JAX's service knows; this process says which one is lost, and ends.
+"""Do the other processes of the job live? JAX's service knows; this process says which one is lost,
+and ends.
 
-JAX sends the heartbeats, from threads that no Python holds up. Left to itself it would abort every process with a page
-about its service, so the job is started as recoverable: then a lost process ends no other one, and `get_live_nodes` no
-longer lists it.
+JAX sends the heartbeats, from threads that no Python holds up. Left to itself it would abort every
+process with a page about its service, so the job is started as recoverable: then a lost process
+ends no other one, and `get_live_nodes` no longer lists it.
 
     a thread     asks `get_live_nodes` again and again; it returns when every living process has asked too
     SIGABRT      the service lives in process 0, and a client that has lost it still aborts: the handler says so
 
-A process that waits in a collective for a lost one would wait for ever. Ending in the middle is allowed: what was saved
-is whole.
+A process that waits in a collective for a lost one would wait for ever. Ending in the middle is
+allowed: what was saved is whole.
 """
 
 import contextlib
@@ -31,22 +32,36 @@ GO_ON = "what was saved is in the run directory, and the same command on all hos
 class Heartbeat:
     """Watches from `start` to `stop`. `client` is JAX's client of its coordination service."""
 
-    def __init__(self, client: Any, hosts: Sequence[str], process: int, *, deadline_seconds: float) -> None:
-        self._client, self._hosts, self._process, self._deadline = client, hosts, process, deadline_seconds
+    def __init__(
+        self, client: Any, hosts: Sequence[str], process: int, *, deadline_seconds: float
+    ) -> None:
+        self._client, self._hosts, self._process, self._deadline = (
+            client,
+            hosts,
+            process,
+            deadline_seconds,
+        )
         self._stopped = threading.Event()
         self._status: int | None = None
-        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self.on_abort)  # kept: C holds no reference
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(
+            self.on_abort
+        )  # kept: C holds no reference
 
     def start(self) -> None:
         if self._process > 0:
-            # Not `signal.signal`, whose handlers run in the main thread: this one must run before the abort goes on.
+            # Not `signal.signal`, whose handlers run in the main thread: this one must run before
+            # the abort goes on.
             library = ctypes.CDLL(None)
-            library.signal.argtypes, library.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
+            library.signal.argtypes, library.signal.restype = (
+                (ctypes.c_int, ctypes.c_void_p),
+                ctypes.c_void_p,
+            )
             library.signal(signal.SIGABRT, ctypes.cast(self._handler, ctypes.c_void_p))
         threading.Thread(target=self.watch, name="heartbeat", daemon=True).start()
 
     def stop(self, status: int) -> None:
-        """From here on other processes may end, and this one is about to end with that status, whatever comes."""
+        """From here on other processes may end, and this one is about to end with that status,
+        whatever comes."""
         self._status = status
         self._stopped.set()
 
@@ -56,7 +71,9 @@ class Heartbeat:
         while not self._stopped.wait(SECONDS_BETWEEN):
             try:
                 living = self._client.get_live_nodes(list(processes))
-            except JaxRuntimeError:  # process 0 is lost, or the job is over: JAX aborts, or it does not
+            except (
+                JaxRuntimeError
+            ):  # process 0 is lost, or the job is over: JAX aborts, or it does not
                 return
             if lost := [process for process in processes if process not in living]:
                 self._end(lost)
@@ -75,7 +92,9 @@ class Heartbeat:
             with contextlib.suppress(JaxRuntimeError):
                 answers.append(self._client.key_value_dir_get("heartbeat/"))
 
-        asking = threading.Thread(target=ask, daemon=True)  # JAX's client may hold a lock while it aborts
+        asking = threading.Thread(
+            target=ask, daemon=True
+        )  # JAX's client may hold a lock while it aborts
         asking.start()
         asking.join(min(MAX_SECONDS_TO_ANSWER, self._deadline / 10))
         return bool(answers)
@@ -85,8 +104,10 @@ class Heartbeat:
             return
         names = " and ".join(self._name(process) for process in lost)
         print(
-            f"\n{names} {'are' if len(lost) > 1 else 'is'} lost, without a heartbeat for up to {self._deadline:g} s "
-            f"(distributed.deadline_seconds), so {self._name(self._process)} ends too: {GO_ON}",
+            "\n"
+            f"{names} {'are' if len(lost) > 1 else 'is'} lost, without a heartbeat for up to "
+            f"{self._deadline:g} s (distributed.deadline_seconds), so {self._name(self._process)} "
+            f"ends too: {GO_ON}",
             file=sys.stderr,
             flush=True,
         )

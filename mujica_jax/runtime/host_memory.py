@@ -1,10 +1,10 @@
-"""The memory of the host: how much is free, how much was used, and a setting of the C library that decides how fast JAX
-trains on a CPU.
+"""The memory of the host: how much is free, how much was used, and a setting of the C library that
+decides how fast JAX trains on a CPU.
 
-XLA allocates a program's temporaries at every call. glibc hands blocks of that size straight from and back to the
-kernel, so each training step faults in and clears some 100 MB page by page: measured on a decoder of width 64 with 16
-rows of 256 tokens, 80 of 160 ms of processor time. Kept in the process, the memory is touched once. Entry points that
-compute on a CPU call this first.
+XLA allocates a program's temporaries at every call. glibc hands blocks of that size straight from
+and back to the kernel, so each training step faults in and clears some 100 MB page by page:
+measured on a decoder of width 64 with 16 rows of 256 tokens, 80 of 160 ms of processor time. Kept
+in the process, the memory is touched once. Entry points that compute on a CPU call this first.
 """
 
 import ctypes
@@ -19,20 +19,24 @@ MAX_INT = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Ask glibc never to return freed memory to the kernel. False where the C library is another one; nothing is lost
-    then.
+    """Ask glibc never to return freed memory to the kernel. False where the C library is another
+    one; nothing is lost then.
 
-    One arena, because the heaps of further ones cannot hold blocks above 64 MB. Call it first of all: threads that were
-    started before, by any library, have arenas of their own, and XLA's threads then share them (23,000 pages were
-    faulted in at every step of the tiny world, none after a call at the start).
+    One arena, because the heaps of further ones cannot hold blocks above 64 MB. Call it first of
+    all: threads that were started before, by any library, have arenas of their own, and XLA's
+    threads then share them (23,000 pages were faulted in at every step of the tiny world, none
+    after a call at the start).
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: MAX_INT, M_TOP_PAD: 256 << 20, M_ARENA_MAX: 1}
-    return mallopt is not None and all(mallopt(name, value) == 1 for name, value in settings.items())
+    return mallopt is not None and all(
+        mallopt(name, value) == 1 for name, value in settings.items()
+    )
 
 
 def available_bytes() -> int:
-    """Memory that a process can still have without swapping; all there is where the system does not say."""
+    """Memory that a process can still have without swapping; all there is where the system does not
+    say."""
     file = pathlib.Path("/proc/meminfo")
     if file.exists():
         for line in file.read_text().splitlines():

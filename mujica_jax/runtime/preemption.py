@@ -1,20 +1,22 @@
-"""Asked to end: SIGTERM, Ctrl-C or a multi-host job's preemption notice, heard at any time and polled by the loops of
-every phase.
+"""Asked to end: SIGTERM, Ctrl-C or a multi-host job's preemption notice, heard at any time and
+polled by the loops of every phase.
 
-A signal raises nothing, least of all inside a library. A thread hears it, even while the main thread is inside a
-compiler and runs no Python, and the next loop that polls ends the program: it saves what it has to save and raises
-`Preempted`, which `exit_status` turns into one sentence and an exit status for the entry points.
+A signal raises nothing, least of all inside a library. A thread hears it, even while the main
+thread is inside a compiler and runs no Python, and the next loop that polls ends the program: it
+saves what it has to save and raises `Preempted`, which `exit_status` turns into one sentence and an
+exit status for the entry points.
 
     SIGTERM   status 0. If no loop has polled within GRACE_SECONDS (a long compilation or load, neither can be
               interrupted), the process ends there and then.
     Ctrl-C    status 130; a second one ends the process at once.
 
-Before the first phase there is nothing to save, so either ends the process at once. Ending anywhere is allowed because
-all that a program writes survives SIGKILL at any moment.
+Before the first phase there is nothing to save, so either ends the process at once. Ending anywhere
+is allowed because all that a program writes survives SIGKILL at any moment.
 
-In a job of several processes the one that is asked tells the others. A training step takes all of them, so process 0
-decides before each one whether to stop, and all get its answer; outside of training each ends where it polls next.
-(JAX's own agreement, `multihost_utils.reached_preemption_sync_point`, is for training steps alone and keeps SIGTERM to
+In a job of several processes the one that is asked tells the others. A training step takes all of
+them, so process 0 decides before each one whether to stop, and all get its answer; outside of
+training each ends where it polls next. (JAX's own agreement,
+`multihost_utils.reached_preemption_sync_point`, is for training steps alone and keeps SIGTERM to
 itself.)
 """
 
@@ -31,7 +33,8 @@ from typing import Any
 from mujica_jax.errors import UserError
 from mujica_jax.runtime import distributed
 
-GRACE_SECONDS = 20.0  # platforms kill 30 s after the notice at the earliest; what is left is for printing one line
+# platforms kill 30 s after the notice at the earliest; what is left is for printing one line
+GRACE_SECONDS = 20.0
 KEPT = "what was finished is kept"
 INTERRUPTED = 130  # exit status of a shell's Ctrl-C
 USER_ERROR = 2
@@ -40,17 +43,22 @@ ELSEWHERE = 128  # added to the number of a signal that came to another process
 
 
 class Preempted(Exception):
-    """The program ends here because it was asked to. Its text says where it was and what is kept."""
+    """The program ends here because it was asked to. Its text says where it was and what is
+    kept."""
 
 
 class Preemption:
     """Whether this process was asked to end. A context manager: signals are heard inside it."""
 
     def __init__(
-        self, *, kept: str = KEPT, end: Callable[[int], Any] = os._exit, grace_seconds: float | None = None
+        self,
+        *,
+        kept: str = KEPT,
+        end: Callable[[int], Any] = os._exit,
+        grace_seconds: float | None = None,
     ) -> None:
-        """`kept` says what an end in the middle of a phase leaves, unless the phase says otherwise; `end` ends the
-        process.
+        """`kept` says what an end in the middle of a phase leaves, unless the phase says otherwise;
+        `end` ends the process.
         """
         self.phase: str | None = None  # None: nothing has begun
         self.then = ""  # what the user can do next; behind every closing sentence
@@ -63,7 +71,8 @@ class Preemption:
         self._handlers: dict[int, Any] = {}
 
     def on_notice(self, number: int) -> None:
-        """Another process of the job was asked to end, by the signal of this number: so is this one."""
+        """Another process of the job was asked to end, by the signal of this number: so is this
+        one."""
         if self._handlers:
             os.write(self._writing, bytes([number + ELSEWHERE]))
         else:
@@ -71,12 +80,14 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Polled by loops, which end on True: from then on the process is not ended in the middle."""
+        """Polled by loops, which end on True: from then on the process is not ended in the
+        middle."""
         self._answered = self._answered or self._asked
         return self._answered
 
     def at_step(self) -> bool:
-        """As `requested`, polled once before every training step. All processes of a job get the same answer."""
+        """As `requested`, polled once before every training step. All processes of a job get the
+        same answer."""
         asked, status = distributed.broadcast("a training step", lambda: [self._asked, self.status])
         if not asked:
             return False
@@ -84,7 +95,8 @@ class Preemption:
         return self.requested
 
     def enter(self, phase: str, *, kept: str | None = None) -> None:
-        """A phase begins, named as the closing sentence names it. Ends the program here if that was asked for."""
+        """A phase begins, named as the closing sentence names it. Ends the program here if that was
+        asked for."""
         self.phase, self._kept = phase, self._default if kept is None else kept
         self.check()
 
@@ -101,8 +113,8 @@ class Preemption:
         return Preempted(self._sentence(self._kept if kept is None else kept))
 
     def exit_status(self, program: Callable[[], object]) -> int:
-        """Runs the program of an entry point. 0: done; 2: a mistake of the user's, in one sentence; else as asked to
-        end. The other processes of its job are told."""
+        """Runs the program of an entry point. 0: done; 2: a mistake of the user's, in one sentence;
+        else as asked to end. The other processes of its job are told."""
         with self:
             try:
                 program()
@@ -124,7 +136,10 @@ class Preemption:
             self._reading, self._writing = os.pipe()
             os.set_blocking(self._writing, False)
             self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-            self._handlers = {number: signal.signal(number, _nothing) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._handlers = {
+                number: signal.signal(number, _nothing)
+                for number in (signal.SIGTERM, signal.SIGINT)
+            }
             self._listener = threading.Thread(target=self._listen, name="preemption", daemon=True)
             self._listener.start()
         return self
@@ -141,7 +156,8 @@ class Preemption:
             self._handlers = {}
 
     def _listen(self) -> None:
-        """The interpreter writes the number of every signal here, from inside whatever it interrupts."""
+        """The interpreter writes the number of every signal here, from inside whatever it
+        interrupts."""
         deadline = None
         while True:
             wait = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -168,7 +184,11 @@ class Preemption:
             self._end_now()
         else:
             self._ask(signal.SIGINT, here)
-            print("\nending at the next safe point; Ctrl-C again ends at once", file=sys.stderr, flush=True)
+            print(
+                "\nending at the next safe point; Ctrl-C again ends at once",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _ask(self, number: int, here: bool) -> None:
         if self.phase is None:

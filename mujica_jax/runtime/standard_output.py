@@ -20,8 +20,8 @@ CANNOT_BE_WRITTEN = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno
 def run_program(main: Callable[[], int]) -> int | str | None:
     """Run an entry point and return its exit status.
 
-    A reader that closes the pipe early ends the program quietly, with status 141. Output that a full disk does not take
-    is one sentence and status 2.
+    A reader that closes the pipe early ends the program quietly, with status 141. Output that a
+    full disk does not take is one sentence and status 2.
     """
     _open_closed_streams()
     try:
@@ -39,7 +39,10 @@ def run_program(main: Callable[[], int]) -> int | str | None:
         if error.errno not in CANNOT_BE_WRITTEN or not _cannot_be_written(sys.stdout):
             raise
         discard(sys.stdout)
-        print(f"error: the output cannot be written ({error.strerror}): send it elsewhere", file=sys.stderr)
+        print(
+            f"error: the output cannot be written ({error.strerror}): send it elsewhere",
+            file=sys.stderr,
+        )
         return OUTPUT_LOST
     return status
 
@@ -52,10 +55,12 @@ def discard(stream: TextIO) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that were closed when the program was started. What is written to them is dropped.
+    """Open standard streams that were closed when the program was started. What is written to them
+    is dropped.
 
-    Python has None for a closed stream. Its number is taken as well: otherwise the next file that is opened would get
-    number 1 or 2, and a library that writes notices there would write into that file.
+    Python has None for a closed stream. Its number is taken as well: otherwise the next file that
+    is opened would get number 1 or 2, and a library that writes notices there would write into that
+    file.
     """
     for number in (0, 1, 2):
         try:

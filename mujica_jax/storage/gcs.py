@@ -1,12 +1,14 @@
-"""One bucket of Google Cloud Storage: requests with a deadline, bounded retries and generation preconditions.
+"""One bucket of Google Cloud Storage: requests with a deadline, bounded retries and generation
+preconditions.
 
-Requests are repeated as google-cloud-storage's `DEFAULT_RETRY` says, each as a whole. Each write carries a token in the
-object's metadata: a request whose answer was lost is sent again and meets its own object, which the token tells from
-another writer's, even where both wrote the same bytes. Uploads and downloads are compared with the service's CRC32C.
-This file is imported with the first bucket: google-cloud-storage takes 0.5 s.
+Requests are repeated as google-cloud-storage's `DEFAULT_RETRY` says, each as a whole. Each write
+carries a token in the object's metadata: a request whose answer was lost is sent again and meets
+its own object, which the token tells from another writer's, even where both wrote the same bytes.
+Uploads and downloads are compared with the service's CRC32C. This file is imported with the first
+bucket: google-cloud-storage takes 0.5 s.
 
-Access is that of every Google Cloud program (application default credentials); STORAGE_EMULATOR_HOST names another
-server.
+Access is that of every Google Cloud program (application default credentials);
+STORAGE_EMULATOR_HOST names another server.
 """
 
 import contextlib
@@ -63,8 +65,9 @@ class Bucket:
             self._client = storage.Client()
         except (DefaultCredentialsError, OSError) as error:
             raise UserError(
-                f"no Google Cloud credentials for gs://{name} were found ({str(error).splitlines()[0]}); run "
-                "`gcloud auth application-default login`, or choose a local path"
+                f"no Google Cloud credentials for gs://{name} were found "
+                f"({str(error).splitlines()[0]}); run `gcloud auth application-default login`, or "
+                "choose a local path"
             ) from error
         self._bucket = self._client.bucket(name)
         self._lock = threading.Lock()
@@ -77,7 +80,9 @@ class Bucket:
         """All objects whose names begin so, sorted, or the first ones."""
 
         def pages(**settings: Any) -> list[ObjectInfo]:
-            blobs = self._client.list_blobs(self.name, prefix=prefix, max_results=max_results, **settings)
+            blobs = self._client.list_blobs(
+                self.name, prefix=prefix, max_results=max_results, **settings
+            )
             return [_info(blob) for blob in blobs]
 
         return sorted(self._ask("listed", prefix, pages), key=lambda info: info.name)
@@ -87,15 +92,23 @@ class Bucket:
         return self._ask("read", name, self._bucket.blob(name).download_as_bytes, checksum="crc32c")
 
     def read_range(self, info: ObjectInfo, start: int, stop: int) -> bytes:
-        """Bytes `start` to `stop` of exactly this object. Raises FileNotFoundError, and UserError where it was
-        replaced.
+        """Bytes `start` to `stop` of exactly this object. Raises FileNotFoundError, and UserError
+        where it was replaced.
         """
-        span = {"start": start, "end": stop - 1, "checksum": None, "if_generation_match": info.generation}
+        span = {
+            "start": start,
+            "end": stop - 1,
+            "checksum": None,
+            "if_generation_match": info.generation,
+        }
         try:
-            return self._ask("read", info.name, self._bucket.blob(info.name).download_as_bytes, **span)
+            return self._ask(
+                "read", info.name, self._bucket.blob(info.name).download_as_bytes, **span
+            )
         except PreconditionFailed as error:
             raise UserError(
-                f"gs://{self.name}/{info.name} was replaced while it was read: start the command again"
+                f"gs://{self.name}/{info.name} was replaced while it was read: start the command "
+                "again"
             ) from error
 
     def download(self, name: str, path: Path, size_bytes: int) -> None:
@@ -104,7 +117,8 @@ class Bucket:
         self._ask("read", name, download, str(path), checksum="crc32c", size_bytes=size_bytes)
 
     def create(self, name: str, data: bytes | Path) -> bool:
-        """From bytes or a local file. False, and nothing changed, where the object exists already."""
+        """From bytes or a local file. False, and nothing changed, where the object exists
+        already."""
         while self._upload(name, data, generation=0, token=uuid.uuid4().hex) is None:
             if self.find(name) is not None:
                 return False  # otherwise it was removed in between: once more
@@ -115,11 +129,13 @@ class Bucket:
         self._upload(name, data, generation=None, token=uuid.uuid4().hex)
 
     def append(self, name: str, data: bytes, generation: int, token: str) -> int | None:
-        """The object's new generation, or None where its generation is another one: another process has written.
+        """The object's new generation, or None where its generation is another one: another process
+        has written.
 
-        A bucket cannot append: the new bytes become an object of their own, the service joins the two under the old
-        name, and the part is deleted. So the costs do not grow with the object. Generation 0: it does not exist yet.
-        Called again with the same token, after an interruption, it adds nothing twice.
+        A bucket cannot append: the new bytes become an object of their own, the service joins the
+        two under the old name, and the part is deleted. So the costs do not grow with the object.
+        Generation 0: it does not exist yet. Called again with the same token, after an
+        interruption, it adds nothing twice.
         """
         if generation == 0:
             return self._upload(name, data, generation=0, token=token)
@@ -128,35 +144,49 @@ class Bucket:
         whole = self._bucket.blob(name)
         whole.content_type = "application/octet-stream"
         sources = [self._bucket.blob(name), self._bucket.blob(part)]
-        joined = self._write_once(whole, token, whole.compose, sources, if_generation_match=generation)
+        joined = self._write_once(
+            whole, token, whole.compose, sources, if_generation_match=generation
+        )
         self.delete(part)
         return joined
 
     def delete(self, name: str, generation: int | None = None) -> None:
         """Nothing happens where it is gone, or where its generation is another one."""
         with contextlib.suppress(FileNotFoundError, PreconditionFailed):
-            self._ask("deleted", name, self._bucket.blob(name).delete, if_generation_match=generation)
+            self._ask(
+                "deleted", name, self._bucket.blob(name).delete, if_generation_match=generation
+            )
 
     def move(self, name: str, target: str) -> bool:
-        """Copies a small object, then deletes exactly what was copied. False where it is gone, or the target exists."""
+        """Copies a small object, then deletes exactly what was copied. False where it is gone, or
+        the target exists."""
         found = self.find(name)
         if found is None or not self.create(target, self.read(name)):
             return False
         self.delete(name, found.generation)
         return True
 
-    def _upload(self, name: str, data: bytes | Path, generation: int | None, token: str) -> int | None:
+    def _upload(
+        self, name: str, data: bytes | Path, generation: int | None, token: str
+    ) -> int | None:
         """The new generation; None where the object has another one than given."""
         blob = self._bucket.blob(name)
-        how = {"content_type": "application/octet-stream", "checksum": "crc32c", "if_generation_match": generation}
+        how = {
+            "content_type": "application/octet-stream",
+            "checksum": "crc32c",
+            "if_generation_match": generation,
+        }
         if isinstance(data, Path):
             size_bytes, write, given = data.stat().st_size, blob.upload_from_filename, str(data)
         else:
             size_bytes, write, given = len(data), blob.upload_from_string, data
         return self._write_once(blob, token, write, given, size_bytes=size_bytes, **how)
 
-    def _write_once(self, blob: Blob, token: str, write: Callable[..., Any], *what: Any, **options: Any) -> int | None:
-        """A write under a precondition: the object's new generation, also where only the answer to it was lost."""
+    def _write_once(
+        self, blob: Blob, token: str, write: Callable[..., Any], *what: Any, **options: Any
+    ) -> int | None:
+        """A write under a precondition: the object's new generation, also where only the answer to
+        it was lost."""
         name, blob.metadata = str(blob.name), {WRITER: token}
         try:
             self._ask("written", name, write, *what, **options)
@@ -168,19 +198,30 @@ class Bucket:
         return int(blob.generation or 0)
 
     def _ask(
-        self, done: str, name: str, method: Callable[..., Answer], *given: Any, size_bytes: int = 0, **options: Any
+        self,
+        done: str,
+        name: str,
+        method: Callable[..., Answer],
+        *given: Any,
+        size_bytes: int = 0,
+        **options: Any,
     ) -> Answer:
-        """Calls a method of the library until it is answered. Raises StoreUnavailable when that takes too long,
-        FileNotFoundError for an absent object, and UserError for what no retry mends.
+        """Calls a method of the library until it is answered. Raises StoreUnavailable when that
+        takes too long, FileNotFoundError for an absent object, and UserError for what no retry
+        mends.
         """
         where = f"gs://{self.name}/{name}"
         seconds = DEADLINE_SECONDS + size_bytes / MIN_BYTES_PER_SECOND
-        retry = DEFAULT_RETRY.with_delay(FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS, 2.0).with_timeout(seconds)
+        retry = DEFAULT_RETRY.with_delay(FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS, 2.0).with_timeout(
+            seconds
+        )
         attempts = 0
 
         def request() -> Answer:
             try:  # the library's own retry is off: it would be one inside the other
-                return method(*given, timeout=(CONNECT_SECONDS, REQUEST_SECONDS), retry=None, **options)
+                return method(
+                    *given, timeout=(CONNECT_SECONDS, REQUEST_SECONDS), retry=None, **options
+                )
             except DataCorruption as error:
                 raise ConnectionError(str(error)) from error
 
@@ -190,7 +231,9 @@ class Bucket:
             if attempts == MAX_ATTEMPTS:
                 raise exceptions.RetryError("too many attempts", error)
             if attempts >= WARNED_ATTEMPTS:
-                _log.warning("%s is asked again after %d attempts: %s", where, attempts, _reason(error))
+                _log.warning(
+                    "%s is asked again after %d attempts: %s", where, attempts, _reason(error)
+                )
             with self._lock:
                 self.retries += 1
 
@@ -198,17 +241,23 @@ class Bucket:
             return retry(request, on_error=failed)()
         except exceptions.RetryError as error:
             raise StoreUnavailable(
-                f"{where} could not be {done} in {attempts} attempts within {seconds:.0f} seconds, at last because of: "
-                f"{_reason(error.cause)}; see that the bucket can be reached and start the same command again"
+                f"{where} could not be {done} in {attempts} attempts within {seconds:.0f} seconds, "
+                f"at last because of: {_reason(error.cause)}; see that the bucket can be reached "
+                "and start the same command again"
             ) from error
         except exceptions.NotFound as error:
-            if "bucket" in str(error.message).lower() and "object" not in str(error.message).lower():
-                raise UserError(f"there is no bucket {self.name}: create it or choose another address") from error
+            if (
+                "bucket" in str(error.message).lower()
+                and "object" not in str(error.message).lower()
+            ):
+                raise UserError(
+                    f"there is no bucket {self.name}: create it or choose another address"
+                ) from error
             raise FileNotFoundError(where) from error
         except (exceptions.Forbidden, exceptions.Unauthorized, RefreshError) as error:
             raise UserError(
-                f"access to {where} is denied ({_reason(error)}); ask for the role Storage Object User on the bucket, "
-                "or choose another address"
+                f"access to {where} is denied ({_reason(error)}); ask for the role Storage Object "
+                "User on the bucket, or choose another address"
             ) from error
 
 
@@ -220,7 +269,10 @@ def open_bucket(name: str) -> Bucket:
 
 def _info(blob: Blob) -> ObjectInfo:
     return ObjectInfo(
-        name=str(blob.name), bytes=int(blob.size or 0), crc32c=blob.crc32c or "", generation=int(blob.generation or 0)
+        name=str(blob.name),
+        bytes=int(blob.size or 0),
+        crc32c=blob.crc32c or "",
+        generation=int(blob.generation or 0),
     )
 
 

@@ -1,9 +1,9 @@
 """`gs://` as a path, for Orbax and for code that takes files of a run by path.
 
-Orbax writes arrays to a bucket by TensorStore, and its small files by etils' paths. Those would go through TensorFlow
-wherever it is installed, and through gcsfs elsewhere: the first takes seconds to import, neither has a deadline. So
-this class takes `gs://` over in this process, and every request is `gcs.py`'s. Folders exist as soon as something lies
-in them.
+Orbax writes arrays to a bucket by TensorStore, and its small files by etils' paths. Those would go
+through TensorFlow wherever it is installed, and through gcsfs elsewhere: the first takes seconds to
+import, neither has a deadline. So this class takes `gs://` over in this process, and every request
+is `gcs.py`'s. Folders exist as soon as something lies in them.
 """
 
 import contextlib
@@ -20,9 +20,9 @@ from etils.epath import backend, gpath, stat_utils
 from mujica_jax.storage.gcs import Bucket, ObjectInfo, open_bucket
 
 SCHEME = "gs://"
-# TensorStore repeats a request 32 times, a second to half a minute apart, and Orbax offers no way to change that.
-# Without these limits a connection on which nothing moves would hold it for ever. It reads them at its first request;
-# what the user has set stays.
+# TensorStore repeats a request 32 times, a second to half a minute apart, and Orbax offers no way
+# to change that. Without these limits a connection on which nothing moves would hold it for ever.
+# It reads them at its first request; what the user has set stays.
 TENSORSTORE_LIMITS = {
     "TENSORSTORE_CURL_CONNECT_TIMEOUT_SECONDS": "10",
     "TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS": "30",
@@ -33,15 +33,21 @@ for _variable, _value in TENSORSTORE_LIMITS.items():
 
 
 class _Requests(backend.Backend):
-    """What etils asks of a file system, as requests to a bucket. All paths are strings that begin with gs://."""
+    """What etils asks of a file system, as requests to a bucket. All paths are strings that begin
+    with gs://."""
 
     @contextlib.contextmanager
     def open(self, path: epath.PathLike, mode: str) -> Iterator[IO[Any]]:
-        """Reads and writes whole objects; what a block wrote is uploaded at its end, unless it failed."""
+        """Reads and writes whole objects; what a block wrote is uploaded at its end, unless it
+        failed."""
         bucket, key = _split(path)
         assert "a" not in mode, "a bucket cannot append"
         content = io.BytesIO(bucket.read(key) if "r" in mode else b"")
-        yield content if "b" in mode else io.TextIOWrapper(content, encoding="utf-8", write_through=True)
+        yield (
+            content
+            if "b" in mode
+            else io.TextIOWrapper(content, encoding="utf-8", write_through=True)
+        )
         if "w" in mode:
             bucket.replace(key, content.getvalue())
 
@@ -56,14 +62,22 @@ class _Requests(backend.Backend):
     def listdir(self, path: epath.PathLike) -> list[str]:
         bucket, key = _split(path)
         inside = len(key) + 1 if key else 0
-        return sorted({info.name[inside:].partition("/")[0] for info in bucket.list(f"{key}/" if key else "")})
+        return sorted(
+            {info.name[inside:].partition("/")[0] for info in bucket.list(f"{key}/" if key else "")}
+        )
 
     def glob(self, path: epath.PathLike) -> list[str]:
         folder, pattern = posixpath.split(os.fspath(path))
         assert "*" not in folder, "patterns stand in the last part of a path"
-        return [f"{folder}/{name}" for name in self.listdir(folder) if fnmatch.fnmatchcase(name, pattern)]
+        return [
+            f"{folder}/{name}"
+            for name in self.listdir(folder)
+            if fnmatch.fnmatchcase(name, pattern)
+        ]
 
-    def makedirs(self, path: epath.PathLike, *, exist_ok: bool = False, mode: int | None = None) -> None:
+    def makedirs(
+        self, path: epath.PathLike, *, exist_ok: bool = False, mode: int | None = None
+    ) -> None:
         if not exist_ok and self.exists(path):
             raise FileExistsError(os.fspath(path))
 
@@ -85,10 +99,14 @@ class _Requests(backend.Backend):
         found = bucket.find(key)
         if found is None and not self.isdir(path):
             raise FileNotFoundError(os.fspath(path))
-        return stat_utils.StatResult(is_directory=found is None, length=found.bytes if found else 0, mtime=0)
+        return stat_utils.StatResult(
+            is_directory=found is None, length=found.bytes if found else 0, mtime=0
+        )
 
     def _unsupported(self, *_: Any, **__: Any) -> Any:
-        raise io.UnsupportedOperation("a bucket cannot walk, rename or copy; nothing here asks for it")
+        raise io.UnsupportedOperation(
+            "a bucket cannot walk, rename or copy; nothing here asks for it"
+        )
 
     walk = rename = replace = copy = _unsupported
 

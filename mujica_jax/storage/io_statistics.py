@@ -1,4 +1,5 @@
-"""Seconds and bytes of what a process wrote to and read from the run directory since the last `reset`."""
+"""Seconds and bytes of what a process wrote to and read from the run directory since the last
+`reset`."""
 
 import contextlib
 import threading
@@ -19,12 +20,17 @@ class IoStatistics:
 
     def reset(self) -> None:
         with self._lock:
-            self._sums = {f"{kind}{what}": 0.0 for kind in ("write", "read") for what in ("s", "_seconds", "_bytes")}
+            self._sums = {
+                f"{kind}{what}": 0.0
+                for kind in ("write", "read")
+                for what in ("s", "_seconds", "_bytes")
+            }
             self._retries_before = self._retries()
 
     @contextlib.contextmanager
     def timed(self, kind: Kind, size_bytes: int = 0) -> Iterator[None]:
-        """Counts the block as one write or read of this size; `add_bytes` takes what is known only later."""
+        """Counts the block as one write or read of this size; `add_bytes` takes what is known only
+        later."""
         began = time.monotonic()
         try:
             yield
@@ -45,5 +51,8 @@ class IoStatistics:
     def summary(self) -> dict[str, int | float]:
         """`writes`, `write_seconds`, `write_bytes`, the same of reads, and `repeated_requests`."""
         with self._lock:
-            sums = {name: round(sum_, 6) if "seconds" in name else int(sum_) for name, sum_ in self._sums.items()}
+            sums = {
+                name: round(sum_, 6) if "seconds" in name else int(sum_)
+                for name, sum_ in self._sums.items()
+            }
             return sums | {"repeated_requests": self._retries() - self._retries_before}

@@ -1,11 +1,12 @@
-"""Who works on what: leases in the run directory, for processes that know nothing else of each other.
+"""Who works on what: leases in the run directory, for processes that know nothing else of each
+other.
 
     <name>/00001.json    {"owner", "host", "space", "process", "until", "revision"}
 
-A lease is claimed by creating the next number, which one process alone can; it is renewed by writing its own file
-again, and counts until the time in it is over (seconds since 1970, so clocks must agree within a few seconds). A lease
-whose process is known to be gone, on this host, is over at once. Two holders do no harm to what is created once: they
-do the same work twice.
+A lease is claimed by creating the next number, which one process alone can; it is renewed by
+writing its own file again, and counts until the time in it is over (seconds since 1970, so clocks
+must agree within a few seconds). A lease whose process is known to be gone, on this host, is over
+at once. Two holders do no harm to what is created once: they do the same work twice.
 """
 
 import dataclasses
@@ -49,7 +50,10 @@ class Leases:
         """`process`: another one of this host than the one that calls."""
         self._directory, self.seconds, self._clock = directory, seconds, clock
         self._revision = revision or ""
-        self._host, self._process = socket.gethostname(), os.getpid() if process is None else process
+        self._host, self._process = (
+            socket.gethostname(),
+            os.getpid() if process is None else process,
+        )
         try:
             self._space = os.readlink("/proc/self/ns/pid")
         except OSError:
@@ -69,13 +73,16 @@ class Leases:
         return found if found and self._counts(found) else None
 
     def claim(self, name: str, *, fresh: bool = False) -> "Lease | None":
-        """None where another process has it, or was faster. `fresh`: nobody has had it, as a listing said just now."""
+        """None where another process has it, or was faster. `fresh`: nobody has had it, as a
+        listing said just now."""
         numbers = [] if fresh else self._numbers(name)
         found = self._read(name, numbers[-1]) if numbers else None
         if found and self._counts(found):
             return None
         number = (numbers[-1] if numbers else 0) + 1
-        if not self._directory.create(_file(name, number), self._bytes(self._clock() + self.seconds)):
+        if not self._directory.create(
+            _file(name, number), self._bytes(self._clock() + self.seconds)
+        ):
             return None
         self.takeovers += bool(numbers)
         if found and found.until:  # it was not released
@@ -84,14 +91,17 @@ class Leases:
         return Lease(self, name, number)
 
     def _counts(self, found: Holder) -> bool:
-        return found.until > self._clock() and (found.owner == self.owner or not self._is_gone(found))
+        return found.until > self._clock() and (
+            found.owner == self.owner or not self._is_gone(found)
+        )
 
     def is_near(self, found: Holder) -> bool:
         """Among the processes that this one can see."""
         return (found.host, found.space) == (self._host, self._space)
 
     def _is_gone(self, found: Holder) -> bool:
-        """Known for a process of this host alone. One of our own number was here before a container's restart."""
+        """Known for a process of this host alone. One of our own number was here before a
+        container's restart."""
         if not self.is_near(found):
             return False
         try:
@@ -103,7 +113,10 @@ class Leases:
         return found.process == self._process
 
     def _numbers(self, name: str) -> list[int]:
-        return [int(file.rpartition("/")[2].removesuffix(".json")) for file in self._directory.names(f"{name}/")]
+        return [
+            int(file.rpartition("/")[2].removesuffix(".json"))
+            for file in self._directory.names(f"{name}/")
+        ]
 
     def _read(self, name: str, number: int) -> Holder | None:
         try:
@@ -112,7 +125,12 @@ class Leases:
             return None  # nothing that this program wrote: over
 
     def _bytes(self, until: float) -> bytes:
-        said = {"owner": self.owner, "host": self._host, "space": self._space, "process": self._process}
+        said = {
+            "owner": self.owner,
+            "host": self._host,
+            "space": self._space,
+            "process": self._process,
+        }
         return json_bytes(said | {"until": until, "revision": self._revision})
 
     def _write(self, name: str, number: int, until: float) -> None:
@@ -121,7 +139,8 @@ class Leases:
 
 
 class Lease:
-    """One that this process has. `renew` may be called at any rate: it writes when a quarter of the time is over."""
+    """One that this process has. `renew` may be called at any rate: it writes when a quarter of the
+    time is over."""
 
     def __init__(self, leases: Leases, name: str, number: int) -> None:
         self._leases, self._name, self._number = leases, name, number

@@ -1,12 +1,13 @@
 """Files on local disk: written whole or not at all, and errors of the disk in one sentence.
 
-The bytes of a file go to a temporary file beside it, reach the disk, and get the final name: by `link`, which fails
-where the name is taken (`create`), or by `rename` (`atomic_write`). A reader sees a whole file or none, and a killed
-writer leaves nothing that counts.
+The bytes of a file go to a temporary file beside it, reach the disk, and get the final name: by
+`link`, which fails where the name is taken (`create`), or by `rename` (`atomic_write`). A reader
+sees a whole file or none, and a killed writer leaves nothing that counts.
 
-Some file systems have no hard links (gcsfuse, SMB, 9p). There `create` renames while it holds a lock on the folder.
-So exactly one of several writers on one host wins. Writers on two hosts may both believe that they won. Each file of a
-run is a function of its seed, so both have written the same.
+Some file systems have no hard links (gcsfuse, SMB, 9p). There `create` renames while it holds a
+lock on the folder. So exactly one of several writers on one host wins. Writers on two hosts may
+both believe that they won. Each file of a run is a function of its seed, so both have written the
+same.
 """
 
 import contextlib
@@ -22,7 +23,10 @@ from mujica_jax.errors import UserError
 ADVICE = {  # what the user can do about an error of the operating system
     errno.ENOSPC: "no space is left there; free some or choose another --run directory",
     errno.EDQUOT: "the disk quota is used up; free some space or choose another --run directory",
-    errno.EFBIG: "a file may not grow that large there; raise the limit (ulimit -f) or choose another --run directory",
+    errno.EFBIG: (
+        "a file may not grow that large there; raise the limit (ulimit -f) or choose another --run "
+        "directory"
+    ),
     errno.EROFS: "the file system is read-only; choose another --run directory",
     errno.EACCES: "permission is denied; choose a --run directory that you may write to",
     errno.EPERM: "the file system does not allow it; choose another --run directory",
@@ -30,11 +34,30 @@ ADVICE = {  # what the user can do about an error of the operating system
     errno.EEXIST: "a file stands where a directory is needed; choose another --run directory",
 }
 # What `link` answers on a file system without hard links.
-NO_HARD_LINKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.EMLINK, errno.EINVAL)
+NO_HARD_LINKS = (
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.ENOTSUP,
+    errno.EPERM,
+    errno.EMLINK,
+    errno.EINVAL,
+)
 # What `fsync` of a directory, or a lock, answers where the file system has none.
-NOT_SUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EBADF, errno.ENOLCK)
+NOT_SUPPORTED = (
+    errno.ENOSYS,
+    errno.EOPNOTSUPP,
+    errno.ENOTSUP,
+    errno.EINVAL,
+    errno.EBADF,
+    errno.ENOLCK,
+)
 LOCK = ".lock"
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)  # those that only a disk can cause
+DISK_ERRORS = (
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+)  # those that only a disk can cause
 
 
 def create(path: Path, data: bytes) -> bool:
@@ -79,8 +102,8 @@ def atomic_write(path: Path, data: bytes) -> None:
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write` with the empty folder and brings what it left there to the disk. What was in the folder before is
-    removed.
+    """Calls `write` with the empty folder and brings what it left there to the disk. What was in
+    the folder before is removed.
     """
     with as_user_error(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -104,7 +127,8 @@ def names(root: Path, prefix: str) -> list[str]:
 def visible_files(folder: Path, pattern: str) -> list[Path]:
     """Return the files in `folder` that match, sorted, without hidden ones.
 
-    macOS writes a hidden `._NAME` beside each file of an archive, which holds none of the file's content.
+    macOS writes a hidden `._NAME` beside each file of an archive, which holds none of the file's
+    content.
     """
     return sorted(path for path in folder.glob(pattern) if not path.name.startswith("."))
 
@@ -121,7 +145,8 @@ def move(path: Path, target: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or a directory's names, survive a loss of power, if the file system can."""
+    """Make a file's bytes, or a directory's names, survive a loss of power, if the file system
+    can."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -133,12 +158,13 @@ def sync(path: Path) -> None:
 
 
 def require_space(path: Path, needed_bytes: int) -> None:
-    """Refuses before a library begins to write that would report a full disk from every thread of its own."""
+    """Refuses before a library begins to write that would report a full disk from every thread of
+    its own."""
     free_bytes = shutil.disk_usage(path).free
     if free_bytes < needed_bytes:
         raise UserError(
-            f"cannot write into {path}: {needed_bytes:,} bytes are needed and {free_bytes:,} are free; "
-            "free some or choose another --run directory"
+            f"cannot write into {path}: {needed_bytes:,} bytes are needed and {free_bytes:,} are "
+            "free; free some or choose another --run directory"
         )
 
 
@@ -167,8 +193,8 @@ def as_user_error(path: PurePath) -> Iterator[None]:
 
 
 def _code_in_words(error: Exception) -> int | None:
-    """Libraries in Rust and C++ (safetensors, tokenizers, TensorStore) raise errors of their own, with the system's
-    words in them.
+    """Libraries in Rust and C++ (safetensors, tokenizers, TensorStore) raise errors of their own,
+    with the system's words in them.
     """
     return next((code for code in DISK_ERRORS if os.strerror(code) in str(error)), None)
 

@@ -1,4 +1,5 @@
-"""Manifests: a folder's files with sizes and checksums, written last, so that a reader knows what is whole."""
+"""Manifests: a folder's files with sizes and checksums, written last, so that a reader knows what
+is whole."""
 
 import hashlib
 import json
@@ -16,7 +17,9 @@ def json_bytes(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
 
 
-def json_object(data: bytes, place: object, advice: str, kind: type[UserError] = UserError) -> dict[str, Any]:
+def json_object(
+    data: bytes, place: object, advice: str, kind: type[UserError] = UserError
+) -> dict[str, Any]:
     """What a file at this place holds. `advice` is for a user whose file holds no JSON object."""
     try:
         value = json.loads(data)
@@ -44,10 +47,14 @@ def describe_folder(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_file(path: Path, expected: Mapping[str, Any], shown: PurePath, folder: PurePath) -> None:
-    """Raises StoreError where `path` is missing or differs from its entry; the message calls it `shown`."""
+    """Raises StoreError where `path` is missing or differs from its entry; the message calls it
+    `shown`."""
     if not path.exists():
-        raise StoreError(f"{shown} is missing and COMMITTED lists it; restore it or remove {folder}")
+        raise StoreError(
+            f"{shown} is missing and COMMITTED lists it; restore it or remove {folder}"
+        )
     if (found := describe_file(path, expected["name"])) != expected:
         raise StoreError(
-            f"{shown} is damaged: it has {found} and COMMITTED lists {expected}; restore it or remove {folder}"
+            f"{shown} is damaged: it has {found} and COMMITTED lists {expected}; restore it or "
+            f"remove {folder}"
         )

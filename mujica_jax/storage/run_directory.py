@@ -1,11 +1,13 @@
-"""A run directory on local disk or in a bucket: its objects by name, its files by path, and what both cost.
+"""A run directory on local disk or in a bucket: its objects by name, its files by path, and what
+both cost.
 
-`local.py` is the disk, `gcs.py` and `gcs_path.py` are `gs://bucket/prefix`. Code above asks here and knows no
-difference.
+`local.py` is the disk, `gcs.py` and `gcs_path.py` are `gs://bucket/prefix`. Code above asks here
+and knows no difference.
 
-A folder (a policy, a tokenizer) counts once its COMMITTED is there, which is written last; without it the folder is
-torn, and the next writer replaces its files. Libraries read folders from local disk only: those of a bucket are fetched
-into a cache, where every file is compared with COMMITTED each time.
+A folder (a policy, a tokenizer) counts once its COMMITTED is there, which is written last; without
+it the folder is torn, and the next writer replaces its files. Libraries read folders from local
+disk only: those of a bucket are fetched into a cache, where every file is compared with COMMITTED
+each time.
 """
 
 import contextlib
@@ -25,7 +27,14 @@ from mujica_jax.errors import StoreError, UserError
 from mujica_jax.storage import local
 from mujica_jax.storage.io_statistics import IoStatistics
 from mujica_jax.storage.local import as_user_error
-from mujica_jax.storage.manifest import COMMITTED, check_file, describe_file, describe_folder, json_bytes, json_object
+from mujica_jax.storage.manifest import (
+    COMMITTED,
+    check_file,
+    describe_file,
+    describe_folder,
+    json_bytes,
+    json_object,
+)
 
 if TYPE_CHECKING:
     from mujica_jax.storage.gcs_path import BucketPath
@@ -35,8 +44,12 @@ else:
     RunPath = PurePath  # what both are; importing the other one takes a third of a second
 
 BUCKET_NAME = r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"
-FETCHED = ".fetched.json"  # in the cached copy of a folder: what the bucket held when it was fetched
-HELD_SECONDS = 10.0  # how long lines wait for an upload; a bucket takes about one change of an object a second
+FETCHED = (
+    ".fetched.json"  # in the cached copy of a folder: what the bucket held when it was fetched
+)
+HELD_SECONDS = (
+    10.0  # how long lines wait for an upload; a bucket takes about one change of an object a second
+)
 
 
 def run_path(root: str | PurePath) -> RunPath:
@@ -47,8 +60,9 @@ def run_path(root: str | PurePath) -> RunPath:
         return Path(root)
     if not re.fullmatch(rf"gs://{BUCKET_NAME}(/.*)?", root):
         raise UserError(
-            f"{root} is neither a local directory nor gs://BUCKET/NAME with a bucket's name of 3 to 63 small letters, "
-            "digits, dots, dashes and underscores; choose another --run directory"
+            f"{root} is neither a local directory nor gs://BUCKET/NAME with a bucket's name of 3 "
+            "to 63 small letters, digits, dots, dashes and underscores; choose another --run "
+            "directory"
         )
     from mujica_jax.storage.gcs_path import BucketPath
 
@@ -56,16 +70,20 @@ def run_path(root: str | PurePath) -> RunPath:
 
 
 def create(path: RunPath, data: bytes) -> bool:
-    return local.create(path, data) if isinstance(path, Path) else path.bucket.create(path.key, data)
+    return (
+        local.create(path, data) if isinstance(path, Path) else path.bucket.create(path.key, data)
+    )
 
 
 def atomic_write(path: RunPath, data: bytes) -> None:
-    local.atomic_write(path, data) if isinstance(path, Path) else path.bucket.replace(path.key, data)
+    local.atomic_write(path, data) if isinstance(path, Path) else path.bucket.replace(
+        path.key, data
+    )
 
 
 class RunDirectory:
-    """Objects below `root`, created once and never changed. `io_statistics` sums what is written and read through this
-    object.
+    """Objects below `root`, created once and never changed. `io_statistics` sums what is written
+    and read through this object.
     """
 
     def __init__(self, root: str | PurePath) -> None:
@@ -82,8 +100,13 @@ class RunDirectory:
         return (self.root / name).exists()
 
     def names(self, prefix: str) -> list[str]:
-        """All objects whose names begin so, sorted; `prefix` ends a folder's name with its slash."""
-        return local.names(self.root, prefix) if isinstance(self.root, Path) else list(self.root.objects(prefix))
+        """All objects whose names begin so, sorted; `prefix` ends a folder's name with its
+        slash."""
+        return (
+            local.names(self.root, prefix)
+            if isinstance(self.root, Path)
+            else list(self.root.objects(prefix))
+        )
 
     def create(self, name: str, data: bytes) -> bool:
         """False, and nothing changed, where the name exists already."""
@@ -121,13 +144,18 @@ class RunDirectory:
         return self.create(name, json_bytes(value))
 
     def read_json(self, name: str) -> dict[str, Any]:
-        return json_object(self.read(name), self.root / name, "it was changed after it was written", StoreError)
+        return json_object(
+            self.read(name), self.root / name, "it was changed after it was written", StoreError
+        )
 
-    def commit_folder(self, name: str, write: Callable[[Path], None], about: Mapping[str, Any]) -> bool:
-        """Calls `write` with an empty local folder and keeps what it left there, with its list and `about` in
-        COMMITTED, written last.
+    def commit_folder(
+        self, name: str, write: Callable[[Path], None], about: Mapping[str, Any]
+    ) -> bool:
+        """Calls `write` with an empty local folder and keeps what it left there, with its list and
+        `about` in COMMITTED, written last.
 
-        One process of a run does this. False where the folder is committed already; then `write` is not called.
+        One process of a run does this. False where the folder is committed already; then `write` is
+        not called.
         """
         folder = self.root / name
         if self.exists(f"{name}/{COMMITTED}"):
@@ -139,17 +167,21 @@ class RunDirectory:
             else:
                 files = _upload(folder, write)
             committed = create(folder / COMMITTED, json_bytes({**about, "files": files}))
-        self.io_statistics.add_bytes("write", sum(file["bytes"] for file in files) if committed else 0)
+        self.io_statistics.add_bytes(
+            "write", sum(file["bytes"] for file in files) if committed else 0
+        )
         return committed
 
     def folder(self, name: str) -> Path:
-        """A committed folder, on local disk, with every file as COMMITTED lists it. Raises StoreError naming what is
-        wrong.
+        """A committed folder, on local disk, with every file as COMMITTED lists it. Raises
+        StoreError naming what is wrong.
         """
         folder = self.root / name
         files = self.read_json(f"{name}/{COMMITTED}").get("files")
         if not isinstance(files, list):
-            raise StoreError(f"{folder / COMMITTED} lists no files; another program wrote it, remove {folder}")
+            raise StoreError(
+                f"{folder / COMMITTED} lists no files; another program wrote it, remove {folder}"
+            )
         with self.io_statistics.timed("read"):
             if isinstance(folder, Path):
                 found = folder
@@ -164,7 +196,8 @@ class RunDirectory:
 
 
 def _upload(folder: "BucketPath", write: Callable[[Path], None]) -> list[dict[str, Any]]:
-    """What `write` leaves in an empty local folder, as objects in the place of those of a torn folder."""
+    """What `write` leaves in an empty local folder, as objects in the place of those of a torn
+    folder."""
     with tempfile.TemporaryDirectory(prefix="mujica-upload-") as place:
         with as_user_error(Path(place)):
             write(Path(place))
@@ -191,16 +224,22 @@ def _fetch(folder: "BucketPath", expected: Mapping[str, Any], path: Path) -> Non
 
 
 def local_folder(name: str | PurePath) -> Path:
-    """The folder of this name; of one in a bucket a copy in the cache, brought up to date: what has changed there is
-    fetched and compared with its checksum. Raises UserError for one without objects.
+    """The folder of this name; of one in a bucket a copy in the cache, brought up to date: what has
+    changed there is fetched and compared with its checksum. Raises UserError for one without
+    objects.
     """
     folder = run_path(name)
     if isinstance(folder, Path):
         return folder
     copy = cache_folder("buckets") / folder.bucket.name / folder.key
-    now = {key: {"bytes": info.bytes, "crc32c": info.crc32c} for key, info in folder.objects().items()}
+    now = {
+        key: {"bytes": info.bytes, "crc32c": info.crc32c} for key, info in folder.objects().items()
+    }
     if not now:
-        raise UserError(f"there is nothing in {folder}: give the name of a folder in a bucket that this machine reads")
+        raise UserError(
+            f"there is nothing in {folder}: give the name of a folder in a bucket that this "
+            "machine reads"
+        )
     try:
         before: dict[str, Any] = json.loads((copy / FETCHED).read_text())
     except (FileNotFoundError, ValueError):
@@ -227,8 +266,9 @@ def open_to_append(path: RunPath) -> "FileIO | AppendedObject":
 
 
 class AppendedObject:
-    """An object that one process appends to. What it writes is held for `HELD_SECONDS` at most, and uploaded by the
-    next `write`, `flush` or `close` after that. Raises StoreError where another process appends to it too.
+    """An object that one process appends to. What it writes is held for `HELD_SECONDS` at most, and
+    uploaded by the next `write`, `flush` or `close` after that. Raises StoreError where another
+    process appends to it too.
     """
 
     def __init__(self, path: "BucketPath") -> None:
@@ -254,11 +294,13 @@ class AppendedObject:
         while self._sent or self._held:
             if not self._sent:  # else an upload was interrupted: it is repeated as the same one
                 self._sent, self._held, self._token = self._held, b"", uuid.uuid4().hex
-            generation = self._bucket.append(self._path.key, self._sent, self._generation, self._token)
+            generation = self._bucket.append(
+                self._path.key, self._sent, self._generation, self._token
+            )
             if generation is None:
                 raise StoreError(
-                    f"{self._path} was changed by another process; let one process at a time train in "
-                    f"{self._path.parent}"
+                    f"{self._path} was changed by another process; let one process at a time train "
+                    f"in {self._path.parent}"
                 )
             self._generation, self._sent = generation, b""
 

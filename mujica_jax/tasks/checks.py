@@ -1,4 +1,5 @@
-"""Whether a task keeps what `tasks.task.Task` promises, as far as its questions show. Called before a run begins."""
+"""Whether a task keeps what `tasks.task.Task` promises, as far as its questions show. Called before
+a run begins."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -20,7 +21,9 @@ def check_task(task: Task, kind: str, splits: Sequence[Split]) -> None:
             raise UserError(f"task {kind}: its {name} is {value!r} and must be {wanted}")
     for split in splits:
         questions = task.questions(split)
-        if not isinstance(questions, Sequence) or not all(isinstance(question, Question) for question in questions):
+        if not isinstance(questions, Sequence) or not all(
+            isinstance(question, Question) for question in questions
+        ):
             gave = f"questions({split!r}) gave a {type(questions).__name__}"
             raise UserError(f"task {kind}: {gave}; it must return a list of Question")
         seen: set[str] = set()
@@ -28,14 +31,19 @@ def check_task(task: Task, kind: str, splits: Sequence[Split]) -> None:
             _check_question(question, kind)
             if question.id in seen:
                 raise UserError(
-                    f"task {kind}: several {split} questions have the id {question.id!r}: each needs its own"
+                    f"task {kind}: several {split} questions have the id {question.id!r}: each "
+                    "needs its own"
                 )
             seen.add(question.id)
-        found = getattr(task.environment(questions[0]), "kind", None) if questions else task.environment_kind
+        found = (
+            getattr(task.environment(questions[0]), "kind", None)
+            if questions
+            else task.environment_kind
+        )
         if found != task.environment_kind:
             raise UserError(
-                f"task {kind}: its environment_kind is {task.environment_kind} and its environment has kind {found}: "
-                "both must be the same"
+                f"task {kind}: its environment_kind is {task.environment_kind} and its environment "
+                f"has kind {found}: both must be the same"
             )
 
 
@@ -44,8 +52,15 @@ def _check_question(question: Question, kind: str) -> None:
         if not isinstance(value := getattr(question, name), str):
             raise UserError(f"task {kind}: {name} of a question is {value!r} and must be a text")
     answers = question.answers
-    if not (isinstance(answers, tuple | list) and answers and all(isinstance(answer, str) for answer in answers)):
-        raise UserError(f"task {kind}: answers of question {question.id!r} are {answers!r}; give a tuple of texts")
+    if not (
+        isinstance(answers, tuple | list)
+        and answers
+        and all(isinstance(answer, str) for answer in answers)
+    ):
+        raise UserError(
+            f"task {kind}: answers of question {question.id!r} are {answers!r}; give a tuple of "
+            "texts"
+        )
     for text in (question.id, question.text, *answers):
         try:
             check_text(text)

@@ -1,7 +1,8 @@
 """Fingerprints of what a task asks and searches.
 
-Played episodes count only for the questions they were played on. So an interrupted evaluation and a resumed run compare
-the task they are given now with the one they began with: by content, not by the names, sizes or times of files.
+Played episodes count only for the questions they were played on. So an interrupted evaluation and a
+resumed run compare the task they are given now with the one they began with: by content, not by the
+names, sizes or times of files.
 """
 
 import hashlib
@@ -22,7 +23,8 @@ def fingerprint_of_questions(questions: Iterable[Question]) -> str:
 def fingerprint_of_searches(task: Task, questions: Sequence[Question]) -> str:
     """Return a hash of what is searched for these questions.
 
-    A service of passages says the version of its index when it is opened. A SPARQL endpoint is known by its address.
+    A service of passages says the version of its index when it is opened. A SPARQL endpoint is
+    known by its address.
     """
     versions = dict.fromkeys(content_version(task.environment(question)) for question in questions)
     return hashlib.sha256("\n".join(versions).encode()).hexdigest()[:16]
@@ -33,12 +35,15 @@ def fingerprint_of_paragraphs(task: Task, questions: Sequence[Question]) -> str:
     digest = hashlib.sha256()
     if isinstance(task, ParagraphTask):
         for question in questions:
-            digest.update(repr((question.id, *task.own_paragraphs(question))).encode(errors="surrogatepass"))
+            digest.update(
+                repr((question.id, *task.own_paragraphs(question))).encode(errors="surrogatepass")
+            )
     return digest.hexdigest()[:16]
 
 
 def content_version(environment: Environment) -> str:
-    """Return the version of an environment's index, service or graph, or "" where it does not say one."""
+    """Return the version of an environment's index, service or graph, or "" where it does not say
+    one."""
     retriever = getattr(environment, "retriever", None)
     searched = getattr(retriever, "index", None) or getattr(environment, "graph", None) or retriever
     return getattr(searched, "version", None) or ""

@@ -1,8 +1,10 @@
-"""Find the folder that `task.data_dir` names: a folder of files, or a data set of TensorFlow Datasets.
+"""Find the folder that `task.data_dir` names: a folder of files, or a data set of TensorFlow
+Datasets.
 
-`tfds:NAME` is a data set that `python -m mujica_jax.tasks.prepare` has prepared in the folder of TensorFlow Datasets:
-`$TFDS_DATA_DIR`, or else `~/tensorflow_datasets`. `tfds:FOLDER/NAME` is one in another folder, which may be in a
-bucket. `tfds:NAME:VERSION` is one version; without it the newest counts.
+`tfds:NAME` is a data set that `python -m mujica_jax.tasks.prepare` has prepared in the folder of
+TensorFlow Datasets: `$TFDS_DATA_DIR`, or else `~/tensorflow_datasets`. `tfds:FOLDER/NAME` is one in
+another folder, which may be in a bucket. `tfds:NAME:VERSION` is one version; without it the newest
+counts.
 
 TensorFlow is not needed to find a folder, only to read it (`open_domain/builders.py`).
 """
@@ -31,7 +33,8 @@ VERSION = "2.1.0"  # of the data sets that this program prepares
 PREPARED = "dataset_info.json"  # written last, so a folder that has it is complete
 FEATURES = "features.json"
 TFRECORD_BYTES = 16  # length and checksums of a record in a TFRecord file
-SOURCES_FILE = "official_files.json"  # in a prepared folder: size and checksum of each file that it was made of
+# in a prepared folder: size and checksum of each file that it was made of
+SOURCES_FILE = "official_files.json"
 PREPARE = "python -m mujica_jax.tasks.prepare"
 # As requirements.txt lists them.
 REQUIREMENTS = ("tensorflow~=2.20.0", "tensorflow-datasets>=4.9.9,<5", "importlib_resources>=6")
@@ -76,8 +79,8 @@ def with_data_folder(task: Task) -> Task:
 def data_folder(data_dir: str, kind: str) -> Path:
     """Return the folder with the questions of a task of this kind.
 
-    Raises UserError for a data set that is unknown, not prepared, of another kind or damaged. Whether a plain folder
-    has the right files is for the task to find out.
+    Raises UserError for a data set that is unknown, not prepared, of another kind or damaged.
+    Whether a plain folder has the right files is for the task to find out.
     """
     folder = _prepared_folder(data_dir, kind) if data_dir.startswith(PREFIX) else Path(data_dir)
     if is_prepared(folder) or (folder / FEATURES).is_file():
@@ -86,7 +89,8 @@ def data_folder(data_dir: str, kind: str) -> Path:
 
 
 def check_data_dir(task: object) -> None:
-    """Check what a task's `data_dir` says of TensorFlow Datasets, before anything is loaded. Raises UserError.
+    """Check what a task's `data_dir` says of TensorFlow Datasets, before anything is loaded. Raises
+    UserError.
 
     A data set in a bucket is fetched and checked when the task is built.
     """
@@ -108,14 +112,17 @@ def is_prepared(folder: Path) -> bool:
 
 
 def sources_of(folder: Path, kind: str) -> dict[str, dict[str, Any]]:
-    """Return the official files that a prepared folder was made of, by name. Downloaded sets list none."""
+    """Return the official files that a prepared folder was made of, by name. Downloaded sets list
+    none."""
     try:
         sources = json.loads((folder / SOURCES_FILE).read_text())
         return {name: {**source} for name, source in sources.items()}
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise damaged(folder, kind, f"{SOURCES_FILE} cannot be read: {type(error).__name__}: {error}") from error
+        raise damaged(
+            folder, kind, f"{SOURCES_FILE} cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def builder_name(kind: str) -> str:
@@ -123,7 +130,8 @@ def builder_name(kind: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of the data set with this name, `hotpotqa` or `mujica_hotpotqa`. Raises UserError."""
+    """Return the kind of the data set with this name, `hotpotqa` or `mujica_hotpotqa`. Raises
+    UserError."""
     plain = re.sub(r"[^a-z0-9]", "", name.lower().removeprefix(BUILDER_PREFIX))
     kinds = {re.sub("_", "", kind): kind for kind in OFFICIAL_FILES} | OTHER_NAMES
     if plain in kinds:
@@ -139,7 +147,8 @@ def default_folder() -> str:
 
 
 def parse_name(data_dir: str) -> PreparedName:
-    """Split `tfds:FOLDER/NAME:VERSION`. The version may also stand behind a slash. Raises UserError."""
+    """Split `tfds:FOLDER/NAME:VERSION`. The version may also stand behind a slash. Raises
+    UserError."""
     folder, _, last = data_dir.removeprefix(PREFIX).rpartition("/")
     version: str | None
     if _version.fullmatch(last) and folder:
@@ -153,11 +162,14 @@ def parse_name(data_dir: str) -> PreparedName:
         kind = kind_of(name)
     except UserError as error:
         raise UserError(f"task.data_dir is {data_dir}: {error}") from error
-    return PreparedName(folder=folder or default_folder(), kind=kind, version=version, is_default_folder=not folder)
+    return PreparedName(
+        folder=folder or default_folder(), kind=kind, version=version, is_default_folder=not folder
+    )
 
 
 def check_prepared(folder: Path, kind: str) -> dict[str, int]:
-    """Check that a folder of TensorFlow Datasets holds this data set, and that its files have their sizes.
+    """Check that a folder of TensorFlow Datasets holds this data set, and that its files have their
+    sizes.
 
     Return the number of examples of each split. What the files hold is checked when they are read.
     """
@@ -168,13 +180,17 @@ def check_prepared(folder: Path, kind: str) -> dict[str, int]:
     except FileNotFoundError as error:
         raise damaged(folder, kind, f"{PREPARED} is missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(folder, kind, f"{PREPARED} cannot be read: {type(error).__name__}: {error}") from error
+        raise damaged(
+            folder, kind, f"{PREPARED} cannot be read: {type(error).__name__}: {error}"
+        ) from error
     if name != builder_name(kind):
         known = str(name).removeprefix(BUILDER_PREFIX)
-        advice = f"or --task.kind {known}" if known in OFFICIAL_FILES else f"as `{PREPARE}` makes it"
+        advice = (
+            f"or --task.kind {known}" if known in OFFICIAL_FILES else f"as `{PREPARE}` makes it"
+        )
         raise UserError(
-            f"{folder} holds the data set {name} of TensorFlow Datasets and task.kind is {kind}: give the folder of "
-            f"{builder_name(kind)}, {advice}"
+            f"{folder} holds the data set {name} of TensorFlow Datasets and task.kind is {kind}: "
+            f"give the folder of {builder_name(kind)}, {advice}"
         )
     if not splits:
         raise damaged(folder, kind, f"{PREPARED} lists no examples")
@@ -182,7 +198,9 @@ def check_prepared(folder: Path, kind: str) -> dict[str, int]:
     for split in splits:
         written = sum(_size_of(folder / file, kind) for file in split.files)
         if split.bytes is not None and written != split.bytes:
-            raise damaged(folder, kind, f"{split.name} has {written:,} bytes and should have {split.bytes:,}")
+            raise damaged(
+                folder, kind, f"{split.name} has {written:,} bytes and should have {split.bytes:,}"
+            )
     for file, source in sources_of(folder, kind).items():
         if source.get("is_copied") and _size_of(folder / file, kind) != source.get("bytes"):
             raise damaged(folder, kind, f"{file} should have {source.get('bytes')} bytes")
@@ -195,8 +213,8 @@ def damaged(folder: Path, kind: str, reason: str) -> UserError:
     if folder.parent.name == builder_name(kind):
         command += f" --data-dir {shlex.quote(str(folder.parent.parent))}"
     return UserError(
-        f"the prepared data set {folder} is damaged ({reason}): remove this folder and prepare it again with "
-        f"`{command}`"
+        f"the prepared data set {folder} is damaged ({reason}): remove this folder and prepare it "
+        f"again with `{command}`"
     )
 
 
@@ -219,15 +237,16 @@ def require_tensorflow(purpose: str) -> None:
         import tensorflow_datasets  # noqa: F401
     except ImportError as error:
         raise not_installed(purpose, str(error)) from error
-    # TensorFlow only reads files here. Otherwise it takes the memory of all GPUs, which JAX needs. It refuses where
-    # another library has started it already.
+    # TensorFlow only reads files here. Otherwise it takes the memory of all GPUs, which JAX needs.
+    # It refuses where another library has started it already.
     with contextlib.suppress(RuntimeError):
         tensorflow.config.set_visible_devices([], "GPU")
 
 
 @contextlib.contextmanager
 def without_root_handler() -> Iterator[None]:
-    """Keep absl from giving the root logger a handler, which would print the debug lines of all libraries."""
+    """Keep absl from giving the root logger a handler, which would print the debug lines of all
+    libraries."""
     handler = logging.NullHandler()
     logging.root.addHandler(handler)
     try:
@@ -240,12 +259,14 @@ def _prepared_folder(data_dir: str, kind: str) -> Path:
     name = parse_name(data_dir)
     if name.kind != kind:
         raise UserError(
-            f"task.data_dir is {data_dir} and task.kind is {kind}: give --task.kind {name.kind}, or --task.data-dir "
-            f"{PREFIX}{kind}"
+            f"task.data_dir is {data_dir} and task.kind is {kind}: give --task.kind {name.kind}, "
+            f"or --task.data-dir {PREFIX}{kind}"
         )
     root = name.folder
     if "://" in root and not root.startswith("gs://"):
-        raise UserError(f"task.data_dir is {data_dir}: {root} is neither a local folder nor in a bucket (gs://)")
+        raise UserError(
+            f"task.data_dir is {data_dir}: {root} is neither a local folder nor in a bucket (gs://)"
+        )
     if "://" not in root:
         root = str(Path(root).expanduser())
     home = f"{root.rstrip('/')}/{builder_name(kind)}"
@@ -259,9 +280,10 @@ def _prepared_folder(data_dir: str, kind: str) -> Path:
         elif not name.is_default_folder:
             command += f" --data-dir {shlex.quote(root)}"
         raise UserError(
-            f"task.data_dir is {data_dir} and {root} holds no prepared {builder_name(kind)}: prepare it with "
-            f"`{command}`{further_step}, where DIR holds {OFFICIAL_FILES[kind].summary}; to use another folder, set "
-            f"TFDS_DATA_DIR or give {PREFIX}FOLDER/{kind}"
+            f"task.data_dir is {data_dir} and {root} holds no prepared {builder_name(kind)}: "
+            f"prepare it with `{command}`{further_step}, where DIR holds "
+            f"{OFFICIAL_FILES[kind].summary}; to use another folder, set TFDS_DATA_DIR or give "
+            f"{PREFIX}FOLDER/{kind}"
         )
     if name.version is not None and name.version not in versions:
         raise UserError(

@@ -1,4 +1,5 @@
-"""Environments over the retrievers: the triples of an entity, or the passages that an index finds."""
+"""Environments over the retrievers: the triples of an entity, or the passages that an index
+finds."""
 
 import random
 import re
@@ -20,17 +21,21 @@ _words = re.compile(r"\w+")
 class GraphEnvironment:
     """Triples of a graph that name the searched entity, in either direction, at most `top_k`.
 
-    An entity with more triples shows those that `ranked` puts first: by default those that share the rarest words with
-    the query (`ranking.py`). Without need, nothing is reordered. The searched entity is written as the caller calls it,
-    so that materials, candidates and queries agree where the graph has several labels.
+    An entity with more triples shows those that `ranked` puts first: by default those that share
+    the rarest words with the query (`ranking.py`). Without need, nothing is reordered. The searched
+    entity is written as the caller calls it, so that materials, candidates and queries agree where
+    the graph has several labels.
 
-    On disk or behind an endpoint, an entity whose id the graph does not know is searched by its label, where exactly
-    one entity is called so: ids are merged and deleted, and a table may name an entity without its id.
+    On disk or behind an endpoint, an entity whose id the graph does not know is searched by its
+    label, where exactly one entity is called so: ids are merged and deleted, and a table may name
+    an entity without its id.
     """
 
     kind: Literal["graph", "text"] = "graph"
 
-    def __init__(self, graph: TripleGraph | KnowledgeGraph, top_k: int, ranked: Ranking | None = None) -> None:
+    def __init__(
+        self, graph: TripleGraph | KnowledgeGraph, top_k: int, ranked: Ranking | None = None
+    ) -> None:
         self.graph = graph
         self.top_k = top_k
         self._ranked: Ranking = ranked or WordRanking()
@@ -79,15 +84,15 @@ class TextEnvironment:
 
 
 class WrittenPassages(TextEnvironment):
-    """Passages written of triples, for demonstrations: a planner learns from them, and a worker, who would only see how
-    such sentences look, does not.
+    """Passages written of triples, for demonstrations: a planner learns from them, and a worker,
+    who would only see how such sentences look, does not.
     """
 
 
 class WithGoldPassages:
-    """A text environment for demonstrations: where a search names the title of a gold passage and does not find it, the
-    passage takes the place of one that was found, in `share` of these searches. A gold passage is told from others of
-    its title by its text.
+    """A text environment for demonstrations: where a search names the title of a gold passage and
+    does not find it, the passage takes the place of one that was found, in `share` of these
+    searches. A gold passage is told from others of its title by its text.
     """
 
     kind: Literal["graph", "text"] = "text"
@@ -114,16 +119,21 @@ class WithGoldPassages:
 
 
 class WithAllGoldPassages:
-    """A pool for the synthesis of trajectories: every gold passage of the question is among what a search shows. The
-    best others that it found stay as distractors, so that there are as many as were found.
+    """A pool for the synthesis of trajectories: every gold passage of the question is among what a
+    search shows. The best others that it found stay as distractors, so that there are as many as
+    were found.
 
-    `fit` says which of the first materials have room; those that the query names come first. The pool is shuffled.
+    `fit` says which of the first materials have room; those that the query names come first. The
+    pool is shuffled.
     """
 
     kind: Literal["graph", "text"] = "text"
 
     def __init__(
-        self, searched: Environment, question: Question, fit: Callable[[Sequence[Material]], Sequence[Material]]
+        self,
+        searched: Environment,
+        question: Question,
+        fit: Callable[[Sequence[Material]], Sequence[Material]],
     ) -> None:
         self._searched, self._question, self._fit = searched, question, fit
 
@@ -136,7 +146,11 @@ class WithAllGoldPassages:
         gold_passages = [passage for passage in self._question.gold_passages if passage.text]
         golds = [_found_or_made(passage, found) for passage in gold_passages]
         golds.sort(key=lambda gold: not is_named_by(query, gold.title))
-        others = [material for material in found if not any(material.shows(passage) for passage in gold_passages)]
+        others = [
+            material
+            for material in found
+            if not any(material.shows(passage) for passage in gold_passages)
+        ]
         pool = list(self._fit([*golds, *others][: max(len(found), len(golds))]))
         random.Random(f"{self._question.id} {query}").shuffle(pool)
         return tuple(pool)
@@ -162,9 +176,13 @@ def _material(entity: Entity, end: End) -> Material:
     triple = end.triple
     subject = Entity(id=end.subject_key, label=triple.subject) if end.as_object else entity
     if end.object_key is None:
-        return Material(text=f"{subject.label}, {triple.relation}, {triple.object}", entities=(subject,))
+        return Material(
+            text=f"{subject.label}, {triple.relation}, {triple.object}", entities=(subject,)
+        )
     found = entity if end.as_object else Entity(id=end.object_key, label=triple.object)
-    return Material(text=f"{subject.label}, {triple.relation}, {found.label}", entities=(subject, found))
+    return Material(
+        text=f"{subject.label}, {triple.relation}, {found.label}", entities=(subject, found)
+    )
 
 
 def words(text: str) -> set[str]:

@@ -1,4 +1,5 @@
-"""The official files of each question set: their names, where they come from, and how large they are."""
+"""The official files of each question set: their names, where they come from, and how large they
+are."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -83,14 +84,20 @@ _NQ = (
 _TRIVIA = "http://nlp.cs.washington.edu/triviaqa/data/triviaqa-unfiltered.tar.gz"
 _AMBIG = "https://nlp.cs.washington.edu/ambigqa/data/ambignq_light.zip"
 
-# By kind and split: the address, and the name of the file where the address is an archive. Only files whose checksum
-# is known (open_domain/checksums.tsv) are downloaded.
+# By kind and split: the address, and the name of the file where the address is an archive. Only
+# files whose checksum is known (open_domain/checksums.tsv) are downloaded.
 DOWNLOADS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "hotpotqa": {
         "train": (f"{_HOTPOT}/hotpot_train_v1.1.json", ""),
         "validation": (f"{_HOTPOT}/hotpot_dev_distractor_v1.json", ""),
     },
-    "nq": {"train": (f"{_NQ}/NQ-open.train.jsonl", ""), "validation": (f"{_NQ}/NQ-open.dev.jsonl", "")},
-    "triviaqa": {"train": (_TRIVIA, "unfiltered-web-train.json"), "validation": (_TRIVIA, "unfiltered-web-dev.json")},
+    "nq": {
+        "train": (f"{_NQ}/NQ-open.train.jsonl", ""),
+        "validation": (f"{_NQ}/NQ-open.dev.jsonl", ""),
+    },
+    "triviaqa": {
+        "train": (_TRIVIA, "unfiltered-web-train.json"),
+        "validation": (_TRIVIA, "unfiltered-web-dev.json"),
+    },
     "ambigqa": {"train": (_AMBIG, "train_light.json"), "validation": (_AMBIG, "dev_light.json")},
 }

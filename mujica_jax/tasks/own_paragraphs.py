@@ -1,8 +1,8 @@
 """The paragraphs that a data set gives with each question, as a pool of evidence.
 
-HotpotQA and 2WikiMultihopQA give ten with a question, MuSiQue twenty: the gold ones and distractors. EviPath's
-synthesis answers every sub-question from all of them, and searches nothing ("From Evidence to Trajectory", section
-4.2).
+HotpotQA and 2WikiMultihopQA give ten with a question, MuSiQue twenty: the gold ones and
+distractors. EviPath's synthesis answers every sub-question from all of them, and searches nothing
+("From Evidence to Trajectory", section 4.2).
 """
 
 import random
@@ -18,10 +18,12 @@ Fit = Callable[[Sequence[Material]], Sequence[Material]]
 
 
 class OwnParagraphs:
-    """Implements `Environment`: every search shows the question's own paragraphs, shuffled anew for each query.
+    """Implements `Environment`: every search shows the question's own paragraphs, shuffled anew for
+    each query.
 
-    `fit` says which of the first materials have room. Gold paragraphs come first, those that the query names before the
-    others. A paragraph is gold by its title and text; where no paragraph has a gold passage's text, by its title."""
+    `fit` says which of the first materials have room. Gold paragraphs come first, those that the
+    query names before the others. A paragraph is gold by its title and text; where no paragraph has
+    a gold passage's text, by its title."""
 
     kind: Literal["graph", "text"] = "text"
 
@@ -45,7 +47,10 @@ class OwnParagraphs:
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         del entity  # texts have no candidates
         gold = sorted(self._gold, key=lambda paragraph: not is_named_by(query, paragraph.title))
-        ordered = [passage_material(paragraph.title, paragraph.text) for paragraph in [*gold, *self._others]]
+        ordered = [
+            passage_material(paragraph.title, paragraph.text)
+            for paragraph in [*gold, *self._others]
+        ]
         pool = list(self._fit(ordered))
         random.Random(f"{self._question.id} {query}").shuffle(pool)
         return tuple(pool)

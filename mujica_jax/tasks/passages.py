@@ -21,8 +21,9 @@ from mujica_jax.storage.run_directory import local_folder
 from mujica_jax.tasks.environment import TextEnvironment, words
 from mujica_jax.tasks.question_fields import passage_key, title_key
 
-# Two texts of one title are versions of one paragraph from this share of common words on. Of 626 pairs of paragraphs
-# with one title in MuSiQue's files, a tenth share more, and those are versions; the median shares a quarter.
+# Two texts of one title are versions of one paragraph from this share of common words on. Of 626
+# pairs of paragraphs with one title in MuSiQue's files, a tenth share more, and those are versions;
+# the median shares a quarter.
 SAME_PARAGRAPH = 0.6
 
 HTTP = ("http://", "https://")
@@ -38,13 +39,13 @@ def fetched_index(index: str | None) -> str | None:
 
 
 def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Sequence[Passage]]:
-    """What is searched, and the passages in which questions have their gold ones. `corpus` is what is searched where
-    the configuration names no index.
+    """What is searched, and the passages in which questions have their gold ones. `corpus` is what
+    is searched where the configuration names no index.
     """
     if config.index_rows == "job" and (config.index is None or "://" in config.index):
         raise UserError(
-            f"index_rows is job and index is {config.index}: only an index of kind exact, in a directory, has rows "
-            "that lie on devices; give one, or set index_rows to host"
+            f"index_rows is job and index is {config.index}: only an index of kind exact, in a "
+            "directory, has rows that lie on devices; give one, or set index_rows to host"
         )
     if config.index is not None and config.index.startswith(HTTP):
         return open_remote(config.index, config.retriever, config.top_k), corpus()
@@ -60,7 +61,8 @@ def is_service(index: str | None) -> bool:
 
 
 class OwnPassages(Mapping[str, TextEnvironment]):
-    """Of each question, by id, the passages that are given with it: searched by BM25, and read in when they are."""
+    """Of each question, by id, the passages that are given with it: searched by BM25, and read in
+    when they are."""
 
     def __init__(self, given: Mapping[str, Collection[GoldPassage]], top_k: int) -> None:
         self._given, self._top_k = given, top_k
@@ -90,36 +92,47 @@ def leave_incomplete_out(
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return which questions the distractor setting leaves out, and a sentence about them.
 
-    `incomplete` are the ids of questions without all gold passages among their own. Raises UserError where all are.
+    `incomplete` are the ids of questions without all gold passages among their own. Raises
+    UserError where all are.
     """
     if not incomplete:
         return (), ()
-    missing = f"{len(incomplete):,} of {questions:,} questions have not all gold passages among their own"
+    missing = (
+        f"{len(incomplete):,} of {questions:,} questions have not all gold passages among their own"
+    )
     if config.keep_incomplete:
         return (), (f"{missing} and are asked all the same (task.keep_incomplete is True)",)
     if len(incomplete) == questions:
         raise UserError(
-            f"none of the {questions:,} questions in {config.data_dir} has all of its gold passages among its own, "
-            "which task.setting distractor means (HotpotQA's fullwiki file is such a file): give files with them, set "
-            "--task.setting open, or keep these questions with --task.keep-incomplete True"
+            f"none of the {questions:,} questions in {config.data_dir} has all of its gold "
+            "passages among its own, which task.setting distractor means (HotpotQA's fullwiki file "
+            "is such a file): give files with them, set --task.setting open, or keep these "
+            "questions with --task.keep-incomplete True"
         )
-    return tuple(incomplete), (f"{missing} and are left out (--task.keep-incomplete True keeps them)",)
+    return tuple(incomplete), (
+        f"{missing} and are left out (--task.keep-incomplete True keeps them)",
+    )
 
 
 class GoldInCorpus:
     """Finds gold passages among the passages that are searched: by title and text.
 
-    A corpus can hold other versions of a paragraph (another cut of the article, a newer text). If it has the title and
-    not the text, the passage of that title with the most words in common counts, if these are enough. With `by_title`
-    every passage of the title counts: behind an address the texts are not known.
+    A corpus can hold other versions of a paragraph (another cut of the article, a newer text). If
+    it has the title and not the text, the passage of that title with the most words in common
+    counts, if these are enough. With `by_title` every passage of the title counts: behind an
+    address the texts are not known.
     """
 
-    def __init__(self, passages: Iterable[Passage], titles: Collection[str], *, by_title: bool = False) -> None:
+    def __init__(
+        self, passages: Iterable[Passage], titles: Collection[str], *, by_title: bool = False
+    ) -> None:
         self._by_title = by_title
         self._passages: dict[str, dict[tuple[str, str], GoldPassage]] = {}
         for passage in titled(passages, titles):
             gold = GoldPassage(title=passage.title, text=passage.text)
-            self._passages.setdefault(title_key(passage.title), {}).setdefault(passage_key(gold), gold)
+            self._passages.setdefault(title_key(passage.title), {}).setdefault(
+                passage_key(gold), gold
+            )
 
     def find(self, passage: GoldPassage) -> GoldPassage | None:
         """Return the gold passage as it is searched, or None where the corpus lacks it."""
@@ -131,25 +144,33 @@ class GoldInCorpus:
             return None
         if not passage.text.strip():
             # Nothing says which of several passages is meant, so each of them counts.
-            return next(iter(of_title.values())) if len(of_title) == 1 else GoldPassage(title=passage.title)
+            return (
+                next(iter(of_title.values()))
+                if len(of_title) == 1
+                else GoldPassage(title=passage.title)
+            )
         if passage_key(passage) in of_title:
             return of_title[passage_key(passage)]
         likest = max(of_title.values(), key=lambda other: _shared_words(passage.text, other.text))
         return likest if _shared_words(passage.text, likest.text) >= SAME_PARAGRAPH else None
 
     def find_all(self, passages: Collection[GoldPassage]) -> tuple[GoldPassage, ...] | None:
-        """Return all of them as they are searched. None where there are none, or where the corpus lacks one."""
+        """Return all of them as they are searched. None where there are none, or where the corpus
+        lacks one."""
         searched = [self.find(passage) for passage in passages]
         known = tuple(dict.fromkeys(passage for passage in searched if passage is not None))
         return known if passages and None not in searched else None
 
 
 def as_passages(given: Collection[GoldPassage]) -> list[Passage]:
-    return [Passage(id=str(number), title=of.title, text=of.text) for number, of in enumerate(given)]
+    return [
+        Passage(id=str(number), title=of.title, text=of.text) for number, of in enumerate(given)
+    ]
 
 
 def titled(passages: Iterable[Passage], titles: Collection[str]) -> list[Passage]:
-    """Return the passages with one of these titles, however its accents, spaces and entities are written."""
+    """Return the passages with one of these titles, however its accents, spaces and entities are
+    written."""
     keys = {title_key(title) for title in titles}
     if not isinstance(passages, PassageFile):
         return [passage for passage in passages if title_key(passage.title) in keys]
@@ -169,25 +190,27 @@ def _index(config: PassageSearch, corpus: Corpus) -> Index:
     if config.index is None:
         if config.retriever == "dense":
             raise UserError(
-                "retriever is dense and index is None: make an index of the corpus with `python -m mujica_jax.index "
-                f"build --corpus FILE --embedder {config.embedder} --out DIR` and give --task.index DIR"
+                "retriever is dense and index is None: make an index of the corpus with `python -m "
+                f"mujica_jax.index build --corpus FILE --embedder {config.embedder} --out DIR` and "
+                "give --task.index DIR"
             )
         return Bm25Index(corpus(), "default")
     kind = KIND if config.index.startswith(SCHEME) else read_kind(config.index)
     if kind == KIND:
         raise UserError(
-            f"environment is text and the index {config.index} is a graph: give an index of passages, or "
-            "--task.environment graph"
+            f"environment is text and the index {config.index} is a graph: give an index of "
+            "passages, or --task.environment graph"
         )
     if (kind == "bm25") != (config.retriever == "bm25"):
         raise UserError(
-            f"retriever is {config.retriever} and the index {config.index} is of kind {kind}: give --task.retriever "
-            f"{'bm25' if kind == 'bm25' else 'dense'} or another index"
+            f"retriever is {config.retriever} and the index {config.index} is of kind {kind}: give "
+            f"--task.retriever {'bm25' if kind == 'bm25' else 'dense'} or another index"
         )
     embedder = config.embedder if config.retriever == "dense" else None
     index = open_index(config.index, embedder, rows=config.index_rows)
     if config.top_k > len(index.passages):
         raise UserError(
-            f"top_k is {config.top_k} and the index {config.index} holds {len(index.passages):,} passages: lower top_k"
+            f"top_k is {config.top_k} and the index {config.index} holds {len(index.passages):,} "
+            "passages: lower top_k"
         )
     return index

@@ -3,7 +3,8 @@
     python -m mujica_jax.tasks.prepare hotpotqa --from DIR
     python -m mujica_jax.eval ... --task.kind hotpotqa --task.data-dir tfds:hotpotqa
 
-`--help` lists the sets, and the files that each needs. If a preparation is killed, start the same command again.
+`--help` lists the sets, and the files that each needs. If a preparation is killed, start the same
+command again.
 """
 
 import argparse
@@ -67,7 +68,9 @@ def prepare(kind: str, *, official_folder: str | None, data_dir: str | None) -> 
         if was_there and source is not None:
             _check_same_sources(folder, source, kind)
     examples = ", ".join(f"{size:,} in {split}" for split, size in sizes.items())
-    name = f"{data_folder.PREFIX}{kind}" if data_dir is None else f"{data_folder.PREFIX}{root}/{kind}"
+    name = (
+        f"{data_folder.PREFIX}{kind}" if data_dir is None else f"{data_folder.PREFIX}{root}/{kind}"
+    )
     state = "is there already" if was_there else "is prepared"
     return f"{folder} {state} ({examples}): --task.kind {kind} --task.data-dir {name}"
 
@@ -89,7 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("name", metavar="NAME", help=", ".join(OFFICIAL_FILES))
     parser.add_argument(
-        "--from", dest="official_folder", metavar="DIR", help="folder with the official files, plain or .gz"
+        "--from",
+        dest="official_folder",
+        metavar="DIR",
+        help="folder with the official files, plain or .gz",
     )
     parser.add_argument(
         "--data-dir",
@@ -113,8 +119,8 @@ def _help_of_sets() -> str:
 def _local_folder(data_dir: str) -> Path:
     if "://" in data_dir:
         raise UserError(
-            f"a data set is prepared on local disk and the folder is {data_dir}: give a local --data-dir, and copy it "
-            "there afterwards"
+            f"a data set is prepared on local disk and the folder is {data_dir}: give a local "
+            "--data-dir, and copy it there afterwards"
         )
     return Path(data_dir).expanduser()
 
@@ -139,13 +145,16 @@ def _check_official_folder(folder: Path, kind: str) -> None:
 
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """Hold the folder of a data set for one process, and remove what a killed one has left there."""
+    """Hold the folder of a data set for one process, and remove what a killed one has left
+    there."""
     home.mkdir(parents=True, exist_ok=True)
     with (home / LOCK).open("ab") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise UserError(f"another process prepares {home}: wait for it, or give another --data-dir") from error
+            raise UserError(
+                f"another process prepares {home}: wait for it, or give another --data-dir"
+            ) from error
         for leftover in home.glob(INCOMPLETE):
             shutil.rmtree(leftover)
         yield
@@ -158,8 +167,8 @@ def _errors_of_disk(kind: str, root: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UserError(
-            f"{kind} could not be prepared in {root} ({_shortened(error)}): free space, make the official "
-            "files readable and the folder writable, or give another --data-dir"
+            f"{kind} could not be prepared in {root} ({_shortened(error)}): free space, make the "
+            "official files readable and the folder writable, or give another --data-dir"
         ) from error
 
 
@@ -176,7 +185,11 @@ def _download_and_prepare(kind: str, source: Path | None, root: Path) -> None:
     config = tensorflow_datasets.download.DownloadConfig(manual_dir=source)
     download_errors: tuple[type[Exception], ...] = ()
     if source is None:
-        download_errors = (OSError, tensorflow_datasets.download.DownloadError, NonMatchingChecksumError)
+        download_errors = (
+            OSError,
+            tensorflow_datasets.download.DownloadError,
+            NonMatchingChecksumError,
+        )
     try:
         # What TensorFlow Datasets prints on its way is not the command's result.
         with contextlib.redirect_stdout(sys.stderr), data_folder.without_root_handler():
@@ -184,7 +197,8 @@ def _download_and_prepare(kind: str, source: Path | None, root: Path) -> None:
             builder.download_and_prepare(download_config=config)
     except download_errors as error:
         raise UserError(
-            f"{kind} could not be downloaded ({_shortened(error)}): {how_to_get(kind)}, and give it with --from DIR"
+            f"{kind} could not be downloaded ({_shortened(error)}): {how_to_get(kind)}, and give "
+            "it with --from DIR"
         ) from error
     except UserError:
         raise
@@ -211,7 +225,9 @@ def _check_same_sources(folder: Path, source: Path, kind: str) -> None:
     """Check that a set which is there already was made of the same files."""
     before = data_folder.sources_of(folder, kind)
     now = describe_sources(source, kind)
-    different = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
+    different = sorted(
+        name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
+    )
     if before and different:
         raise UserError(
             f"{folder} is there already and was prepared from other files than those in {source} "

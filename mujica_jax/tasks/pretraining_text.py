@@ -1,14 +1,16 @@
 """Pre-training documents: what a from-scratch decoder learns to read on, in place of the web.
 
-A language model that has read nothing copies no name and finds no line in a list; a demonstration shows it one look-up
-among a hundred tokens, and a few hundred demonstrations are learnt by heart before they are understood. A document here
-lists some facts of one entity, as materials look, and reads them off again in another order, each with the number of
-its line. All of it is trained, as a text is in pre-training: a label that every line repeats is a lesson in copying
-too. Facts are drawn again for every document (any label of a kind with any value of a relation), so that there is
-nothing to remember and all to look up. Other documents put years in order, which is all a reader needs to know of
-dates.
+A language model that has read nothing copies no name and finds no line in a list; a demonstration
+shows it one look-up among a hundred tokens, and a few hundred demonstrations are learnt by heart
+before they are understood. A document here lists some facts of one entity, as materials look, and
+reads them off again in another order, each with the number of its line. All of it is trained, as a
+text is in pre-training: a label that every line repeats is a lesson in copying too. Facts are drawn
+again for every document (any label of a kind with any value of a relation), so that there is
+nothing to remember and all to look up. Other documents put years in order, which is all a reader
+needs to know of dates.
 
-No question, plan or answer stands in them: how to search is learnt from demonstrations and from MyGO alone.
+No question, plan or answer stands in them: how to search is learnt from demonstrations and from
+MyGO alone.
 """
 
 import dataclasses
@@ -26,7 +28,9 @@ class Vocabulary:
     """What documents are made of, from the training side of a task."""
 
     labels: Mapping[str, Sequence[str]]  # kind of entity -> labels
-    values: Mapping[str, Mapping[str, Sequence[str]]]  # kind -> relation -> objects that were seen with it
+    values: Mapping[
+        str, Mapping[str, Sequence[str]]
+    ]  # kind -> relation -> objects that were seen with it
     years: tuple[int, int]  # first and last year
     max_facts: int  # lines a document lists
 
@@ -46,7 +50,9 @@ def documents(vocabulary: Vocabulary, seed: int) -> Iterator[str]:
 
 def _years(draw: random.Random, years: tuple[int, int]) -> str:
     chosen = draw.sample(range(years[0], years[1] + 1), draw.randint(2, MAX_YEARS))
-    listed, ordered = (" and ".join(str(year) for year in some) for some in (chosen, sorted(chosen)))
+    listed, ordered = (
+        " and ".join(str(year) for year in some) for some in (chosen, sorted(chosen))
+    )
     return f"Years: {listed}\nin order: {ordered}."
 
 
@@ -60,7 +66,9 @@ def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> str:
     for index, relation in enumerate(present):
         value = draw.choice(vocabulary.values[kind][relation])
         if draw.random() < REVERSED_SHARE:
-            lines.append(f"[{index}] {draw.choice(vocabulary.labels[kind])}, {relation} [{index}] {label}")
+            lines.append(
+                f"[{index}] {draw.choice(vocabulary.labels[kind])}, {relation} [{index}] {label}"
+            )
         else:
             lines.append(f"[{index}] {label}, {relation} [{index}] {value}")
             facts.append((relation, value, index))
@@ -69,7 +77,8 @@ def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> str:
     if absent and draw.random() < ABSENT_SHARE:
         facts.insert(draw.randint(0, len(facts)), (draw.choice(absent), "none", -1))
     read = [
-        f"{relation} [{index}] {value}" + (f" The {relation} of {label} is {value}." if draw.random() < 0.5 else "")
+        f"{relation} [{index}] {value}"
+        + (f" The {relation} of {label} is {value}." if draw.random() < 0.5 else "")
         for relation, value, index in facts
     ]
     # Read off on one line: a word is then the same token here and above, with a space before it.

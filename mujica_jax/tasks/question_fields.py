@@ -1,8 +1,10 @@
-"""Read the fields of question records as files give them: ids, answers, paragraphs, supporting facts.
+"""Read the fields of question records as files give them: ids, answers, paragraphs, supporting
+facts.
 
-A value with only one possible meaning is read: a number is its text, `true` and `false` are the answers "yes" and "no",
-HTML entities (`&amp;`, which HotpotQA's files are full of) are the characters that they stand for. Everything else
-raises TypeError or ValueError, which the readers turn into one sentence with file and line.
+A value with only one possible meaning is read: a number is its text, `true` and `false` are the
+answers "yes" and "no", HTML entities (`&amp;`, which HotpotQA's files are full of) are the
+characters that they stand for. Everything else raises TypeError or ValueError, which the readers
+turn into one sentence with file and line.
 """
 
 import json
@@ -18,7 +20,9 @@ from mujica_jax.retrieval.text.corpus_records import check_text, in_one_form, op
 MAX_WHOLE_NUMBER = 2**53  # above it a float does not say which whole number was meant
 READ_CHARACTERS = 2**16
 
-Fact = tuple[str, int | None]  # a gold title, and the number of a sentence where the record gives one
+Fact = tuple[
+    str, int | None
+]  # a gold title, and the number of a sentence where the record gives one
 Paragraph = tuple[GoldPassage, int]  # a passage, and how many sentences it has
 
 
@@ -47,8 +51,8 @@ def read_label(value: object) -> str:
 def read_answers(values: object) -> tuple[str, ...]:
     """Return the different answers of a list, the gold answer first.
 
-    An answer with HTML entities counts in both forms, so that no score is lower than the official script's. Blank
-    answers are left out; a list without any other raises ValueError.
+    An answer with HTML entities counts in both forms, so that no score is lower than the official
+    script's. Blank answers are left out; a list without any other raises ValueError.
     """
     if not isinstance(values, list | tuple):
         raise TypeError(f"answer is {_kind(values)} and must be a list")
@@ -61,7 +65,8 @@ def read_answers(values: object) -> tuple[str, ...]:
 
 
 def read_aliases(values: object) -> list[object]:
-    """Return the aliases of an answer, which may be missing. One text is no list: its letters are not aliases."""
+    """Return the aliases of an answer, which may be missing. One text is no list: its letters are
+    not aliases."""
     if values is None:
         return []
     if not isinstance(values, list | tuple):
@@ -70,14 +75,16 @@ def read_aliases(values: object) -> list[object]:
 
 
 def is_missing(answer: object) -> bool:
-    """Whether a record has no answer, like those of official test files. 0 and false are answers."""
+    """Whether a record has no answer, like those of official test files. 0 and false are
+    answers."""
     return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
 def read_context(value: object) -> list[Paragraph]:
     """Return the paragraphs given with a question. A paragraph that is given twice counts once.
 
-    The value is `[[title, sentences], ...]`, or as in Hugging Face's copies `{"title": [...], "sentences": [...]}`.
+    The value is `[[title, sentences], ...]`, or as in Hugging Face's copies `{"title": [...],
+    "sentences": [...]}`.
     """
     if isinstance(value, Mapping):
         value = list(zip(value["title"], value.get("sentences", value.get("content")), strict=True))
@@ -94,7 +101,8 @@ def read_context(value: object) -> list[Paragraph]:
 def read_facts(value: object) -> list[Fact]:
     """Return the supporting facts.
 
-    The value is a list of titles or of `[title, sentence]`, or Hugging Face's `{"title": [...], "sent_id": [...]}`.
+    The value is a list of titles or of `[title, sentence]`, or Hugging Face's `{"title": [...],
+    "sent_id": [...]}`.
     """
     if isinstance(value, Mapping):
         value = [list(fact) for fact in zip(value["title"], value["sent_id"], strict=True)]
@@ -109,7 +117,8 @@ def read_facts(value: object) -> list[Fact]:
             facts.append((read_title(fact), None))
         else:
             raise TypeError(
-                f"a supporting fact is {_kind(fact)} and must be a title, or a title and a sentence's number"
+                f"a supporting fact is {_kind(fact)} and must be a title, or a title and a "
+                "sentence's number"
             )
     return facts
 
@@ -132,7 +141,8 @@ def read_passage_text(value: object) -> str:
 
 
 def gold_passages(facts: Sequence[Fact], context: Sequence[Paragraph]) -> tuple[GoldPassage, ...]:
-    """Return the paragraphs that the facts name. A title that no paragraph has is returned without a text.
+    """Return the paragraphs that the facts name. A title that no paragraph has is returned without
+    a text.
 
     If several paragraphs have the title, those that are long enough for the named sentences count.
     """
@@ -141,16 +151,23 @@ def gold_passages(facts: Sequence[Fact], context: Sequence[Paragraph]) -> tuple[
         last_sentence[title] = max(last_sentence.get(title, 0), sentence or 0)
     gold: list[GoldPassage] = []
     for title, last in last_sentence.items():
-        named = [(passage, count) for passage, count in context if title_key(passage.title) == title_key(title)]
+        named = [
+            (passage, count)
+            for passage, count in context
+            if title_key(passage.title) == title_key(title)
+        ]
         long_enough = [passage for passage, count in named if count > last]
         gold += long_enough or [passage for passage, _ in named] or [GoldPassage(title=title)]
     return tuple(dict.fromkeys(gold))
 
 
-def with_texts(gold: Iterable[GoldPassage], context: Sequence[GoldPassage]) -> tuple[GoldPassage, ...]:
+def with_texts(
+    gold: Iterable[GoldPassage], context: Sequence[GoldPassage]
+) -> tuple[GoldPassage, ...]:
     """Join the gold passages of one question from several records.
 
-    A title alone is replaced by the passages with that title among the other gold ones, or else in the context.
+    A title alone is replaced by the passages with that title among the other gold ones, or else in
+    the context.
     """
     listed = list(dict.fromkeys(gold))
     by_title: dict[str, list[GoldPassage]] = {}
@@ -176,12 +193,14 @@ def title_key(title: str) -> str:
 
 
 def passage_key(passage: GoldPassage) -> tuple[str, str]:
-    """Return what tells a passage from all others: title and text, without spaces, which segmentation changes."""
+    """Return what tells a passage from all others: title and text, without spaces, which
+    segmentation changes."""
     return title_key(passage.title), "".join(in_one_form(passage.text).split())
 
 
 def check_characters(record: object, place: str) -> None:
-    """Raise UserError where a text of the record holds half of a surrogate pair, which nothing can write down."""
+    """Raise UserError where a text of the record holds half of a surrogate pair, which nothing can
+    write down."""
     written = json.dumps(record, ensure_ascii=False)
     try:
         check_text(written)
@@ -215,5 +234,11 @@ def _number(value: Any) -> str:
 
 
 def _kind(value: object) -> str:
-    names = {str: "a text", dict: "an object", list: "a list", type(None): "missing", bool: "true or false"}
+    names = {
+        str: "a text",
+        dict: "an object",
+        list: "a list",
+        type(None): "missing",
+        bool: "true or false",
+    }
     return names.get(type(value), f"a {type(value).__name__}")

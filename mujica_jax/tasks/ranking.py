@@ -1,6 +1,8 @@
-"""Rank the triples of an entity that has more than fit: by the words of the query, or by an embedder.
+"""Rank the triples of an entity that has more than fit: by the words of the query, or by an
+embedder.
 
-Both rankings return the positions of all texts, best first. Texts with equal scores keep their order.
+Both rankings return the positions of all texts, best first. Texts with equal scores keep their
+order.
 """
 
 import asyncio
@@ -52,8 +54,8 @@ class WordRanking:
 
         score(q, d) = sum over words w in both of  ln(1 + (N - n(w) + 1/2) / (n(w) + 1/2))
 
-    So the searched entity's own label, which is in each of its triples, decides nothing. Words are compared as they
-    are: "wife" does not find the relation "spouse". That takes an embedder.
+    So the searched entity's own label, which is in each of its triples, decides nothing. Words are
+    compared as they are: "wife" does not find the relation "spouse". That takes an embedder.
     """
 
     def __init__(self, language: str = "en") -> None:
@@ -64,7 +66,9 @@ class WordRanking:
         asked = _words_of(query) - stop_words(self._language) - stop_words("en")
         matches = [asked & _words_of(text) for text in texts]
         counts = Counter(word for match in matches for word in match)
-        weights = {word: math.log1p((len(texts) - n + 0.5) / (n + 0.5)) for word, n in counts.items()}
+        weights = {
+            word: math.log1p((len(texts) - n + 0.5) / (n + 0.5)) for word, n in counts.items()
+        }
         # Summed in a fixed order: sets of strings have none, and equal scores must stay equal.
         scores = [sum(weights[word] for word in sorted(match)) for match in matches]
         return sorted(range(len(texts)), key=lambda place: -scores[place])
@@ -73,8 +77,9 @@ class WordRanking:
 class DenseRanking:
     """Ranks texts by the inner product of their embeddings with the query's.
 
-    The texts of an entity are embedded together in batches, and their embeddings are kept for its next search. Keeping
-    them by entity makes a search independent of the searches before it. Any thread may call it.
+    The texts of an entity are embedded together in batches, and their embeddings are kept for its
+    next search. Keeping them by entity makes a search independent of the searches before it. Any
+    thread may call it.
     """
 
     def __init__(self, embedder: "Embedder") -> None:
@@ -111,7 +116,8 @@ class DenseRanking:
 
 @functools.cache
 def stop_words(language: str) -> frozenset[str]:
-    """Return the words of a language that say nothing about what is asked: those of bm25s, and question words."""
+    """Return the words of a language that say nothing about what is asked: those of bm25s, and
+    question words."""
     from bm25s import stopwords
 
     lists = {

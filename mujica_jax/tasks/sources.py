@@ -20,7 +20,8 @@ def question_files(folder: Path, kind: str) -> list[Path]:
 
 
 def further_files(folder: Path, kind: str) -> list[Path]:
-    """Return the files that the task reads beside the questions: of 2WikiMultihopQA aliases, triples and passages."""
+    """Return the files that the task reads beside the questions: of 2WikiMultihopQA aliases,
+    triples and passages."""
     if kind != "two_wiki":
         return []
     aliases = alias_file(folder)
@@ -29,7 +30,8 @@ def further_files(folder: Path, kind: str) -> list[Path]:
 
 
 def describe_sources(folder: Path, kind: str) -> dict[str, Any]:
-    """Return size and checksum of each file that the set is made of, by its name, and whether it is copied."""
+    """Return size and checksum of each file that the set is made of, by its name, and whether it is
+    copied."""
     copied = further_files(folder, kind)
     described: dict[str, Any] = {}
     for file in (*question_files(folder, kind), *copied):

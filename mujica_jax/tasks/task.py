@@ -1,7 +1,8 @@
 """The task door: questions by split, an environment for each question, and a scoring rule.
 
-Methods and agents see these protocols and never a concrete task. What only a model that starts from scratch needs
-(demonstrations, pre-training text, text for a tokenizer) is a second protocol, which a real data set may leave out.
+Methods and agents see these protocols and never a concrete task. What only a model that starts from
+scratch needs (demonstrations, pre-training text, text for a tokenizer) is a second protocol, which
+a real data set may leave out.
 """
 
 import dataclasses
@@ -24,16 +25,19 @@ def hash_of(question_id: str) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Material:
-    """One thing a search returned: the line shown to the worker, and the entities it names (graphs only)."""
+    """One thing a search returned: the line shown to the worker, and the entities it names (graphs
+    only)."""
 
     text: str  # "subject, relation, object", or "title: passage"
-    entities: tuple[Entity, ...] = ()  # subject and object of a triple; literals (dates) are no entities
+    entities: tuple[
+        Entity, ...
+    ] = ()  # subject and object of a triple; literals (dates) are no entities
     title: str = ""  # passage title (text environments)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Subject, relation and object of a triple; of a passage, or a line that was cut, the text. Subject and object
-        may hold commas, the relation none."""
+        """Subject, relation and object of a triple; of a passage, or a line that was cut, the text.
+        Subject and object may hold commas, the relation none."""
         subject = self.entities[0].label if self.entities else ""
         if subject and self.text.startswith(f"{subject}, "):
             relation, comma, value = self.text[len(subject) + 2 :].partition(", ")
@@ -41,7 +45,8 @@ class Material:
         return (self.text,)
 
     def shows(self, passage: GoldPassage, *, cut: bool = False) -> bool:
-        """Whether this is the passage: one of its title and, where its text is known, with the same text.
+        """Whether this is the passage: one of its title and, where its text is known, with the same
+        text.
 
         `cut`: it may be the beginning of a longer passage.
         """
@@ -60,16 +65,17 @@ class Environment(Protocol):
         ...
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        """Materials for one sub-question, best first; `entity` is given for graphs only. Raises RetrievalError."""
+        """Materials for one sub-question, best first; `entity` is given for graphs only. Raises
+        RetrievalError."""
         ...
 
 
 class Task(Protocol):
     """Questions with their environments and the rule that scores answers.
 
-    A task may have three more attributes: `left_out`, ids of questions that cannot be asked; `notes`, sentences that
-    are printed before questions are asked and kept with results; `shown`, how many of a question's own passages one
-    search shows, as in "5 of 10 passages".
+    A task may have three more attributes: `left_out`, ids of questions that cannot be asked;
+    `notes`, sentences that are printed before questions are asked and kept with results; `shown`,
+    how many of a question's own passages one search shows, as in "5 of 10 passages".
     """
 
     name: str
@@ -90,17 +96,19 @@ class ParagraphTask(Protocol):
     """A task whose data set gives paragraphs with its questions."""
 
     def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
-        """Return the paragraphs that the data set gives with this question, gold and others. Empty: it gives none."""
+        """Return the paragraphs that the data set gives with this question, gold and others. Empty:
+        it gives none."""
         ...
 
 
 @runtime_checkable
 class FromScratchTask(Protocol):
-    """What a model that starts from scratch needs besides. All of it is of the training side, never of dev or test."""
+    """What a model that starts from scratch needs besides. All of it is of the training side, never
+    of dev or test."""
 
     def demonstrations(self) -> Iterable[tuple[Question, Environment]]:
-        """Questions with gold evidence for scripted demonstrations, each with the environment it is answered in. Read
-        once.
+        """Questions with gold evidence for scripted demonstrations, each with the environment it is
+        answered in. Read once.
         """
         ...
 

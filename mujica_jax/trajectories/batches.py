@@ -1,14 +1,16 @@
-"""Batches of packed rows, in an order that a checkpoint can continue: a Grain dataset and its iterator.
+"""Batches of packed rows, in an order that a checkpoint can continue: a Grain dataset and its
+iterator.
 
-Element n of the dataset is the batch of step n, or this process's rows of it, as a pure function of (seed, n): the
-epochs' shuffles stand one after the other, and step n takes the n-th `rows_per_step` of them. Grain's own
-`shuffle().repeat().batch()` would shuffle by another rule; the order here is the one that every published number was
-made with, and any step of it can be reached without those before. Grain keeps the place in it, by the protocol that its
-other data sources have.
+Element n of the dataset is the batch of step n, or this process's rows of it, as a pure function of
+(seed, n): the epochs' shuffles stand one after the other, and step n takes the n-th `rows_per_step`
+of them. Grain's own `shuffle().repeat().batch()` would shuffle by another rule; the order here is
+the one that every published number was made with, and any step of it can be reached without those
+before. Grain keeps the place in it, by the protocol that its other data sources have.
 
-Several processes share a batch as the mesh lays its rows out (`models.sharding.own_rows`): each reads its own rows
-alone, and the batch of a step is the same whatever their number. The rows lie in memory and a batch is a few look-ups
-in them, so nothing is prefetched. Called by `learning.trainer.fit`. Grain is imported on first use: it takes 0.5 s.
+Several processes share a batch as the mesh lays its rows out (`models.sharding.own_rows`): each
+reads its own rows alone, and the batch of a step is the same whatever their number. The rows lie in
+memory and a batch is a few look-ups in them, so nothing is prefetched. Called by
+`learning.trainer.fit`. Grain is imported on first use: it takes 0.5 s.
 """
 
 import sys
@@ -23,8 +25,8 @@ from mujica_jax.trajectories.packing import Batch, PackedRows
 
 
 class Batches:
-    """An endless iterator over the batches of one fit. Its state is JSON and goes into the checkpoint beside the
-    training state."""
+    """An endless iterator over the batches of one fit. Its state is JSON and goes into the
+    checkpoint beside the training state."""
 
     def __init__(
         self,
@@ -35,13 +37,17 @@ class Batches:
         own: Int[np.ndarray, " own"] | None = None,
         columns: Sequence[str] = (),
     ) -> None:
-        """`own`: which of the `rows_per_step` rows of a batch this process brings; None is all of them. `columns`:
-        those a batch has."""
+        """`own`: which of the `rows_per_step` rows of a batch this process brings; None is all of
+        them. `columns`: those a batch has."""
         import grain
 
         if not rows.num_rows:
-            raise UserError("there are 0 rows to train on and a step needs at least 1: skip this phase or select more")
-        # What the place in the order depends on. The number of processes is not among it: another one continues.
+            raise UserError(
+                "there are 0 rows to train on and a step needs at least 1: skip this phase or "
+                "select more"
+            )
+        # What the place in the order depends on. The number of processes is not among it: another
+        # one continues.
         self._order = {"rows": rows.num_rows, "rows_per_step": rows_per_step, "seed": seed}
 
         def of_step(step: int) -> Batch:
@@ -49,7 +55,9 @@ class Batches:
             return rows.batch(chosen if own is None else chosen[own], columns)
 
         in_order = grain.MapDataset.range(sys.maxsize).map(of_step)  # the epochs never end
-        self._iterator = in_order.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)).__iter__()
+        self._iterator = in_order.to_iter_dataset(
+            grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        ).__iter__()
 
     def __iter__(self) -> "Batches":
         return self
@@ -61,12 +69,13 @@ class Batches:
         return {"order": self._order, "place": self._iterator.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on where `get_state` was called, over the same rows. Other rows are refused: their steps hold other
-        samples."""
+        """Go on where `get_state` was called, over the same rows. Other rows are refused: their
+        steps hold other samples."""
         if state["order"] != self._order:
             raise UserError(
-                f"the checkpoint was at a place in {_words(state['order'])}, and this run has {_words(self._order)}: "
-                "continue with the configuration and data it was made with, or in another run directory"
+                f"the checkpoint was at a place in {_words(state['order'])}, and this run has "
+                f"{_words(self._order)}: continue with the configuration and data it was made "
+                "with, or in another run directory"
             )
         self._iterator.set_state(state["place"])
 
@@ -75,12 +84,17 @@ class Batches:
         self._iterator.set_state({"next_index": step})
 
 
-def rows_of_step(num_rows: int, rows_per_step: int, *, seed: int, step: int) -> Int[np.ndarray, "rows_per_step"]:
-    """Which rows a step sees: the epochs' shuffles stand one after the other, and step n takes the n-th `rows_per_step`
-    of them."""
-    epochs, places = np.divmod(np.arange(step * rows_per_step, (step + 1) * rows_per_step), num_rows)
+def rows_of_step(
+    num_rows: int, rows_per_step: int, *, seed: int, step: int
+) -> Int[np.ndarray, "rows_per_step"]:
+    """Which rows a step sees: the epochs' shuffles stand one after the other, and step n takes the
+    n-th `rows_per_step` of them."""
+    epochs, places = np.divmod(
+        np.arange(step * rows_per_step, (step + 1) * rows_per_step), num_rows
+    )
     shuffles = {
-        epoch: np.random.default_rng((seed, epoch)).permutation(num_rows) for epoch in np.unique(epochs).tolist()
+        epoch: np.random.default_rng((seed, epoch)).permutation(num_rows)
+        for epoch in np.unique(epochs).tolist()
     }
     return np.concatenate([shuffle[places[epochs == epoch]] for epoch, shuffle in shuffles.items()])
 

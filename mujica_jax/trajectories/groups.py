@@ -1,9 +1,11 @@
 """Groups: all attempts at one question, and what each is worth against the others. Called by
 `methods.policy_gradient`.
 
-An attempt that could not be rewarded (a search or the judge failed) is no member: its group is compared without it.
+An attempt that could not be rewarded (a search or the judge failed) is no member: its group is
+compared without it.
 
-Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), with L the generated tokens of a trajectory:
+Soft overlong punishment (DAPO, arXiv 2503.14476, equation 13), with L the generated tokens of a
+trajectory:
 
     0                                 L <= limit - cache
     (limit - cache - L) / cache       up to the limit
@@ -35,8 +37,11 @@ class Group:
         return self.is_comparable and min(self.rewards) < max(self.rewards)
 
 
-def groups_of(trajectories: Sequence[Trajectory], reward: Callable[[Trajectory], float]) -> list[Group]:
-    """Return a group for each question, in the order in which questions first appear, attempts ascending."""
+def groups_of(
+    trajectories: Sequence[Trajectory], reward: Callable[[Trajectory], float]
+) -> list[Group]:
+    """Return a group for each question, in the order in which questions first appear, attempts
+    ascending."""
     by_question: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_question.setdefault(trajectory.question_id, []).append(trajectory)
@@ -44,7 +49,9 @@ def groups_of(trajectories: Sequence[Trajectory], reward: Callable[[Trajectory],
     for members in by_question.values():
         ordered = tuple(sorted(rewarded(members), key=lambda trajectory: trajectory.attempt))
         left_out = len(members) - len(ordered)
-        groups.append(Group(trajectories=ordered, rewards=tuple(map(reward, ordered)), left_out=left_out))
+        groups.append(
+            Group(trajectories=ordered, rewards=tuple(map(reward, ordered)), left_out=left_out)
+        )
     return groups
 
 

@@ -1,21 +1,22 @@
 """Packing: conversations of any length become rows of one length, several conversations a row.
 
-A row holds whole conversations one after the other. `segment_ids` number them from 1 (0 is padding), `positions` start
-at 0 in each, so attention and rotary angles are those of the conversation alone: packed equals unpacked. The loss mask
-comes from the turns (`Conversation.loss_mask`), made where the tokens were made. Called by the methods before
+A row holds whole conversations one after the other. `segment_ids` number them from 1 (0 is
+padding), `positions` start at 0 in each, so attention and rotary angles are those of the
+conversation alone: packed equals unpacked. The loss mask comes from the turns
+(`Conversation.loss_mask`), made where the tokens were made. Called by the methods before
 `learning.trainer.fit`.
 
-The order is a pure function of the seed: shuffle, then first-fit decreasing inside windows of the shuffled order (a
-window mixes lengths well enough to fill rows and keeps the search short), then the rows are shuffled. Processes that
-are given the same conversations make the same rows.
+The order is a pure function of the seed: shuffle, then first-fit decreasing inside windows of the
+shuffled order (a window mixes lengths well enough to fill rows and keeps the search short), then
+the rows are shuffled. Processes that are given the same conversations make the same rows.
 
-A conversation longer than a row is never cut: its later turns were sampled after the earlier ones, and half of it would
-teach them without. `pack` refuses it; the methods leave it out first (`too_long` counts, and a line and the metrics of
-the phase say how many).
+A conversation longer than a row is never cut: its later turns were sampled after the earlier ones,
+and half of it would teach them without. `pack` refuses it; the methods leave it out first
+(`too_long` counts, and a line and the metrics of the phase say how many).
 
-What a loss needs beside tokens stands in named columns of numbers, float32, 0 in padding. With `pairs` the
-conversations are chosen, rejected, chosen, rejected, ...: the two of a pair stand in one row, side by side, and the
-column `pairs` tells which they are.
+What a loss needs beside tokens stands in named columns of numbers, float32, 0 in padding. With
+`pairs` the conversations are chosen, rejected, chosen, rejected, ...: the two of a pair stand in
+one row, side by side, and the column `pairs` tells which they are.
 """
 
 import dataclasses
@@ -28,19 +29,27 @@ from jaxtyping import Array, Bool, Float, Int
 from mujica_jax.errors import UserError
 from mujica_jax.records import Conversation
 
-# First-fit looks at every open row for every conversation of a window: 1024 conversations of 100 tokens open about 200
-# rows of 512 tokens and take 10 ms; the last rows of a window stay part empty, under 2% of the slots at this size.
+# First-fit looks at every open row for every conversation of a window: 1024 conversations of 100
+# tokens open about 200 rows of 512 tokens and take 10 ms; the last rows of a window stay part
+# empty, under 2% of the slots at this size.
 WINDOW_CONVERSATIONS = 1024
 
 
 class Batch(NamedTuple):
-    """What one training step or one scoring call sees. A pytree of arrays, on the host or on the mesh."""
+    """What one training step or one scoring call sees. A pytree of arrays, on the host or on the
+    mesh."""
 
     tokens: Int[np.ndarray | Array, "rows time"]
-    segment_ids: Int[np.ndarray | Array, "rows time"]  # 0 is padding, 1.. number the conversations of a row
+    segment_ids: Int[
+        np.ndarray | Array, "rows time"
+    ]  # 0 is padding, 1.. number the conversations of a row
     positions: Int[np.ndarray | Array, "rows time"]  # restart at 0 in each segment
-    loss_mask: Bool[np.ndarray | Array, "rows time"]  # the token itself is a target: position t-1 predicts it
-    columns: Mapping[str, Float[np.ndarray | Array, "rows time"]] = {}  # those that the loss asks for
+    loss_mask: Bool[
+        np.ndarray | Array, "rows time"
+    ]  # the token itself is a target: position t-1 predicts it
+    columns: Mapping[
+        str, Float[np.ndarray | Array, "rows time"]
+    ] = {}  # those that the loss asks for
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +60,9 @@ class PackedRows:
     segment_ids: Int[np.ndarray, "rows time"]
     positions: Int[np.ndarray, "rows time"]
     loss_mask: Bool[np.ndarray, "rows time"]
-    placements: Int[np.ndarray, "conversations 2"]  # row and first slot of each, in the order they were given
+    placements: Int[
+        np.ndarray, "conversations 2"
+    ]  # row and first slot of each, in the order they were given
     columns: Mapping[str, Float[np.ndarray, "rows time"]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -94,9 +105,17 @@ class PackedRows:
     def batch(self, rows: Int[np.ndarray, "chosen"] | slice, columns: Sequence[str] = ()) -> Batch:
         """These rows, with these of the columns."""
         missing = sorted(set(columns) - set(self.columns))
-        assert not missing, f"the loss needs the columns {missing}, and the rows have {sorted(self.columns)}"
+        assert not missing, (
+            f"the loss needs the columns {missing}, and the rows have {sorted(self.columns)}"
+        )
         extra = {name: self.columns[name][rows] for name in columns}
-        return Batch(self.tokens[rows], self.segment_ids[rows], self.positions[rows], self.loss_mask[rows], extra)
+        return Batch(
+            self.tokens[rows],
+            self.segment_ids[rows],
+            self.positions[rows],
+            self.loss_mask[rows],
+            extra,
+        )
 
 
 def pack(
@@ -107,15 +126,17 @@ def pack(
     columns: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
     pairs: bool = False,
 ) -> PackedRows:
-    """Packs every conversation exactly once, whole. `too_long` counts what would be refused: filter first.
+    """Packs every conversation exactly once, whole. `too_long` counts what would be refused: filter
+    first.
 
     A column has for each conversation a number for all of its tokens, or one number a token.
     """
     lengths = _lengths(conversations, pairs)
     if lengths.size and lengths.max() > row_tokens:
         raise UserError(
-            f"a {'pair' if pairs else 'conversation'} of {lengths.max()} tokens does not fit into a row of "
-            f"{row_tokens} tokens: raise trainer.row_tokens or lower agent.max_trajectory_tokens"
+            f"a {'pair' if pairs else 'conversation'} of {lengths.max()} tokens does not fit into "
+            f"a row of {row_tokens} tokens: raise trainer.row_tokens or lower "
+            "agent.max_trajectory_tokens"
         )
     assert not lengths.size or lengths.min() > 0, "a conversation holds at least one token"
     random = np.random.default_rng(seed)
@@ -135,8 +156,8 @@ def too_long(conversations: Sequence[Conversation], row_tokens: int, *, pairs: b
 
 
 def sampled_log_probs(conversations: Sequence[Conversation]) -> list[list[float]]:
-    """The column of the log-probabilities under the policy that sampled, as its engine stored them; 0 where a turn has
-    none."""
+    """The column of the log-probabilities under the policy that sampled, as its engine stored them;
+    0 where a turn has none."""
     for turn in (turn for conversation in conversations for turn in conversation.turns):
         if turn.trained and turn.logprobs is None:
             raise UserError(
@@ -144,24 +165,36 @@ def sampled_log_probs(conversations: Sequence[Conversation]) -> list[list[float]
                 "train on turns that an engine sampled, or score them (Trainer.score)"
             )
     return [
-        [value for turn in conversation.turns for value in turn.logprobs or [0.0] * len(turn.token_ids)]
+        [
+            value
+            for turn in conversation.turns
+            for value in turn.logprobs or [0.0] * len(turn.token_ids)
+        ]
         for conversation in conversations
     ]
 
 
-def _lengths(conversations: Sequence[Conversation], pairs: bool) -> Int[np.ndarray, "conversations_or_pairs"]:
-    lengths = np.array([sum(len(turn.token_ids) for turn in one.turns) for one in conversations], np.int64)
+def _lengths(
+    conversations: Sequence[Conversation], pairs: bool
+) -> Int[np.ndarray, "conversations_or_pairs"]:
+    lengths = np.array(
+        [sum(len(turn.token_ids) for turn in one.turns) for one in conversations], np.int64
+    )
     return lengths.reshape(-1, 2).sum(axis=1) if pairs else lengths
 
 
 def _assign(
-    lengths: Int[np.ndarray, "conversations"], row_tokens: int, order: Int[np.ndarray, "conversations"]
+    lengths: Int[np.ndarray, "conversations"],
+    row_tokens: int,
+    order: Int[np.ndarray, "conversations"],
 ) -> list[list[int]]:
     """Indexes of the conversations of each row: first-fit decreasing in each window of `order`."""
     rows: list[list[int]] = []
     for start in range(0, len(order), WINDOW_CONVERSATIONS):
         window = order[start : start + WINDOW_CONVERSATIONS]
-        window = window[np.argsort(-lengths[window], kind="stable")]  # stable: equal lengths keep the shuffled order
+        window = window[
+            np.argsort(-lengths[window], kind="stable")
+        ]  # stable: equal lengths keep the shuffled order
         free = np.full(len(window), row_tokens)  # as many rows as conversations always suffice
         opened: list[list[int]] = [[] for _ in window]
         for index in window:
@@ -173,7 +206,10 @@ def _assign(
 
 
 def _fill(
-    rows: list[list[int]], conversations: Sequence[Conversation], row_tokens: int, columns: Mapping[str, Any]
+    rows: list[list[int]],
+    conversations: Sequence[Conversation],
+    row_tokens: int,
+    columns: Mapping[str, Any],
 ) -> PackedRows:
     shape = (len(rows), row_tokens)
     packed = PackedRows(
@@ -193,7 +229,9 @@ def _fill(
             packed.segment_ids[row, slots] = segment
             packed.positions[row, slots] = np.arange(len(token_ids))
             packed.loss_mask[row, slots] = conversations[index].loss_mask
-            packed.loss_mask[row, start] = False  # nothing stands before the first token that could predict it
+            packed.loss_mask[row, start] = (
+                False  # nothing stands before the first token that could predict it
+            )
             packed.placements[index] = row, start
             for name, values in columns.items():
                 packed.columns[name][row, slots] = values[index]

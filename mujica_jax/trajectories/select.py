@@ -4,11 +4,12 @@ After each batch of questions the threshold rises with the policy,
 
     K := max(K', (r_mean / r_sup + 1) / 2 * r_sup)
 
-where r_mean is the mean reward of the batch's *first* attempts, r_sup the best possible reward and K' the previous
-threshold. The paper prints the formula without the factor one half; its K would lie above r_sup and accept nothing, so
-we read the midpoint of r_mean and r_sup. A trajectory is kept if its reward is above K or reaches r_sup (K = r_sup
-would accept nothing otherwise), at most m a question. Learning is then plain maximum likelihood on the planner's
-conversation and on each of its workers', as independent rows.
+where r_mean is the mean reward of the batch's *first* attempts, r_sup the best possible reward and
+K' the previous threshold. The paper prints the formula without the factor one half; its K would lie
+above r_sup and accept nothing, so we read the midpoint of r_mean and r_sup. A trajectory is kept if
+its reward is above K or reaches r_sup (K = r_sup would accept nothing otherwise), at most m a
+question. Learning is then plain maximum likelihood on the planner's conversation and on each of its
+workers', as independent rows.
 
 Pure functions, called by `methods.mygo`.
 """
@@ -27,7 +28,8 @@ def threshold(*, previous_k: float, mean_first_attempt_reward: float, best_rewar
 def mean_first_attempt_reward(trajectories: Sequence[Trajectory]) -> float:
     """Return r_mean; 0.0 for no trajectories.
 
-    A first attempt that the policy failed counts with its reward. One that could not be rewarded does not count.
+    A first attempt that the policy failed counts with its reward. One that could not be rewarded
+    does not count.
     """
     first = min((trajectory.attempt for trajectory in trajectories), default=0)
     return mean_reward([trajectory for trajectory in trajectories if trajectory.attempt == first])
@@ -46,13 +48,15 @@ def accepts(reward: float, *, k: float, best_reward: float) -> bool:
 def select(
     trajectories: Sequence[Trajectory], *, k: float, keep_per_question: int, best_reward: float
 ) -> list[Trajectory]:
-    """Return at most `keep_per_question` accepted trajectories of each question, the earliest attempts first.
+    """Return at most `keep_per_question` accepted trajectories of each question, the earliest
+    attempts first.
 
     A trajectory that could not be rewarded is not accepted.
 
-    A trajectory whose first conversation (the planner's) repeats, token for token, one already kept for its question is
-    dropped: it would only weigh the same text twice. The result stands in the order in which questions first appear,
-    attempts ascending, whatever the order in which samplers finished within a question.
+    A trajectory whose first conversation (the planner's) repeats, token for token, one already kept
+    for its question is dropped: it would only weigh the same text twice. The result stands in the
+    order in which questions first appear, attempts ascending, whatever the order in which samplers
+    finished within a question.
     """
     by_question: dict[str, list[Trajectory]] = collections.defaultdict(list)
     for trajectory in rewarded(trajectories):
@@ -61,17 +65,23 @@ def select(
     for attempts in by_question.values():
         kept: dict[tuple[int, ...], Trajectory] = {}
         for trajectory in sorted(attempts, key=lambda trajectory: trajectory.attempt):
-            if len(kept) < keep_per_question and accepts(trajectory.reward, k=k, best_reward=best_reward):
+            if len(kept) < keep_per_question and accepts(
+                trajectory.reward, k=k, best_reward=best_reward
+            ):
                 kept.setdefault(tuple(trajectory.conversations[0].token_ids), trajectory)
         selected.extend(kept.values())
     return selected
 
 
 def training_rows(trajectories: Sequence[Trajectory]) -> list[Conversation]:
-    """Return the planner's conversation and every worker's, each an independent row of maximum likelihood."""
-    return [conversation for trajectory in trajectories for conversation in trajectory.conversations]
+    """Return the planner's conversation and every worker's, each an independent row of maximum
+    likelihood."""
+    return [
+        conversation for trajectory in trajectories for conversation in trajectory.conversations
+    ]
 
 
 def policy_gradient_rows(trajectory: Trajectory) -> list[Conversation]:
-    """Return a trajectory's rows for a policy gradient: turns that a length limit cut are trained too."""
+    """Return a trajectory's rows for a policy gradient: turns that a length limit cut are trained
+    too."""
     return [conversation.with_cut_turns_trained() for conversation in trajectory.conversations]

@@ -1,4 +1,5 @@
-"""The run directory: what its files are called, in which order they come to be, and which of them a reader may trust.
+"""The run directory: what its files are called, in which order they come to be, and which of them a
+reader may trust.
 
     config.json                      configuration, git revision, versions
     questions.json                   counts and checksums of the questions, and what is searched
@@ -10,9 +11,9 @@
     rounds/0003/DONE.json            the shards that count, with sizes and checksums; written last
     quarantine/                      damaged shards, each with the reason
 
-Everything but the metrics is created once and never changed (`storage/`). Readers trust what DONE.json and COMMITTED
-list. Before a round has DONE.json, a shard counts when it proves to be whole by itself (`shards.py`), so a sampler may
-die and be started anywhere.
+Everything but the metrics is created once and never changed (`storage/`). Readers trust what
+DONE.json and COMMITTED list. Before a round has DONE.json, a shard counts when it proves to be
+whole by itself (`shards.py`), so a sampler may die and be started anywhere.
 """
 
 import dataclasses
@@ -39,14 +40,17 @@ QUARANTINE = "quarantine"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """A shard as DONE.json lists it. Equal samples have equal `content_sha256`; `sha256` covers seconds too."""
+    """A shard as DONE.json lists it. Equal samples have equal `content_sha256`; `sha256` covers
+    seconds too."""
 
     name: str  # rounds/0003/shard-00007.parquet
     rows: int
     bytes: int
     sha256: str  # of the file
     content_sha256: str  # of what was sampled
-    policy_versions: tuple[int, ...]  # those that sampled it: one, unless a program of the user's own mixed them
+    policy_versions: tuple[
+        int, ...
+    ]  # those that sampled it: one, unless a program of the user's own mixed them
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,10 +64,13 @@ class RoundSummary:
     shards: tuple[ShardEntry, ...]
 
 
-def open_run(root: str | PurePath, config: Mapping[str, Any], ignore: Collection[str] = ("run",)) -> "Store":
+def open_run(
+    root: str | PurePath, config: Mapping[str, Any], ignore: Collection[str] = ("run",)
+) -> "Store":
     """The store of a new run, or of one that was begun with the same configuration.
 
-    RunMismatch names every key, except those in `ignore`, whose value differs from the one in config.json.
+    RunMismatch names every key, except those in `ignore`, whose value differs from the one in
+    config.json.
     """
     store = Store(root)
     wanted = json.loads(json.dumps(config, allow_nan=False))  # as it reads back: tuples are lists
@@ -84,8 +91,11 @@ class Store(RunDirectory):
     def write_plan(self, round_number: int, plan: Mapping[str, Any]) -> bool:
         return self.write_json_once(f"{_round_name(round_number)}/plan.json", plan)
 
-    def write_shard(self, round_number: int, shard: int, trajectories: Sequence[Trajectory]) -> ShardEntry:
-        """Stores a unit of work. Where another sampler was first, its shard stays and is the one returned.
+    def write_shard(
+        self, round_number: int, shard: int, trajectories: Sequence[Trajectory]
+    ) -> ShardEntry:
+        """Stores a unit of work. Where another sampler was first, its shard stays and is the one
+        returned.
 
         Raises StoreError when that one is damaged.
         """
@@ -98,7 +108,8 @@ class Store(RunDirectory):
         return found
 
     def find_shard(self, round_number: int, shard: int) -> ShardEntry | None:
-        """The shard on disk, read and checked as a whole, or None. Raises StoreError for one that is damaged."""
+        """The shard on disk, read and checked as a whole, or None. Raises StoreError for one that
+        is damaged."""
         name = shard_name(round_number, shard)
         if not self.exists(name):
             return None
@@ -116,17 +127,28 @@ class Store(RunDirectory):
                 raise StoreError(f"{path} is damaged: {differs}; sample it again")
         return shards.decode(data, str(path))
 
-    def shards(self, *, round_number: int | None = None, policy_version: int | None = None) -> list[ShardEntry]:
+    def shards(
+        self, *, round_number: int | None = None, policy_version: int | None = None
+    ) -> list[ShardEntry]:
         """The shards of finished rounds, in order: all, or those of one round or of one policy."""
         entries = []
         for name in self.names("rounds/"):
             found = re.fullmatch(rf"rounds/(\d{{4,}})/{DONE}", name)
-            if found and round_number in (None, int(found[1])) and (summary := self._read_summary(name)):
+            if (
+                found
+                and round_number in (None, int(found[1]))
+                and (summary := self._read_summary(name))
+            ):
                 entries += summary.shards
-        return [entry for entry in entries if policy_version is None or policy_version in entry.policy_versions]
+        return [
+            entry
+            for entry in entries
+            if policy_version is None or policy_version in entry.policy_versions
+        ]
 
     def quarantine(self, shard: ShardEntry | str, reason: str) -> RunPath:
-        """Moves a damaged shard out of its round, so that it is sampled again, and returns where the reason stands.
+        """Moves a damaged shard out of its round, so that it is sampled again, and returns where
+        the reason stands.
 
         A DONE.json that counts on it goes along: the round is open again.
         """
@@ -134,19 +156,30 @@ class Store(RunDirectory):
         done = str(Path(name).with_name(DONE))
         summary = self._read_summary(done)
         listed = summary is not None and name in {entry.name for entry in summary.shards}
-        case = f"{QUARANTINE}/{name.replace('/', '-')}.{os.urandom(4).hex()}"  # the same shard may be damaged twice
+        # the same shard may be damaged twice
+        case = f"{QUARANTINE}/{name.replace('/', '-')}.{os.urandom(4).hex()}"
         self.write_json_once(f"{case}/reason.json", {"shard": name, "reason": reason})
         for moved in (name, done) if listed else (name,):
             self.move(moved, f"{case}/{Path(moved).name}")
         return self.root / case / "reason.json"
 
     def write_done(
-        self, round_number: int, entries: Sequence[ShardEntry], *, mean_reward: float, threshold: float | None
+        self,
+        round_number: int,
+        entries: Sequence[ShardEntry],
+        *,
+        mean_reward: float,
+        threshold: float | None,
     ) -> RoundSummary:
-        """Closes a round over these shards. Where it is closed already, that summary stays and is the one returned."""
+        """Closes a round over these shards. Where it is closed already, that summary stays and is
+        the one returned."""
         shards, rows = tuple(entries), sum(entry.rows for entry in entries)
         summary = RoundSummary(
-            round_number=round_number, trajectories=rows, mean_reward=mean_reward, threshold=threshold, shards=shards
+            round_number=round_number,
+            trajectories=rows,
+            mean_reward=mean_reward,
+            threshold=threshold,
+            shards=shards,
         )
         if self.write_json_once(f"{_round_name(round_number)}/{DONE}", dataclasses.asdict(summary)):
             return summary
@@ -163,13 +196,21 @@ class Store(RunDirectory):
             return None
         value = self.read_json(name)
         try:
-            of_shards = [{**entry, "policy_versions": tuple(entry["policy_versions"])} for entry in value["shards"]]
-            return RoundSummary(**{**value, "shards": tuple(ShardEntry(**entry) for entry in of_shards)})
+            of_shards = [
+                {**entry, "policy_versions": tuple(entry["policy_versions"])}
+                for entry in value["shards"]
+            ]
+            return RoundSummary(
+                **{**value, "shards": tuple(ShardEntry(**entry) for entry in of_shards)}
+            )
         except (KeyError, TypeError) as error:
-            raise StoreError(f"{self.root / name} has other fields than this program writes ({error})") from error
+            raise StoreError(
+                f"{self.root / name} has other fields than this program writes ({error})"
+            ) from error
 
     def commit_policy(self, version: int, write: Callable[[Path], None]) -> bool:
-        """Calls `write` with an empty directory and makes what it left there a policy; one process of a run does this.
+        """Calls `write` with an empty directory and makes what it left there a policy; one process
+        of a run does this.
 
         False, without calling it, where the version exists already.
         """
@@ -179,11 +220,13 @@ class Store(RunDirectory):
         self.remove_folder(_policy_name(version))
 
     def policy_path(self, version: int) -> Path:
-        """A local directory with a committed policy, each file checked against COMMITTED. Raises StoreError."""
+        """A local directory with a committed policy, each file checked against COMMITTED. Raises
+        StoreError."""
         name = _policy_name(version)
         if not self.exists(f"{name}/{COMMITTED}"):
             raise StoreError(
-                f"{self.root / name} is no committed policy; the versions that are: {self.policies() or 'none'}"
+                f"{self.root / name} is no committed policy; the versions that are: "
+                f"{self.policies() or 'none'}"
             )
         return self.folder(name)
 
@@ -193,7 +236,10 @@ class Store(RunDirectory):
 
     def policies(self) -> list[int]:
         """Committed versions, oldest first."""
-        found = (re.fullmatch(rf"policies/(\d{{6,}})/{COMMITTED}", name) for name in self.names("policies/"))
+        found = (
+            re.fullmatch(rf"policies/(\d{{6,}})/{COMMITTED}", name)
+            for name in self.names("policies/")
+        )
         return sorted(int(match[1]) for match in found if match)
 
 

@@ -1,4 +1,5 @@
-"""A `gcloud` for tests: it knows one project, answers as its folder says and writes every call down.
+"""A `gcloud` for tests: it knows one project, answers as its folder says and writes every call
+down.
 
 The folder (`STUB_CLOUD`) holds
 
@@ -8,8 +9,8 @@ The folder (`STUB_CLOUD`) holds
     answers.json    what some calls answer instead, in this order: [part of the call, status, output, error]; each once
     workers         how many machines there are; each has its home in worker-N, where ssh runs its commands in a shell
 
-Without `workers` ssh does nothing, and a `test` there fails. `gcloud storage` speaks to the server that
-`STORAGE_EMULATOR_HOST` names."""
+Without `workers` ssh does nothing, and a `test` there fails. `gcloud storage` speaks to the server
+that `STORAGE_EMULATOR_HOST` names."""
 
 import json
 import os
@@ -68,7 +69,9 @@ def homes(worker: str) -> list[Path]:
     if not (CLOUD / "workers").exists():
         return []
     count = int((CLOUD / "workers").read_text())
-    chosen = [CLOUD / f"worker-{number}" for number in range(count) if worker in ("all", str(number))]
+    chosen = [
+        CLOUD / f"worker-{number}" for number in range(count) if worker in ("all", str(number))
+    ]
     for home in chosen:
         home.mkdir(exist_ok=True)
     return chosen
@@ -83,7 +86,9 @@ def ssh(words: list[str]) -> int:
         )
         for home in homes(flag(words, "worker"))
     ]
-    return max((one.wait() for one in started), default=int(flag(words, "command").startswith("test ")))
+    return max(
+        (one.wait() for one in started), default=int(flag(words, "command").startswith("test "))
+    )
 
 
 def scp(words: list[str]) -> int:
@@ -153,7 +158,9 @@ def answer(words: list[str]) -> int:
     if words[:2] == ["auth", "list"]:
         return say("someone@example.com")
     if words[:2] == ["projects", "describe"]:
-        return say(words[2]) if words[2] == "my-project" else fail(f"project [{words[2]}] not found")
+        return (
+            say(words[2]) if words[2] == "my-project" else fail(f"project [{words[2]}] not found")
+        )
     if words[:2] == ["services", "list"]:
         return say("tpu.googleapis.com")
     if words[:3] == ["compute", "tpus", "accelerator-types"]:
@@ -161,7 +168,11 @@ def answer(words: list[str]) -> int:
     if words[:3] == ["compute", "tpus", "locations"]:
         return say("us-central1-a\nus-east5-b")
     if words[:3] == ["storage", "buckets", "describe"]:
-        return say("US-CENTRAL1") if words[3] == "gs://my-bucket" else fail(f"{words[3]} not found: 404.")
+        return (
+            say("US-CENTRAL1")
+            if words[3] == "gs://my-bucket"
+            else fail(f"{words[3]} not found: 404.")
+        )
     if words[:3] == ["compute", "tpus", "queued-resources"]:
         return queued_resource(words[3], words[4:])
     if words[:4] == ["compute", "tpus", "tpu-vm", "ssh"]:

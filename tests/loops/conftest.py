@@ -1,4 +1,5 @@
-"""One undisturbed run, the measure of the others. Whichever worker needs it first makes it, and all of them read it."""
+"""One undisturbed run, the measure of the others. Whichever worker needs it first makes it, and all
+of them read it."""
 
 import fcntl
 import os

@@ -3,12 +3,12 @@
     python disturbed_train.py \\
         '[{"words": ["CONFIG", "--run", "DIR"], "signal": "SIGKILL", "phase": "warm-up: learning", "update": 40}]'
 
-Every start is a process of its own, forked from one that has imported everything and built the world: both together
-take longer than most starts. What becomes of each is printed as one JSON line: status, output, messages, and the
-seconds from the signal to the end.
+Every start is a process of its own, forked from one that has imported everything and built the
+world: both together take longer than most starts. What becomes of each is printed as one JSON line:
+status, output, messages, and the seconds from the signal to the end.
 
-A model of this size answers nothing right, so no round would keep or learn anything. Here every third planner
-conversation, by its tokens, is worth the best reward. A start may name
+A model of this size answers nothing right, so no round would keep or learn anything. Here every
+third planner conversation, by its tokens, is worth the best reward. A start may name
 
     signal      and where it comes: at the `update`-th progress report of a `phase` (0: as it begins), or instead of
                 the `write`-th time that something is brought to the disk or renamed
@@ -19,7 +19,8 @@ conversation, by its tokens, is worth the best reward. A start may name
     stretch     updates between two saves of the learner
     rows        a file to which the rows of every update are written down, by their checksums
     own_rewards episodes earn what the configuration says
-    program     "sample": a worker of `mujica_jax.sample`, with the same rewards, in the place of a trainer"""
+    program     "sample": a worker of `mujica_jax.sample`, with the same rewards, in the place of a trainer
+"""
 
 import errno
 import functools
@@ -52,7 +53,8 @@ from mujica_jax.report.progress import Stage
 from mujica_jax.runtime.preemption import Preemption
 
 SECONDS_TO_WAIT = 900.0  # for what must come, on a busy machine too
-NOTED = "MUJICA_SIGNALLED"  # names the file that holds how many CPU seconds were used when the signal came
+# names the file that holds how many CPU seconds were used when the signal came
+NOTED = "MUJICA_SIGNALLED"
 LISTENING: list[Preemption] = []  # to signals
 
 
@@ -66,8 +68,8 @@ def import_all() -> None:
 
 
 def build_once(path: str) -> None:
-    """The task of a configuration file, built here for all starts. An index of passages starts JAX, whose threads a
-    fork would leave behind: with one, each start builds its own."""
+    """The task of a configuration file, built here for all starts. An index of passages starts JAX,
+    whose threads a fork would leave behind: with one, each start builds its own."""
     config = load_config(path).task
     if getattr(config, "environment", None) == "text":
         return
@@ -76,7 +78,9 @@ def build_once(path: str) -> None:
     if config.environment == "graph":  # bm25s starts JAX's threads, which no fork survives
         list(start.from_scratch(task).demonstrations())
 
-    start.build_task = lambda config_of_run: task if config_of_run.task == config else build(config_of_run)
+    start.build_task = lambda config_of_run: (
+        task if config_of_run.task == config else build(config_of_run)
+    )
 
 
 def send(name: str) -> None:
@@ -93,7 +97,9 @@ def reward_by_tokens() -> None:
     rewarded = Trajectory.with_reward
 
     def by_tokens(trajectory: Trajectory, reward: Reward) -> Trajectory:
-        return rewarded(trajectory, Reward(total=float(sum(trajectory.conversations[0].token_ids) % 3 == 0)))
+        return rewarded(
+            trajectory, Reward(total=float(sum(trajectory.conversations[0].token_ids) % 3 == 0))
+        )
 
     Trajectory.with_reward = by_tokens
 
@@ -184,7 +190,9 @@ def disturbed(
     if not own_rewards:
         reward_by_tokens()
     if signal is None or signal == "SIGKILL":
-        learning_phase.SAVE_EVERY_SECONDS = 0.0  # so that a kill within a phase finds something to go on from
+        learning_phase.SAVE_EVERY_SECONDS = (
+            0.0  # so that a kill within a phase finds something to go on from
+        )
     if stretch is not None:
         learning_phase.STEPS_A_STRETCH = stretch
     if rows is not None:
@@ -201,7 +209,8 @@ def disturbed(
 
 
 def started(chosen: dict[str, Any]) -> int | None:
-    """Forks a start and reports on it; the status of the program in the process that is the start."""
+    """Forks a start and reports on it; the status of the program in the process that is the
+    start."""
     folder = Path(tempfile.mkdtemp())
     output, messages, noted = (folder / name for name in ("output", "messages", "noted"))
     child = os.fork()
@@ -216,7 +225,9 @@ def started(chosen: dict[str, Any]) -> int | None:
         "status": os.waitstatus_to_exitcode(status),
         "output": output.read_text(),
         "messages": messages.read_text(),
-        "cpu_seconds_after_signal": cpu_seconds - float(noted.read_text()) if noted.exists() else None,
+        "cpu_seconds_after_signal": cpu_seconds - float(noted.read_text())
+        if noted.exists()
+        else None,
     }
     shutil.rmtree(folder)
     print(json.dumps(report), flush=True)
@@ -224,7 +235,8 @@ def started(chosen: dict[str, Any]) -> int | None:
 
 
 def wait_for_the_job(folder: Path, processes: int) -> None:
-    """Begin when the other processes of a job are here too: on a busy machine one may need much longer to import."""
+    """Begin when the other processes of a job are here too: on a busy machine one may need much
+    longer to import."""
     (folder / str(os.getpid())).touch()
     until = time.monotonic() + SECONDS_TO_WAIT
     while len(list(folder.iterdir())) < processes and time.monotonic() < until:

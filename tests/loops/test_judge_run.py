@@ -1,5 +1,5 @@
-"""A whole run that a judge rewards. The judge changes its mind when it is asked again, so only kept verdicts give a
-killed run the numbers of an undisturbed one."""
+"""A whole run that a judge rewards. The judge changes its mind when it is asked again, so only kept
+verdicts give a killed run the numbers of an undisturbed one."""
 
 import signal
 import zlib
@@ -27,14 +27,23 @@ def judge_of_two_minds() -> Callable[[Request, int], Answer]:
 
 
 def words(directory: Path, endpoint: LocalEndpoint, tokenizer: Path) -> dict:
-    judge = ["--judge.base-url", endpoint.base_url, "--judge.model", "judge", "--judge.mode", "chat"]
+    judge = [
+        "--judge.base-url",
+        endpoint.base_url,
+        "--judge.model",
+        "judge",
+        "--judge.mode",
+        "chat",
+    ]
     judge += ["--judge.tokenizer", str(tokenizer), "--judge.concurrency", "1"]
     flags = ["--reward", "judge", "--eval.control", "False", "--run", str(directory)]
     return {"words": [str(CONFIG), *flags, *judge], "own_rewards": True}
 
 
 @pytest.mark.slow
-def test_a_killed_run_with_a_judge_asks_nothing_twice_and_ends_with_the_same_numbers(tokenizer, tmp_path):
+def test_a_killed_run_with_a_judge_asks_nothing_twice_and_ends_with_the_same_numbers(
+    tokenizer, tmp_path
+):
     with serving(judge_of_two_minds()) as endpoint:
         undisturbed = tmp_path / "undisturbed"
         rest(undisturbed, **words(undisturbed, endpoint, tokenizer))
@@ -43,12 +52,23 @@ def test_a_killed_run_with_a_judge_asks_nothing_twice_and_ends_with_the_same_num
         assert len(list(undisturbed.glob("verdicts/*/*.json"))) == len(predictions)
         asked = len(endpoint.requests)
         rest(undisturbed, **words(undisturbed, endpoint, tokenizer))
-        assert len(endpoint.requests) == asked, "a finished run asks nothing, not even whether the judge is there"
+        assert len(endpoint.requests) == asked, (
+            "a finished run asks nothing, not even whether the judge is there"
+        )
     with serving(judge_of_two_minds()) as endpoint:
         killed = tmp_path / "killed"
         starts = [
-            {**words(killed, endpoint, tokenizer), "signal": signal.SIGKILL.name, "phase": phase, "update": update}
-            for phase, update in {"warm-up: learning": 3, "round 1: sampling": 4, "round 2: sampling": 2}.items()
+            {
+                **words(killed, endpoint, tokenizer),
+                "signal": signal.SIGKILL.name,
+                "phase": phase,
+                "update": update,
+            }
+            for phase, update in {
+                "warm-up: learning": 3,
+                "round 1: sampling": 4,
+                "round 2: sampling": 2,
+            }.items()
         ]
         ends = disturbed(killed, *starts)
         assert [end.status for end in ends] == [-9] * 3, [end.messages for end in ends]
@@ -56,7 +76,9 @@ def test_a_killed_run_with_a_judge_asks_nothing_twice_and_ends_with_the_same_num
         texts = Counter(request.body["messages"][1]["content"] for request in endpoint.requests)
         (check, starts_of_runs), *others = texts.most_common()
         assert (check, starts_of_runs) == ("Prediction: paris\nReference: paris", 4)
-        assert {count for _, count in others} == {1} and {text for text, _ in others} == set(predictions)
+        assert {count for _, count in others} == {1} and {text for text, _ in others} == set(
+            predictions
+        )
     assert outcome(killed) == outcome(undisturbed)
 
 

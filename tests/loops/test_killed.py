@@ -1,5 +1,5 @@
-"""Killed in any phase, between any two writes, or with damaged files: started again, a run ends as if nothing had
-been."""
+"""Killed in any phase, between any two writes, or with damaged files: started again, a run ends as
+if nothing had been."""
 
 import json
 import signal
@@ -23,8 +23,8 @@ def killed(directory: Path, *starts: dict[str, Any]) -> list[Ended]:
 @pytest.mark.slow
 @pytest.mark.fault
 def test_killed_again_and_again_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    """The twenty steps of the first phase are seven, a kill and thirteen: each step sees the rows it would have seen,
-    and all that follows from them has the same checksums, bit for bit."""
+    """The twenty steps of the first phase are seven, a kill and thirteen: each step sees the rows
+    it would have seen, and all that follows from them has the same checksums, bit for bit."""
     directory, first, second = tmp_path / "run", tmp_path / "first", tmp_path / "second"
     ends = killed(
         directory,
@@ -43,13 +43,17 @@ def test_killed_again_and_again_it_ends_as_if_it_had_not_been(undisturbed, tmp_p
     assert json_lines(first)[:7] + json_lines(second)[:13] == undisturbed.rows[:20]
     assert len({tuple(rows) for rows in undisturbed.rows[:20]}) == 20
     output = rest(directory)
-    assert "warm-up: learning" not in output and "round 1: sampling" not in output, "what was done is not done again"
+    assert "warm-up: learning" not in output and "round 1: sampling" not in output, (
+        "what was done is not done again"
+    )
     assert outcome(directory) == undisturbed.outcome
 
 
 @pytest.mark.slow
 def test_killed_in_every_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    killed(tmp_path / "run", *({"phase": phase, "update": update} for phase, update in PHASES.items()))
+    killed(
+        tmp_path / "run", *({"phase": phase, "update": update} for phase, update in PHASES.items())
+    )
     rest(tmp_path / "run")
     assert outcome(tmp_path / "run") == undisturbed.outcome
 

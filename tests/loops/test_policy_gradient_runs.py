@@ -1,5 +1,5 @@
-"""Whole runs of DAPO with staged rewards and of GRPO with a reference: what they print and leave, and that a killed one
-ends with the same numbers."""
+"""Whole runs of DAPO with staged rewards and of GRPO with a reference: what they print and leave,
+and that a killed one ends with the same numbers."""
 
 import json
 import signal
@@ -38,20 +38,39 @@ def test_a_run_of_dapo_ends_with_the_table(undisturbed):
     table = closing(output).splitlines()
     names = ["warm-up", "control", "round 2", "round 3"]
     assert [line[:7] for line in table if line.startswith(("warm", "control", "round"))] == names
-    lines = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "policy_gradient"]
+    lines = [
+        line
+        for line in json_lines(directory / "metrics.jsonl")
+        if line["phase"] == "policy_gradient"
+    ]
     assert [line["step"] for line in lines] == [1, 2, 3]
-    assert all(line["steps"] > 0 for line in lines), "otherwise the comparison below compares nothing"
-    learnt = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "round 1/learn"]
+    assert all(line["steps"] > 0 for line in lines), (
+        "otherwise the comparison below compares nothing"
+    )
+    learnt = [
+        line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "round 1/learn"
+    ]
     assert {"clipped_share", "mean_ratio"} <= set(learnt[0])
-    assert len(list(directory.glob("learning/round-*"))) == 1, "checkpoints of rounds that are past leave"
+    assert len(list(directory.glob("learning/round-*"))) == 1, (
+        "checkpoints of rounds that are past leave"
+    )
     assert rest(directory, **words(directory)).endswith(closing(output))
 
 
 @pytest.mark.slow
 def test_every_metric_of_a_round_is_documented(undisturbed):
     page = (ROOT / "docs" / "metrics.md").read_text()
-    lines = [line for line in json_lines(undisturbed[0] / "metrics.jsonl") if line["phase"] == "policy_gradient"]
-    names = {name for line in lines for name in set(line) - {"phase", "step", "time"} if not name.startswith("reward_")}
+    lines = [
+        line
+        for line in json_lines(undisturbed[0] / "metrics.jsonl")
+        if line["phase"] == "policy_gradient"
+    ]
+    names = {
+        name
+        for line in lines
+        for name in set(line) - {"phase", "step", "time"}
+        if not name.startswith("reward_")
+    }
     assert {name for name in names if f"| `{name}` |" not in page} == set()
 
 
@@ -59,10 +78,13 @@ def test_every_metric_of_a_round_is_documented(undisturbed):
 def test_a_killed_run_of_dapo_ends_with_the_same_numbers(undisturbed, tmp_path):
     directory = tmp_path / "run"
     starts = [
-        {**words(directory), "signal": "SIGKILL", "phase": phase, "update": update} for phase, update in KILLED.items()
+        {**words(directory), "signal": "SIGKILL", "phase": phase, "update": update}
+        for phase, update in KILLED.items()
     ]
     ends = disturbed(directory, *starts)
-    assert [ended.status for ended in ends] == [-signal.SIGKILL] * len(starts), [ended.messages for ended in ends]
+    assert [ended.status for ended in ends] == [-signal.SIGKILL] * len(starts), [
+        ended.messages for ended in ends
+    ]
     rest(directory, **words(directory))
     assert outcome(directory) == outcome(undisturbed[0])
 
@@ -70,14 +92,23 @@ def test_a_killed_run_of_dapo_ends_with_the_same_numbers(undisturbed, tmp_path):
 @pytest.mark.slow
 def test_grpo_keeps_its_distance_to_policy_0(tmp_path):
     directory = tmp_path / "run"
-    flags = "--method.kind grpo --method.kl-coefficient 0.01 --reward f1 --eval.control False".split()
+    flags = (
+        "--method.kind grpo --method.kl-coefficient 0.01 --reward f1 --eval.control False".split()
+    )
     starts = [
-        {**words(directory, *flags), "signal": "SIGKILL", "phase": "round 2: learning", "update": 2},
+        {
+            **words(directory, *flags),
+            "signal": "SIGKILL",
+            "phase": "round 2: learning",
+            "update": 2,
+        },
         words(directory, *flags),
     ]
     killed, ended = disturbed(directory, *starts)
     assert (killed.status, ended.status) == (-signal.SIGKILL, 0), ended.messages
-    lines = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"].endswith("/learn")]
+    lines = [
+        line for line in json_lines(directory / "metrics.jsonl") if line["phase"].endswith("/learn")
+    ]
     distance = {line["phase"]: line["reference_kl"] for line in lines if "reference_kl" in line}
     assert set(distance) >= {"round 1/learn", "round 2/learn"} and distance["round 2/learn"] > 0
     summary = json.loads((directory / "summary.json").read_text())

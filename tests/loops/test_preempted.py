@@ -1,4 +1,5 @@
-"""SIGTERM in any phase: the run saves, says how to go on, exits 0 in time, and ends as if it had not been preempted."""
+"""SIGTERM in any phase: the run saves, says how to go on, exits 0 in time, and ends as if it had
+not been preempted."""
 
 import json
 import shlex
@@ -10,18 +11,40 @@ from pathlib import Path
 
 import pytest
 from phases import PHASES, next_phase
-from whole_runs import CONFIG, ENVIRONMENT, EVAL, ROOT, SECONDS, Ended, disturbed, finished, json_lines, outcome, rest
+from whole_runs import (
+    CONFIG,
+    ENVIRONMENT,
+    EVAL,
+    ROOT,
+    SECONDS,
+    Ended,
+    disturbed,
+    finished,
+    json_lines,
+    outcome,
+    rest,
+)
 
 MOST_CPU_SECONDS = 30.0  # from the signal to the end of the process
 # What the default tests look at.
-THIN = ("pretraining: learning", "round 1: sampling", "committing policy 1", "round 2: evaluating, greedy")
+THIN = (
+    "pretraining: learning",
+    "round 1: sampling",
+    "committing policy 1",
+    "round 2: evaluating, greedy",
+)
 
 
 def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
-    """One start a phase, each asked to end there. Where all else of a phase ends in the same call of the engine, it is
-    finished."""
+    """One start a phase, each asked to end there. Where all else of a phase ends in the same call
+    of the engine, it is finished."""
     starts = [
-        {"signal": "SIGTERM", "phase": phase, "update": PHASES[phase], "rows": f"{directory}.rows-{number}"}
+        {
+            "signal": "SIGTERM",
+            "phase": phase,
+            "update": PHASES[phase],
+            "rows": f"{directory}.rows-{number}",
+        }
         for number, phase in enumerate(phases)
     ]
     ends = disturbed(directory, *starts)
@@ -35,7 +58,10 @@ def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
         assert where in expected and kept, said
         again = shlex.split(said.partition("go on with: ")[2])
         assert again == ["python", "-m", "mujica_jax.train", str(CONFIG), "--run", str(directory)]
-        assert ended.cpu_seconds_after_signal is not None and ended.cpu_seconds_after_signal < MOST_CPU_SECONDS
+        assert (
+            ended.cpu_seconds_after_signal is not None
+            and ended.cpu_seconds_after_signal < MOST_CPU_SECONDS
+        )
     return ends
 
 
@@ -56,7 +82,9 @@ def test_preempted_in_every_kind_of_phase_it_ends_as_if_it_had_not_been(undistur
 
 @pytest.mark.slow
 def test_preempted_in_every_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    preempted(tmp_path / "run", list(PHASES)[:-1])  # after the last one there is nothing left to poll
+    preempted(
+        tmp_path / "run", list(PHASES)[:-1]
+    )  # after the last one there is nothing left to poll
     rest(tmp_path / "run")
     assert outcome(tmp_path / "run") == undisturbed.outcome
 
@@ -79,20 +107,35 @@ def test_killed_while_it_obeys_it_ends_as_if_it_had_not_been(undisturbed, tmp_pa
 
 @pytest.mark.slow
 def test_eval_that_is_asked_to_end_writes_no_result(undisturbed, tmp_path):
-    command = [*EVAL, "--checkpoint", str(undisturbed.directory), "--out", str(tmp_path / "results")]
+    command = [
+        *EVAL,
+        "--checkpoint",
+        str(undisturbed.directory),
+        "--out",
+        str(tmp_path / "results"),
+    ]
     command += ["--eval.questions", "16"]
     evaluating = subprocess.Popen(
-        command, cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     try:
-        assert evaluating.stdout is not None and evaluating.stdout.readline().startswith("policy 2 from ")
+        assert evaluating.stdout is not None and evaluating.stdout.readline().startswith(
+            "policy 2 from "
+        )
         evaluating.send_signal(signal.SIGTERM)
         _, messages = evaluating.communicate(timeout=SECONDS)
     finally:
         evaluating.kill()
     assert evaluating.returncode == 0, messages
     assert "preempted" in messages and messages.strip().endswith("the same command goes on")
-    assert not [file for file in (tmp_path / "results").iterdir() if not file.name.startswith(".parts-")]
+    assert not [
+        file for file in (tmp_path / "results").iterdir() if not file.name.startswith(".parts-")
+    ]
 
 
 @pytest.mark.slow
@@ -103,10 +146,16 @@ def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_pa
     finished([*command, str(tmp_path / "whole")])
     for kept in (1, 2, 3):
         evaluating = subprocess.Popen(
-            [*command, str(tmp_path / "killed")], cwd=ROOT, env=ENVIRONMENT, stdout=subprocess.DEVNULL
+            [*command, str(tmp_path / "killed")],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdout=subprocess.DEVNULL,
         )
         until = time.monotonic() + SECONDS
-        while len(list((tmp_path / "killed").glob(".parts-*/*.parquet"))) < kept and time.monotonic() < until:
+        while (
+            len(list((tmp_path / "killed").glob(".parts-*/*.parquet"))) < kept
+            and time.monotonic() < until
+        ):
             assert evaluating.poll() is None, "it ended before it was killed"
             time.sleep(0.01)
         evaluating.kill()
@@ -114,7 +163,11 @@ def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_pa
     said = finished([*command, str(tmp_path / "killed")])
     assert "sampled: 100/100 episodes" in said
     results = [
-        {file.name: file.read_bytes() for file in (tmp_path / folder).iterdir() if file.suffix in (".json", ".jsonl")}
+        {
+            file.name: file.read_bytes()
+            for file in (tmp_path / folder).iterdir()
+            if file.suffix in (".json", ".jsonl")
+        }
         for folder in ("whole", "killed")
     ]
     (name,) = [name for name in results[0] if name.endswith(".json")]
@@ -127,7 +180,15 @@ def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_pa
 
 @pytest.mark.slow
 def test_agents_are_compared_and_two_models_play_as_users_ask(undisturbed, tmp_path):
-    command = [*EVAL, "--checkpoint", str(undisturbed.directory), "--eval.questions", "8", "--out", str(tmp_path)]
+    command = [
+        *EVAL,
+        "--checkpoint",
+        str(undisturbed.directory),
+        "--eval.questions",
+        "8",
+        "--out",
+        str(tmp_path),
+    ]
     said = finished([*command, "--agents", "direct", "chain_of_thought", "--plot", "True"])
     assert "comparison: " in said
     rows = json.loads((tmp_path / "comparison-dev.json").read_text())

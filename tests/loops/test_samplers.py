@@ -40,7 +40,9 @@ def leases(bucket) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.fault
-def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_program_leaves(undisturbed, tmp_path):
+def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_program_leaves(
+    undisturbed, tmp_path
+):
     def sampler() -> subprocess.Popen[str]:
         return begin(bucket, tmp_path / "cache", "--lease-seconds", "5", program="sample")
 
@@ -66,7 +68,8 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
     assert of_trainer["status"] == 0, of_trainer["messages"]
     assert len(set(owners)) > 1, "a unit was begun by one that was killed"
     told = [json.loads(file.read_text()) for file in (run / "samplers").glob("*.json")]
-    # Whether a unit was under way when its worker was killed is chance: seconds are told, not compared.
+    # Whether a unit was under way when its worker was killed is chance: seconds are told, not
+    # compared.
     longest = max(one["takeover_seconds"] for one in told)
     print("taken over after", longest, "seconds")
     found, alone = outcome(run), undisturbed.outcome
@@ -79,7 +82,9 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
 def test_a_worker_samples_through_jetstream_where_the_run_says_so(undisturbed, tmp_path):
     """The worker reads `engine.kind` from the run. The policies are those of the native engine."""
     with serving() as bucket:
-        trainer = begin(bucket, tmp_path / "cache", str(CONFIG), *EXTERNAL, "--engine.kind", "jetstream")
+        trainer = begin(
+            bucket, tmp_path / "cache", str(CONFIG), *EXTERNAL, "--engine.kind", "jetstream"
+        )
         until = time.monotonic() + SECONDS
         while not bucket.names("bucket", "runs/smoke/config.json"):
             assert trainer.poll() is None and time.monotonic() < until
@@ -94,7 +99,8 @@ def test_a_worker_samples_through_jetstream_where_the_run_says_so(undisturbed, t
 
 @pytest.mark.slow
 def test_asynchronous_rounds_by_a_worker_are_those_of_one_program(tmp_path):
-    """Three rounds, so that the last is sampled by a policy whose phase has left its checkpoint behind."""
+    """Three rounds, so that the last is sampled by a policy whose phase has left its checkpoint
+    behind."""
     words = ["--method.schedule", "asynchronous", "--method.rounds", "3", "--eval.control", "False"]
     with serving() as alone:
         assert ended(begin(alone, tmp_path / "cache", str(CONFIG), *words))["status"] == 0
@@ -106,7 +112,9 @@ def test_asynchronous_rounds_by_a_worker_are_those_of_one_program(tmp_path):
         worker = ended(begin(bucket, tmp_path / "cache", program="sample"))
         of_trainer = ended(trainer)
         found = outcome(fetched(bucket, tmp_path / "run"))
-    assert worker["status"] == 0 and of_trainer["status"] == 0, of_trainer["messages"] + worker["messages"]
+    assert worker["status"] == 0 and of_trainer["status"] == 0, (
+        of_trainer["messages"] + worker["messages"]
+    )
     assert {name: found[name] for name in found if name != "metrics"} == {
         name: of_one[name] for name in of_one if name != "metrics"
     }
@@ -117,7 +125,9 @@ def test_asynchronous_rounds_by_a_worker_are_those_of_one_program(tmp_path):
 def test_a_second_trainer_is_refused_while_the_first_one_trains(tmp_path):
     run = ["--run", str(tmp_path / "run")]
     command = [*whole_runs.TRAIN, *run, *EXTERNAL]
-    first = subprocess.Popen(command, cwd=ROOT, env=whole_runs.ENVIRONMENT, stdout=subprocess.PIPE, text=True)
+    first = subprocess.Popen(
+        command, cwd=ROOT, env=whole_runs.ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    )
     try:
         while not list(tmp_path.glob("run/trainer/*.json")):
             assert first.poll() is None
@@ -126,6 +136,12 @@ def test_a_second_trainer_is_refused_while_the_first_one_trains(tmp_path):
     finally:
         first.kill()
         first.communicate()
-    assert second.returncode == 2 and "trains in" in second.stderr and "already: end it first" in second.stderr
-    asked = whole_runs.start([*whole_runs.EVAL[:2], "mujica_jax.sample", "--run", str(tmp_path / "elsewhere")])
+    assert (
+        second.returncode == 2
+        and "trains in" in second.stderr
+        and "already: end it first" in second.stderr
+    )
+    asked = whole_runs.start(
+        [*whole_runs.EVAL[:2], "mujica_jax.sample", "--run", str(tmp_path / "elsewhere")]
+    )
     assert asked.returncode == 2 and "start its trainer first" in asked.stderr

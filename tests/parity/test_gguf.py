@@ -48,7 +48,11 @@ def write_gguf(path, *, architecture: str = "llama", without: str = "nothing"):
     shapes = {"token_embd": (len(tokens), width), "output_norm": (width,)}
     for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
         shapes[f"blk.0.{name}"] = (width, width)
-    shapes |= {"blk.0.attn_norm": (width,), "blk.0.ffn_norm": (width,), "blk.0.ffn_down": (width, 64)}
+    shapes |= {
+        "blk.0.attn_norm": (width,),
+        "blk.0.ffn_norm": (width,),
+        "blk.0.ffn_down": (width, 64),
+    }
     shapes |= {"blk.0.ffn_gate": (64, width), "blk.0.ffn_up": (64, width)}
     for name, shape in shapes.items():
         if name != without:
@@ -72,12 +76,17 @@ def test_a_file_is_converted_once_and_its_turns_end_where_it_says(tmp_path, cach
 
 
 def test_a_file_of_another_model_is_refused(tmp_path, cache):
-    with pytest.raises(UserError, match=r"architecture 'gpt2' and the decoder runs qwen2, qwen3, llama: choose"):
+    with pytest.raises(
+        UserError, match=r"architecture 'gpt2' and the decoder runs qwen2, qwen3, llama: choose"
+    ):
         checkpoint_folder(write_gguf(tmp_path / "other.gguf", architecture="gpt2"))
 
 
 def test_a_file_without_one_of_its_tensors_is_refused(tmp_path, cache):
-    with pytest.raises(UserError, match=r"lacks 1 tensors, the first is model.layers.0.mlp.up_proj.weight: download"):
+    with pytest.raises(
+        UserError,
+        match=r"lacks 1 tensors, the first is model.layers.0.mlp.up_proj.weight: download",
+    ):
         checkpoint_folder(write_gguf(tmp_path / "less.gguf", without="blk.0.ffn_up"))
     assert list(cache.iterdir()) == []
 
@@ -85,7 +94,9 @@ def test_a_file_without_one_of_its_tensors_is_refused(tmp_path, cache):
 def test_half_a_file_and_no_file_are_refused(tmp_path, cache):
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "half.gguf").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"half.gguf is truncated or no GGUF file .*: download it again"):
+    with pytest.raises(
+        UserError, match=r"half.gguf is truncated or no GGUF file .*: download it again"
+    ):
         checkpoint_folder(tmp_path / "half.gguf")
     with pytest.raises(UserError, match=r"there is no file .*none.gguf: give"):
         checkpoint_folder(tmp_path / "none.gguf")
@@ -108,13 +119,20 @@ def test_smollm2_computes_what_transformers_does():
     folder = checkpoint_folder(SMOLLM2)
     tokenizer, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer.stop_token_ids) == "<|im_end|>" == theirs.eos_token
-    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who directed Amber Tide in 1961?"}]
+    chat = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Who directed Amber Tide in 1961?"},
+    ]
     expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
     assert tokenizer.open_conversation(*(message["content"] for message in chat)) == expected
     passages = read_corpus([TWO_WIKI / "corpus_6119.json.gz"])[:20]
-    ids = jnp.asarray([tokenizer.encode_plain("\n".join(passage.text for passage in passages))[:512]])
+    ids = jnp.asarray(
+        [tokenizer.encode_plain("\n".join(passage.text for passage in passages))[:512]]
+    )
     decoder = load_checkpoint(folder)
-    logits = decoder.logits(decoder(ids, jnp.arange(512)[None], causal_self_attention(jnp.ones_like(ids))))
+    logits = decoder.logits(
+        decoder(ids, jnp.arange(512)[None], causal_self_attention(jnp.ones_like(ids)))
+    )
     with torch.no_grad():
         reference = transformers.AutoModelForCausalLM.from_pretrained(folder)(
             torch.tensor(np.asarray(ids))

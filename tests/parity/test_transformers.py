@@ -1,4 +1,5 @@
-"""The decoder against transformers: the same weights give the same logits and gradients, in both directions."""
+"""The decoder against transformers: the same weights give the same logits and gradients, in both
+directions."""
 
 import json
 import shutil
@@ -33,7 +34,8 @@ SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-# Another value for every field of a config.json that has a say in the mathematics, with what has to go with it.
+# Another value for every field of a config.json that has a say in the mathematics, with what has to
+# go with it.
 OTHER = {
     "architectures": {"architectures": ["GPT2LMHeadModel"]},
     "attention_bias": {"attention_bias": True},
@@ -58,7 +60,8 @@ OTHER = {
     },
     "vocab_size": {"vocab_size": 128},
 }
-NO_MATHEMATICS = {  # of a forward pass: limits, names of tokens, what only training or transformers itself reads
+# of a forward pass: limits, names of tokens, what only training or transformers itself reads
+NO_MATHEMATICS = {
     "attention_dropout",
     "bos_token_id",
     "dtype",
@@ -78,22 +81,35 @@ def _config(case: str):
     import transformers
 
     if case.startswith("qwen2"):
-        return transformers.Qwen2Config(**SIZES, tie_word_embeddings=case.endswith("tied"), rope_theta=1e6)
+        return transformers.Qwen2Config(
+            **SIZES, tie_word_embeddings=case.endswith("tied"), rope_theta=1e6
+        )
     if case == "qwen3":
-        return transformers.Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True, rms_norm_eps=1e-5)
+        return transformers.Qwen3Config(
+            **SIZES, head_dim=16, tie_word_embeddings=True, rms_norm_eps=1e-5
+        )
     scaling = {"rope_scaling": dict(SCALING)} if case == "llama3_scaled" else {}
     return transformers.LlamaConfig(**SIZES, rope_theta=500.0, eos_token_id=[3, 4], **scaling)
 
 
-@pytest.fixture(scope="module", params=["qwen2_tied", "qwen2_own_head", "qwen3", "llama3", "llama3_scaled"])
+@pytest.fixture(
+    scope="module", params=["qwen2_tied", "qwen2_own_head", "qwen3", "llama3", "llama3_scaled"]
+)
 def reference(request, tmp_path_factory):
     """A random model of transformers, and the directory it was saved to."""
     import transformers
 
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(_config(request.param), dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_config(
+        _config(request.param), dtype=torch.float32
+    )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():  # biases start at zero and norms at one: a swap would not show
+        for (
+            name,
+            parameter,
+        ) in (
+            model.named_parameters()
+        ):  # biases start at zero and norms at one: a swap would not show
             if name.endswith(".bias") or "norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     directory = tmp_path_factory.mktemp(request.param) / "theirs"
@@ -116,8 +132,12 @@ def test_logits_agree_after_import_and_after_export(reference, tmp_path):
     expected = theirs(torch.asarray(TOKENS)).logits.detach().numpy()
     np.testing.assert_allclose(_logits(ours), expected, atol=1e-4)
     save_checkpoint(ours, tmp_path / "ours")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", dtype=torch.float32)
-    np.testing.assert_allclose(again(torch.asarray(TOKENS)).logits.detach().numpy(), expected, atol=1e-6)
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "ours", dtype=torch.float32
+    )
+    np.testing.assert_allclose(
+        again(torch.asarray(TOKENS)).logits.detach().numpy(), expected, atol=1e-6
+    )
     assert load_checkpoint(tmp_path / "ours").config == ours.config
 
 
@@ -129,9 +149,13 @@ def test_gradient_of_mean_nll_agrees(reference, tmp_path):
     @nnx.grad
     def gradient_of_mean_nll(decoder):
         log_probabilities = jax.nn.log_softmax(_logits(decoder)[:, :-1])
-        return -jnp.take_along_axis(log_probabilities, jnp.asarray(TOKENS)[:, 1:, None], axis=-1).mean()
+        return -jnp.take_along_axis(
+            log_probabilities, jnp.asarray(TOKENS)[:, 1:, None], axis=-1
+        ).mean()
 
-    save_checkpoint(nnx.merge(nnx.graphdef(ours), gradient_of_mean_nll(ours)), tmp_path / "gradient")
+    save_checkpoint(
+        nnx.merge(nnx.graphdef(ours), gradient_of_mean_nll(ours)), tmp_path / "gradient"
+    )
     theirs.zero_grad()
     theirs(torch.asarray(TOKENS), labels=torch.asarray(TOKENS)).loss.backward()
     from safetensors.numpy import load_file
@@ -148,7 +172,9 @@ def test_a_sharded_checkpoint_of_transformers_is_read(reference, tmp_path):
     theirs, directory = reference
     theirs.save_pretrained(tmp_path / "sharded", max_shard_size="30KB")
     assert not (tmp_path / "sharded" / "model.safetensors").exists()
-    np.testing.assert_array_equal(_logits(load_checkpoint(tmp_path / "sharded")), _logits(load_checkpoint(directory)))
+    np.testing.assert_array_equal(
+        _logits(load_checkpoint(tmp_path / "sharded")), _logits(load_checkpoint(directory))
+    )
 
 
 def test_every_field_that_counts_changes_the_logits_or_is_refused(reference, tmp_path):

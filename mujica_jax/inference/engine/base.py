@@ -1,15 +1,16 @@
-"""The device side of sampling: KV memory in pages, one program that reads prompts and one that decodes several steps
-for all slots.
+"""The device side of sampling: KV memory in pages, one program that reads prompts and one that
+decodes several steps for all slots.
 
-An engine holds arrays and no policy. Which request sits in which slot, and which pages it has, is decided in
-`scheduler.py` with `paging.py`. There are two, with the same results:
+An engine holds arrays and no policy. Which request sits in which slot, and which pages it has, is
+decided in `scheduler.py` with `paging.py`. There are two, with the same results:
 
-- `contiguous.ContiguousEngine`, XLA on CPU and GPU: running sequences have a contiguous KV cache beside the pages, and
-  a prefix that many share is kept once and read by all of them together;
-- `ragged.RaggedEngine`, TPU: the ragged paged attention kernel reads and the programs write the pages themselves.
+- `contiguous.ContiguousEngine`, XLA on CPU and GPU: running sequences have a contiguous KV cache
+  beside the pages, and a prefix that many share is kept once and read by all of them together;
+- `ragged.RaggedEngine`, TPU: the ragged paged attention kernel reads and the programs write the
+  pages themselves.
 
-Shapes are bounded, so the number of compiled programs is a few dozen whatever the traffic; `compiled_programs` counts
-them.
+Shapes are bounded, so the number of compiled programs is a few dozen whatever the traffic;
+`compiled_programs` counts them.
 """
 
 import abc
@@ -38,9 +39,13 @@ LOT_SIZE = 32
 class SlotState(NamedTuple):
     """What decoding needs to know of each slot."""
 
-    token: Int[np.ndarray | Array, " slots"]  # last token, whose keys and values are not in memory yet
+    token: Int[
+        np.ndarray | Array, " slots"
+    ]  # last token, whose keys and values are not in memory yet
     position: Int[np.ndarray | Array, " slots"]  # its position: tokens before it are in memory
-    remaining: Int[np.ndarray | Array, " slots"]  # tokens the request may still generate; 0 = nothing runs here
+    remaining: Int[
+        np.ndarray | Array, " slots"
+    ]  # tokens the request may still generate; 0 = nothing runs here
     temperature: Float[np.ndarray | Array, " slots"]
     seed: UInt32[np.ndarray | Array, " slots"]
     top_k: Int[np.ndarray | Array, " slots"]  # 0 = all
@@ -50,7 +55,12 @@ class SlotState(NamedTuple):
     @classmethod
     def idle(cls, slots: int) -> "SlotState":
         """Nothing runs; the arrays are numpy's and may be written."""
-        types = {"temperature": np.float32, "seed": np.uint32, "top_p": np.float32, "min_p": np.float32}
+        types = {
+            "temperature": np.float32,
+            "seed": np.uint32,
+            "top_p": np.float32,
+            "min_p": np.float32,
+        }
         empty = {name: np.zeros(slots, types.get(name, np.int32)) for name in cls._fields}
         return cls(**empty)._replace(top_p=np.ones(slots, np.float32))
 
@@ -65,7 +75,8 @@ class PrefillRow(NamedTuple):
 
 
 class FlushRow(NamedTuple):
-    """What a slot computed and its pages must hold: tokens from position `start` to before `stop`."""
+    """What a slot computed and its pages must hold: tokens from position `start` to before
+    `stop`."""
 
     slot: int
     pages: Sequence[int]
@@ -83,7 +94,8 @@ class Decoded(NamedTuple):
 
 
 class Engine(abc.ABC):
-    """Weights, memory and compiled programs. Single-threaded: every call takes the memory over and gives it back."""
+    """Weights, memory and compiled programs. Single-threaded: every call takes the memory over and
+    gives it back."""
 
     tile_tokens = 1  # what a request's tokens in a prefill call are rounded up to
     min_call_tokens = 1  # of a prefill call: fewer cost as much
@@ -102,9 +114,10 @@ class Engine(abc.ABC):
         mesh: Mesh | None = None,
         cache_dtype: DTypeLike | None = None,
     ) -> None:
-        """With a mesh, heads and the matrices around them are split over its axis `tensor`. Keys and values are kept in
-        the compute type unless `cache_dtype` says otherwise; they are computed with in the compute type. A decoder
-        without arrays (`nnx.eval_shape`) gives the shapes alone: `set_weights` comes before the first prompt."""
+        """With a mesh, heads and the matrices around them are split over its axis `tensor`. Keys
+        and values are kept in the compute type unless `cache_dtype` says otherwise; they are
+        computed with in the compute type. A decoder without arrays (`nnx.eval_shape`) gives the
+        shapes alone: `set_weights` comes before the first prompt."""
         if mesh is not None:
             check_heads(decoder.config, mesh)
         self.config = decoder.config
@@ -132,8 +145,8 @@ class Engine(abc.ABC):
         return self._weights
 
     def set_weights(self, weights: nnx.State) -> None:
-        """Replace the policy and reset the cache; returns when the weights are on the engine's devices, which never
-        hold two policies."""
+        """Replace the policy and reset the cache; returns when the weights are on the engine's
+        devices, which never hold two policies."""
         self.release_weights()
         self._use(weights)
         jax.block_until_ready(self._weights)
@@ -163,12 +176,13 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (from, to), in the order of their leases: a page may be copied from and then copied to, never the
-        other way."""
+        """Copy pages (from, to), in the order of their leases: a page may be copied from and then
+        copied to, never the other way."""
 
     @abc.abstractmethod
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
-        """Compute keys and values of these tokens. The last token of a request is not among them: decode takes it."""
+        """Compute keys and values of these tokens. The last token of a request is not among them:
+        decode takes it."""
 
     @abc.abstractmethod
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
@@ -180,16 +194,22 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
-        """The slot's request is over. `broken_pages` hold values that are not finite: masked positions weigh 0, and 0 x
-        NaN is NaN for the next request too, so they and the slot are emptied."""
+        """The slot's request is over. `broken_pages` hold values that are not finite: masked
+        positions weigh 0, and 0 x NaN is NaN for the next request too, so they and the slot are
+        emptied."""
 
 
 def advance(
-    logits: Float[Array, "slots vocab"], state: SlotState, stops: Int[Array, " stops"], filters: sampling.Filters | None
+    logits: Float[Array, "slots vocab"],
+    state: SlotState,
+    stops: Int[Array, " stops"],
+    filters: sampling.Filters | None,
 ) -> tuple[SlotState, Decoded]:
     """Draw the next token of every running slot. [slots] instead of [steps, slots]."""
     running = state.remaining > 0
-    drawn = sampling.sample(logits, state.temperature, sampling.uniforms(state.seed, state.position), filters)
+    drawn = sampling.sample(
+        logits, state.temperature, sampling.uniforms(state.seed, state.position), filters
+    )
     token = jnp.where(running, drawn.token, state.token)
     stopped = jnp.any(token[:, None] == stops[None, :], axis=-1)
     remaining = jnp.where(stopped, 0, state.remaining - 1)
@@ -203,12 +223,14 @@ def advance(
 
 def filtered(state: SlotState) -> bool:
     """Whether a running slot draws from a part of the vocabulary: then everything is sorted."""
-    return bool(np.any((state.remaining > 0) & ((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0))))
+    return bool(
+        np.any((state.remaining > 0) & ((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)))
+    )
 
 
 def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Num[Array, "*shape"]:
-    """Keys or values in the type they are kept in. float8 has no infinity: a number beyond its range would become NaN;
-    and int8 would wrap round."""
+    """Keys or values in the type they are kept in. float8 has no infinity: a number beyond its
+    range would become NaN; and int8 would wrap round."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(values), -LEVELS, LEVELS).astype(dtype)
     if jnp.dtype(dtype).itemsize == 1:
@@ -226,8 +248,8 @@ def bucket(needed: int, smallest: int, largest: int) -> int:
 
 
 def lots(moves: Sequence[tuple[int, ...]]) -> Iterator[list[np.ndarray]]:
-    """The columns of moves of pages, in lots of LOT_SIZE: one program. A lot is filled up with its last move: made
-    twice, it changes nothing."""
+    """The columns of moves of pages, in lots of LOT_SIZE: one program. A lot is filled up with its
+    last move: made twice, it changes nothing."""
     for first in range(0, len(moves), LOT_SIZE):
         lot = moves[first : first + LOT_SIZE]
         yield list(np.asarray([*lot, *[lot[-1]] * (LOT_SIZE - len(lot))], np.int32).T)
@@ -237,12 +259,19 @@ def check_heads(config: DecoderConfig, mesh: Mesh) -> None:
     """Every device has key and value heads of its own."""
     if config.num_kv_heads % mesh.shape["tensor"]:
         raise UserError(
-            f"{config.num_kv_heads} key and value heads cannot be split over engine.tensor {mesh.shape['tensor']}: "
-            f"use a divisor of {config.num_kv_heads}"
+            f"{config.num_kv_heads} key and value heads cannot be split over engine.tensor "
+            f"{mesh.shape['tensor']}: use a divisor of {config.num_kv_heads}"
         )
 
 
 def page_bytes(config: DecoderConfig, page_tokens: int, dtype: DTypeLike, lanes: int = 1) -> int:
     """Keys and values of one page, all layers; heads are filled up to a multiple of `lanes`."""
     head_dim = -(-config.head_dim // lanes) * lanes
-    return 2 * config.num_layers * page_tokens * config.num_kv_heads * head_dim * jnp.dtype(dtype).itemsize
+    return (
+        2
+        * config.num_layers
+        * page_tokens
+        * config.num_kv_heads
+        * head_dim
+        * jnp.dtype(dtype).itemsize
+    )

@@ -1,5 +1,5 @@
-"""The memory of the contiguous engine and its programs: one reads prompts into rows, one decodes several steps for all
-rows, the others move what is in memory. The layout stands in `contiguous.py`.
+"""The memory of the contiguous engine and its programs: one reads prompts into rows, one decodes
+several steps for all rows, the others move what is in memory. The layout stands in `contiguous.py`.
 """
 
 import functools
@@ -83,15 +83,21 @@ def prefill(
 
     def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
         row = tiles.places.row[:, None]
-        keys[layer] = keys[layer].at[row, :, :, targets].set(narrowed(key, keys[layer].dtype), mode="drop")
-        values[layer] = values[layer].at[row, :, targets].set(narrowed(value, values[layer].dtype), mode="drop")
+        keys[layer] = (
+            keys[layer].at[row, :, :, targets].set(narrowed(key, keys[layer].dtype), mode="drop")
+        )
+        values[layer] = (
+            values[layer].at[row, :, targets].set(narrowed(value, values[layer].dtype), mode="drop")
+        )
         return read(layer, query, keys[layer], values[layer])
 
     decoder(tiles.tokens, positions, scaled(attend, scales), scan=False)
     return memory._replace(rows=KeysValues(tuple(keys), tuple(values)))
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "steps", "filtered"), donate_argnames=("memory",))
+@functools.partial(
+    jax.jit, static_argnames=("graph", "steps", "filtered"), donate_argnames=("memory",)
+)
 def decode(
     graph: nnx.GraphDef,
     weights: nnx.State,
@@ -116,15 +122,23 @@ def decode(
         running = state.remaining > 0
         in_row = state.position - places.offset
         write_at = jnp.where(running, in_row, width)  # a slot that does not run writes nowhere
-        read = _reader(memory, places, prefix_lengths, jnp.where(running, in_row + 1, 0), 1, in_order=True)
+        read = _reader(
+            memory, places, prefix_lengths, jnp.where(running, in_row + 1, 0), 1, in_order=True
+        )
 
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-            keys[layer] = keys[layer].at[row, :, :, write_at].set(narrowed(key[:, 0], keys[layer].dtype), mode="drop")
+            keys[layer] = (
+                keys[layer]
+                .at[row, :, :, write_at]
+                .set(narrowed(key[:, 0], keys[layer].dtype), mode="drop")
+            )
             written = narrowed(value[:, 0], values[layer].dtype)
             values[layer] = values[layer].at[row, :, write_at].set(written, mode="drop")
             return read(layer, query, keys[layer], values[layer])
 
-        hidden = decoder(state.token[:, None], state.position[:, None], scaled(attend, scales), scan=False)
+        hidden = decoder(
+            state.token[:, None], state.position[:, None], scaled(attend, scales), scan=False
+        )
         state, decoded = advance(decoder.logits(hidden[:, 0]), state, stops, filters)
         return (KeysValues(tuple(keys), tuple(values)), state), decoded
 
@@ -141,8 +155,9 @@ def _reader(
     *,
     in_order: bool = False,
 ) -> Callable[[int, Array, Array, Array], Array]:
-    """`read(layer, query, keys, values)`: attention of rows over a prefix and over what they hold, of which the first
-    query sees `seen` tokens and each of the `time` queries one more. `in_order`: they are all rows, as they lie."""
+    """`read(layer, query, keys, values)`: attention of rows over a prefix and over what they hold,
+    of which the first query sees `seen` tokens and each of the `time` queries one more. `in_order`:
+    they are all rows, as they lie."""
     prefix = places.prefix
     shared = jnp.where(prefix < 0, 0, lengths[prefix])
     of_rows = jnp.stack([places.row, seen, jnp.maximum(prefix, 0), shared], axis=1)
@@ -171,14 +186,17 @@ def _attention(
     prefix_values: Num[Array, "prefixes kv_heads length head_dim"],
     visible: Bool[Array, "rows prefixes length"],
 ) -> Float[Array, "rows time heads head_dim"]:
-    """Softmax attention over a row and, together with it, over the row's prefix. Scores and weights are float32."""
+    """Softmax attention over a row and, together with it, over the row's prefix. Scores and weights
+    are float32."""
     rows, time, heads, head_dim = query.shape
     computed = max(query.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
     held = (keys, values, prefix_keys, prefix_values)
     keys, values, prefix_keys, prefix_values = (array.astype(computed) for array in held)
     kv_heads, width = keys.shape[1], keys.shape[3]
     queries = heads // kv_heads * time  # of one head of keys
-    grouped = query.astype(computed).reshape(rows, time, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    grouped = (
+        query.astype(computed).reshape(rows, time, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
+    )
     grouped = grouped.reshape(rows, kv_heads, queries, head_dim)
     scores = _product("rkqd,rkdw->rkqw", grouped, keys)
     by_time = (scores * head_dim**-0.5).reshape(rows, kv_heads, -1, time, width)
@@ -186,7 +204,8 @@ def _attention(
     peak = jnp.max(scores, axis=-1, keepdims=True)
     length = prefix_keys.shape[0] * prefix_keys.shape[3]
     if length:
-        # One product for all rows: [kv_heads, rows x queries, head_dim] with [kv_heads, head_dim, prefixes x length].
+        # One product for all rows: [kv_heads, rows x queries, head_dim] with [kv_heads, head_dim,
+        # prefixes x length].
         together = grouped.transpose(1, 0, 2, 3).reshape(kv_heads, rows * queries, head_dim)
         flat_keys = prefix_keys.transpose(1, 2, 0, 3).reshape(kv_heads, head_dim, length)
         flat_values = prefix_values.transpose(1, 0, 2, 3).reshape(kv_heads, length, head_dim)
@@ -203,7 +222,9 @@ def _attention(
         flat_weights = prefix_weights.astype(values.dtype).transpose(1, 0, 2, 3)
         flat_weights = flat_weights.reshape(kv_heads, rows * queries, length)
         prefix_mixed = _product("kqs,ksd->kqd", flat_weights, flat_values)
-        mixed = mixed + prefix_mixed.reshape(kv_heads, rows, queries, head_dim).transpose(1, 0, 2, 3)
+        mixed = mixed + prefix_mixed.reshape(kv_heads, rows, queries, head_dim).transpose(
+            1, 0, 2, 3
+        )
     mixed = (mixed / total).astype(query.dtype)
     mixed = mixed.reshape(rows, kv_heads, -1, time, head_dim).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, time, heads, head_dim)
@@ -214,7 +235,9 @@ _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 @functools.partial(jax.jit, donate_argnames=("pages",))
-def copy_pages(pages: KeysValues, sources: Int[Array, " moves"], targets: Int[Array, " moves"]) -> KeysValues:
+def copy_pages(
+    pages: KeysValues, sources: Int[Array, " moves"], targets: Int[Array, " moves"]
+) -> KeysValues:
     return jax.tree.map(lambda layer: layer.at[targets].set(layer[sources]), pages)
 
 
@@ -243,7 +266,11 @@ def store_pages(held: KeysValues, rows: KeysValues, *moves: Int[Array, " moves"]
 
 @functools.partial(jax.jit, static_argnames=("shape",))
 def store_prefix(
-    prefixes: KeysValues, held: KeysValues, place: Int[Array, ""], pages: Int[Array, " pages"], shape: tuple[int, int]
+    prefixes: KeysValues,
+    held: KeysValues,
+    place: Int[Array, ""],
+    pages: Int[Array, " pages"],
+    shape: tuple[int, int],
 ) -> KeysValues:
     """`prefixes` in this shape, with what the pages hold at a place."""
 
@@ -287,13 +314,21 @@ def resized(rows: KeysValues, count: int, tokens: int) -> KeysValues:
 
 
 def _both(function: Callable[..., Array], *memories: KeysValues) -> KeysValues:
-    """`function(axis of the tokens, layer of each memory)` for the keys and for the values of every layer."""
-    keys = (function(3, *layers) for layers in zip(*(memory.keys for memory in memories), strict=True))
-    values = (function(2, *layers) for layers in zip(*(memory.values for memory in memories), strict=True))
+    """`function(axis of the tokens, layer of each memory)` for the keys and for the values of every
+    layer."""
+    keys = (
+        function(3, *layers) for layers in zip(*(memory.keys for memory in memories), strict=True)
+    )
+    values = (
+        function(2, *layers) for layers in zip(*(memory.values for memory in memories), strict=True)
+    )
     return KeysValues(tuple(keys), tuple(values))
 
 
-def _paged(rows: Array, axis: int, page_tokens: int, places: Array, indices: Array) -> tuple[Array, tuple]:
-    """The tokens of rows as pages of tokens, and where the pages `indices` of the rows `places` are in it."""
+def _paged(
+    rows: Array, axis: int, page_tokens: int, places: Array, indices: Array
+) -> tuple[Array, tuple]:
+    """The tokens of rows as pages of tokens, and where the pages `indices` of the rows `places` are
+    in it."""
     paged = rows.reshape(*rows.shape[:axis], -1, page_tokens, *rows.shape[axis + 1 :])
     return paged, (places, *[slice(None)] * (axis - 1), indices)

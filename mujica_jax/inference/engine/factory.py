@@ -21,15 +21,21 @@ from mujica_jax.runtime.host_memory import available_bytes
 DEVICE_SHARE = 0.9  # of the accelerator memory that is free: the rest is for a step's temporaries
 HOST_SHARE = 0.5
 CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
-CONTEXT_SETTING = "agent.max_trajectory_tokens (of serve: --max-tokens)"  # what a user lowers for a model's context
+# what a user lowers for a model's context
+CONTEXT_SETTING = "agent.max_trajectory_tokens (of serve: --max-tokens)"
 
 
 def make_engine(
-    decoder: Decoder, engine: EngineConfig, *, positions: int, stop_token_ids: Sequence[int], reserved_bytes: int = 0
+    decoder: Decoder,
+    engine: EngineConfig,
+    *,
+    positions: int,
+    stop_token_ids: Sequence[int],
+    reserved_bytes: int = 0,
 ) -> Engine:
-    """An engine for requests of up to `positions` tokens, on this platform and over `engine.tensor` devices. Where
-    `engine.cache_gigabytes` does not say what its memory may take, `reserved_bytes` of each device stay free for what
-    is still to come."""
+    """An engine for requests of up to `positions` tokens, on this platform and over `engine.tensor`
+    devices. Where `engine.cache_gigabytes` does not say what its memory may take, `reserved_bytes`
+    of each device stay free for what is still to come."""
     check_context(decoder.config, positions)
     kind = RaggedEngine if jax.default_backend() == "tpu" else ContiguousEngine
     dtype = _cache_dtype(decoder.dtype, engine)
@@ -47,8 +53,11 @@ def make_engine(
     )
 
 
-def check_engine(model: DecoderConfig, engine: EngineConfig, *, positions: int, dtype: DTypeLike) -> None:
-    """What `make_engine` would refuse of a model that computes in `dtype`, before there is one. Raises UserError."""
+def check_engine(
+    model: DecoderConfig, engine: EngineConfig, *, positions: int, dtype: DTypeLike
+) -> None:
+    """What `make_engine` would refuse of a model that computes in `dtype`, before there is one.
+    Raises UserError."""
     check_context(model, positions)
     mesh, kept = engine_mesh(engine), _cache_dtype(dtype, engine)
     if mesh is not None:
@@ -65,8 +74,9 @@ def check_context(model: DecoderConfig, positions: int, *, setting: str = CONTEX
     `setting` names what the user lowers."""
     if positions > model.context_tokens:
         raise UserError(
-            f"conversations may have {positions:,} tokens and the model reads at most {model.context_tokens:,} "
-            f"(max_position_embeddings of its config.json): lower {setting}"
+            f"conversations may have {positions:,} tokens and the model reads at most "
+            f"{model.context_tokens:,} (max_position_embeddings of its config.json): lower "
+            f"{setting}"
         )
 
 
@@ -75,12 +85,15 @@ def engine_mesh(engine: EngineConfig) -> Mesh | None:
     devices = jax.local_devices()
     if engine.tensor > len(devices):
         raise UserError(
-            f"engine.tensor is {engine.tensor} and {len(devices)} devices are available: use at most {len(devices)}"
+            f"engine.tensor is {engine.tensor} and {len(devices)} devices are available: use at "
+            f"most {len(devices)}"
         )
     return make_mesh(1, 1, engine.tensor, devices) if engine.tensor > 1 else None
 
 
-def _num_pages(model: DecoderConfig, engine: EngineConfig, positions: int, dtype: DTypeLike, reserved: int) -> int:
+def _num_pages(
+    model: DecoderConfig, engine: EngineConfig, positions: int, dtype: DTypeLike, reserved: int
+) -> int:
     """Pages for all slots at full length, or as many as fit."""
     lanes = LANES if jax.default_backend() == "tpu" else 1
     size = page_bytes(model, engine.page_tokens, dtype, lanes) // engine.tensor  # on each device
@@ -94,14 +107,16 @@ def _num_pages(model: DecoderConfig, engine: EngineConfig, positions: int, dtype
     count = min(int(memory) // size, engine.slots * one)
     if count < one:
         raise UserError(
-            f"one request of {positions} tokens needs {one * size / 1e9:.3g} GB of KV memory and {memory / 1e9:.3g} GB "
-            f"{whose}: lower agent.max_trajectory_tokens or engine.slots, or give it more memory"
+            f"one request of {positions} tokens needs {one * size / 1e9:.3g} GB of KV memory and "
+            f"{memory / 1e9:.3g} GB {whose}: lower agent.max_trajectory_tokens or engine.slots, or "
+            "give it more memory"
         )
     return count
 
 
 def _cache_dtype(compute: DTypeLike, engine: EngineConfig) -> DTypeLike:
-    """Of keys and values. On a CPU float32 in place of bfloat16: to write one bfloat16 XLA copies all of them there."""
+    """Of keys and values. On a CPU float32 in place of bfloat16: to write one bfloat16 XLA copies
+    all of them there."""
     if engine.cache_dtype != "compute":
         return CACHE_DTYPES[engine.cache_dtype]
     return jnp.float32 if jax.default_backend() == "cpu" else compute

@@ -1,12 +1,14 @@
-"""Keys and values in int8: every channel of every head has a scale of its own, found once for each policy.
+"""Keys and values in int8: every channel of every head has a scale of its own, found once for each
+policy.
 
     kept = round(x / scale)        scale = MARGIN * max |x| / 127, over the keys, or values, of one channel
     query . key = (query * scale of the keys) . kept        mixed values = (weights . kept) * scale of the values
 
-So attention itself computes as ever, on any platform. Rotary angles turn channel i and i + head_dim / 2 into each other
-as positions grow: the two share a scale. The maxima are taken over random tokens, as a function of the policy alone:
-what was asked before changes no answer. What lies beyond the range is clipped (`base.narrowed`). A channel's scale
-holds for all positions, so it is not stored with them. Called by the engines where `cache_dtype` is int8.
+So attention itself computes as ever, on any platform. Rotary angles turn channel i and i + head_dim
+/ 2 into each other as positions grow: the two share a scale. The maxima are taken over random
+tokens, as a function of the policy alone: what was asked before changes no answer. What lies beyond
+the range is clipped (`base.narrowed`). A channel's scale holds for all positions, so it is not
+stored with them. Called by the engines where `cache_dtype` is int8.
 """
 
 import functools
@@ -20,7 +22,8 @@ from jaxtyping import Array, Float
 
 from mujica_jax.models.attention import causal_self_attention
 
-MARGIN = 1.25  # how much further than the maxima numbers may go before they are clipped: a third of a bit
+# how much further than the maxima numbers may go before they are clipped: a third of a bit
+MARGIN = 1.25
 SEQUENCES, TIME = 8, 128  # of the random tokens: 1,024 keys a channel
 MIN_SCALE = 1e-6  # of a channel that is always zero
 LEVELS = 127
@@ -40,7 +43,9 @@ def calibrate_scales(graph: nnx.GraphDef, weights: nnx.State) -> KVScales:
     positions = jnp.broadcast_to(jnp.arange(TIME), tokens.shape)
     attention = causal_self_attention(jnp.ones_like(tokens))
 
-    def attend(layer: Array, query: Array, key: Array, value: Array, seen: KVScales) -> tuple[Array, KVScales]:
+    def attend(
+        layer: Array, query: Array, key: Array, value: Array, seen: KVScales
+    ) -> tuple[Array, KVScales]:
         # Of two channels that are rotated into each other, as far as a rotation may take either.
         pairs = jnp.hypot(*jnp.split(key.astype(jnp.float32), 2, axis=-1))
         keys = jnp.tile(jnp.max(pairs, axis=(0, 1)), 2)
@@ -54,8 +59,8 @@ def calibrate_scales(graph: nnx.GraphDef, weights: nnx.State) -> KVScales:
 
 
 def scaled(attend: Callable[..., Any], scales: KVScales | None) -> Callable[..., Any]:
-    """`attend(layer, query, key, value, *memory)` with keys and values divided by their scales, and what it mixes
-    multiplied again.
+    """`attend(layer, query, key, value, *memory)` with keys and values divided by their scales, and
+    what it mixes multiplied again.
 
     The result is an array, or a tuple that begins with it. Without scales nothing is done."""
     if scales is None:

@@ -1,12 +1,14 @@
-"""The engine on TPU: pages are read where they lie, by the ragged paged attention kernel, and written in place.
+"""The engine on TPU: pages are read where they lie, by the ragged paged attention kernel, and
+written in place.
 
-All layers share one array of pages, [layers x num_pages, page_tokens, 2 x kv_heads, head_dim]; keys and values of a
-head stand side by side, as the kernel wants them, and page n of layer l lies at l x num_pages + n. So the layers run in
-a scan, compile time does not grow with depth, and the array is carried through without a copy. The kernel is told its
-block sizes: its own table asks the device that runs, and fails where a program is compiled for another one.
+All layers share one array of pages, [layers x num_pages, page_tokens, 2 x kv_heads, head_dim]; keys
+and values of a head stand side by side, as the kernel wants them, and page n of layer l lies at l x
+num_pages + n. So the layers run in a scan, compile time does not grow with depth, and the array is
+carried through without a copy. The kernel is told its block sizes: its own table asks the device
+that runs, and fails where a program is compiled for another one.
 
-Over a mesh the heads are split over `tensor`: each device holds the pages of its own key and value heads, and the
-kernel runs on each device's heads alone.
+Over a mesh the heads are split over `tensor`: each device holds the pages of its own key and value
+heads, and the kernel runs on each device's heads alone.
 """
 
 import functools
@@ -31,22 +33,27 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 
 MIN_PREFILL_TOKENS = 256
-# Of the kernel: tokens of keys read at once, and queries a block when prompts are read. A decode step has one query a
-# sequence.
+# Of the kernel: tokens of keys read at once, and queries a block when prompts are read. A decode
+# step has one query a sequence.
 BLOCK_KEY_TOKENS, BLOCK_QUERIES, BLOCK_DECODE_QUERIES = 512, 128, 32
 VMEM_BYTES = 64 << 20
-LANES = 128  # of a head, or a multiple: the kernel takes smaller ones filled up with zeros, which change no product
+# of a head, or a multiple: the kernel takes smaller ones filled up with zeros, which change no
+# product
+LANES = 128
 PAGES_SPEC = PartitionSpec(None, None, "tensor", None)
 
 Pages = Num[Array, "layers_x_pages page_tokens combined_heads head_dim"]
 
 
 class Sequences(NamedTuple):
-    """The sequences of one call, as the kernel wants them: their queries stand one after the other."""
+    """The sequences of one call, as the kernel wants them: their queries stand one after the
+    other."""
 
     lengths: Int[np.ndarray | Array, " sequences"]  # tokens of each, the new ones included
     tables: Int[np.ndarray | Array, "sequences pages"]
-    query_ends: Int[np.ndarray | Array, " sequences_plus_one"]  # 0, and where each sequence's queries end
+    query_ends: Int[
+        np.ndarray | Array, " sequences_plus_one"
+    ]  # 0, and where each sequence's queries end
     count: Int[np.ndarray | Array, " one"]
 
 
@@ -59,14 +66,18 @@ class Layout(NamedTuple):
 
 
 def check_tiles(config: DecoderConfig, tensor: int, dtype: DTypeLike) -> None:
-    """The kernel reads the heads of a device in whole words of 32 bits, and 1, 2, 4 or a multiple of 8 of those."""
-    heads, in_a_word = 2 * config.num_kv_heads // tensor, 4 // jnp.dtype(dtype).itemsize  # keys and values
+    """The kernel reads the heads of a device in whole words of 32 bits, and 1, 2, 4 or a multiple
+    of 8 of those."""
+    heads, in_a_word = (
+        2 * config.num_kv_heads // tensor,
+        4 // jnp.dtype(dtype).itemsize,
+    )  # keys and values
     words = heads // in_a_word
     if heads % in_a_word or (words % 8 and words not in (1, 2, 4)):
         raise UserError(
-            f"{config.num_kv_heads} key and value heads over engine.tensor {tensor} are {heads // 2} a device, and the "
-            f"TPU kernel cannot read so many of {jnp.dtype(dtype).name}: lower engine.tensor or use another "
-            "engine.cache_dtype"
+            f"{config.num_kv_heads} key and value heads over engine.tensor {tensor} are "
+            f"{heads // 2} a device, and the TPU kernel cannot read so many of "
+            f"{jnp.dtype(dtype).name}: lower engine.tensor or use another engine.cache_dtype"
         )
 
 
@@ -81,7 +92,9 @@ class RaggedEngine(Engine):
 
     def reset_cache(self) -> None:
         self._tables[:] = 0
-        if self._pages.is_deleted():  # a call that took them over failed; else there is room for them once
+        if (
+            self._pages.is_deleted()
+        ):  # a call that took them over failed; else there is room for them once
             self._pages = self._empty_pages()
 
     def choose_slot(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
@@ -101,7 +114,9 @@ class RaggedEngine(Engine):
         most = max(self.prefill_tokens, MIN_PREFILL_TOKENS)
         size = base.bucket(sum(len(row.tokens) for row in rows), MIN_PREFILL_TOKENS, most)
         tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        targets = np.full(size, self.num_pages * self.page_tokens, np.int32)  # padding is written nowhere
+        targets = np.full(
+            size, self.num_pages * self.page_tokens, np.int32
+        )  # padding is written nowhere
         ends, lengths = np.zeros(self.slots + 1, np.int32), np.zeros(self.slots, np.int32)
         tables = np.zeros_like(self._tables)
         end = 0
@@ -113,17 +128,35 @@ class RaggedEngine(Engine):
             page, offset = np.divmod(positions[place], self.page_tokens)
             targets[place] = table[page] * self.page_tokens + offset
             end = place.stop
-            ends[index + 1 :], lengths[index], tables[index] = end, row.start + len(row.tokens), table
+            ends[index + 1 :], lengths[index], tables[index] = (
+                end,
+                row.start + len(row.tokens),
+                table,
+            )
         self._programs.add(("prefill", size))
         sequences = Sequences(lengths, tables, ends, np.asarray([len(rows)], np.int32))
         policy = self._graph, self._weights, self._scales
         with self._over_mesh():
-            self._pages = _prefill(*policy, self._pages, tokens, positions, targets, sequences, layout=self._layout)
+            self._pages = _prefill(
+                *policy, self._pages, tokens, positions, targets, sequences, layout=self._layout
+            )
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
-        static = {"layout": self._layout, "steps": self.decode_steps, "filtered": base.filtered(state)}
+        static = {
+            "layout": self._layout,
+            "steps": self.decode_steps,
+            "filtered": base.filtered(state),
+        }
         self._programs.add(("decode", static["filtered"]))
-        given = self._graph, self._weights, self._scales, self._pages, state, self._tables, self._stops
+        given = (
+            self._graph,
+            self._weights,
+            self._scales,
+            self._pages,
+            state,
+            self._tables,
+            self._stops,
+        )
         with self._over_mesh():
             self._pages, state, decoded = _decode(*given, **static)
         return jax.tree.map(np.array, (state, decoded))
@@ -143,11 +176,18 @@ class RaggedEngine(Engine):
 
 def pages_shape(config: DecoderConfig, layout: Layout) -> tuple[int, int, int, int]:
     head_dim = -(-config.head_dim // LANES) * LANES
-    return config.num_layers * layout.num_pages, layout.page_tokens, 2 * config.num_kv_heads, head_dim
+    return (
+        config.num_layers * layout.num_pages,
+        layout.page_tokens,
+        2 * config.num_kv_heads,
+        head_dim,
+    )
 
 
 @functools.partial(jax.jit, static_argnames=("num_pages",), donate_argnames=("pages",))
-def _copy(pages: Pages, sources: Int[Array, " moves"], targets: Int[Array, " moves"], *, num_pages: int) -> Pages:
+def _copy(
+    pages: Pages, sources: Int[Array, " moves"], targets: Int[Array, " moves"], *, num_pages: int
+) -> Pages:
     every = jnp.arange(0, pages.shape[0], num_pages)[:, None]  # where each layer's pages begin
     return pages.at[every + targets].set(pages[every + sources])
 
@@ -175,7 +215,9 @@ def _prefill(
     return decoder.with_memory(tokens[None], positions[None], attend, pages)[1]
 
 
-@functools.partial(jax.jit, static_argnames=("graph", "layout", "steps", "filtered"), donate_argnames=("pages",))
+@functools.partial(
+    jax.jit, static_argnames=("graph", "layout", "steps", "filtered"), donate_argnames=("pages",)
+)
 def _decode(
     graph: nnx.GraphDef,
     weights: nnx.State,
@@ -199,7 +241,9 @@ def _decode(
         running = state.remaining > 0
         page = jnp.take_along_axis(tables, (state.position // size)[:, None], axis=1)[:, 0]
         targets = jnp.where(running, page * size + state.position % size, layout.num_pages * size)
-        lengths = jnp.where(running, state.position + 1, 1)  # an idle slot reads one token, and nobody reads its result
+        lengths = jnp.where(
+            running, state.position + 1, 1
+        )  # an idle slot reads one token, and nobody reads its result
         sequences = Sequences(lengths, tables, every, jnp.full(1, slots, jnp.int32))
         attend = scaled(_attend(layout, targets, sequences, BLOCK_DECODE_QUERIES), scales)
         hidden, pages = decoder.with_memory(state.token[None], state.position[None], attend, pages)
@@ -210,13 +254,21 @@ def _decode(
     return pages, state, decoded
 
 
-def _attend(layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences, block_queries: int) -> Callable:
-    """attend(layer, query, key, value, pages) -> (mixed values, pages with the new keys and values); [1, tokens, heads,
-    head_dim]."""
+def _attend(
+    layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences, block_queries: int
+) -> Callable:
+    """attend(layer, query, key, value, pages) -> (mixed values, pages with the new keys and
+    values); [1, tokens, heads, head_dim]."""
     key_pages = max(1, min(BLOCK_KEY_TOKENS // layout.page_tokens, sequences.tables.shape[1]))
 
     def on_a_device(
-        layer: Array, query: Array, key: Array, value: Array, pages: Array, targets: Array, sequences: Sequences
+        layer: Array,
+        query: Array,
+        key: Array,
+        value: Array,
+        pages: Array,
+        targets: Array,
+        sequences: Sequences,
     ) -> tuple[Array, Array]:
         layer_tokens = layout.num_pages * layout.page_tokens
         # With a scale, the kernel computes in the type of the queries.
@@ -226,7 +278,9 @@ def _attend(layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences
         both = both.reshape(key.shape[0], -1, pages.shape[3])
         flat = pages.reshape(-1, *pages.shape[2:])
         place = jnp.where(targets < layer_tokens, layer * layer_tokens + targets, flat.shape[0])
-        pages = flat.at[place].set(base.narrowed(both, pages.dtype), mode="drop").reshape(pages.shape)
+        pages = (
+            flat.at[place].set(base.narrowed(both, pages.dtype), mode="drop").reshape(pages.shape)
+        )
         mixed = ragged_paged_attention(
             jnp.pad(query, filling),
             pages,
@@ -247,13 +301,29 @@ def _attend(layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences
     if layout.mesh is not None:
         heads: Any = PartitionSpec(None, "tensor", None)
         whole: Any = PartitionSpec()
-        inputs = (whole, heads, heads, heads, PAGES_SPEC, whole, Sequences(whole, whole, whole, whole))
+        inputs = (
+            whole,
+            heads,
+            heads,
+            heads,
+            PAGES_SPEC,
+            whole,
+            Sequences(whole, whole, whole, whole),
+        )
         call = jax.shard_map(
-            on_a_device, mesh=layout.mesh, in_specs=inputs, out_specs=(heads, PAGES_SPEC), check_vma=False
+            on_a_device,
+            mesh=layout.mesh,
+            in_specs=inputs,
+            out_specs=(heads, PAGES_SPEC),
+            check_vma=False,
         )
 
-    def attend(layer: Array, query: Array, key: Array, value: Array, pages: Array) -> tuple[Array, Array]:
-        mixed, pages = call(jnp.asarray(layer), query[0], key[0], value[0], pages, targets, sequences)
+    def attend(
+        layer: Array, query: Array, key: Array, value: Array, pages: Array
+    ) -> tuple[Array, Array]:
+        mixed, pages = call(
+            jnp.asarray(layer), query[0], key[0], value[0], pages, targets, sequences
+        )
         return mixed[None], pages
 
     return attend

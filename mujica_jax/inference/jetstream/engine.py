@@ -1,26 +1,34 @@
-"""JetStream's engine interface around one of our engines, for our own generator and for JetStream's orchestrator.
+"""JetStream's engine interface around one of our engines, for our own generator and for JetStream's
+orchestrator.
 
 Differences from the engines JetStream was written for:
 
-- A prefix is its token ids, no arrays: `prefill` checks a prompt and computes nothing. `insert` notes it for its slot.
-  The next `generate` computes all prompts that were inserted since the last one, in whole calls of the engine, and then
-  decodes. One prompt a call would leave most of a call empty. The native scheduler does more: it computes a long prompt
-  in chunks between decode calls, so that streams wait less.
-- A prefix that is dropped or sent to another engine costs nothing. `existing_prefix` is a prompt to go on from.
-- Pages and their tree of prefixes are those of the native generator: what several prompts begin with is computed once,
-  also when they come together. What a slot computed stays in the tree for later requests.
-- The weights are the engine's own: `params` is what `load_params` gave, which also takes a new policy.
+- A prefix is its token ids, no arrays: `prefill` checks a prompt and computes nothing. `insert`
+  notes it for its slot. The next `generate` computes all prompts that were inserted since the last
+  one, in whole calls of the engine, and then decodes. One prompt a call would leave most of a call
+  empty. The native scheduler does more: it computes a long prompt in chunks between decode calls,
+  so that streams wait less.
+- A prefix that is dropped or sent to another engine costs nothing. `existing_prefix` is a prompt to
+  go on from.
+- Pages and their tree of prefixes are those of the native generator: what several prompts begin
+  with is computed once, also when they come together. What a slot computed stays in the tree for
+  later requests.
+- The weights are the engine's own: `params` is what `load_params` gave, which also takes a new
+  policy.
 - `insert` takes `sampling=SamplingParams`: the request's own temperature, filters, seed and limit.
-- A call generates up to `decode_steps` tokens a slot. A slot whose numbers are not finite is not valid any more.
+- A call generates up to `decode_steps` tokens a slot. A slot whose numbers are not finite is not
+  valid any more.
 
-Our generator frees a slot with `free_resource` as soon as its request is over. So pages are needed for what runs, each
-request has as many as its prompt and its limit need, and `insert` raises `NoRoomError` where there are too few at
-present. JetStream's orchestrator (up to 0.2.2) does not free slots, has one limit for all, counts single steps, and
-ends its process on any exception. For it the engine is made with `sampling`: then there must be pages for every slot at
-full length and one decode step a call, and a prompt that cannot be served becomes an empty prefix, which is answered
-with no token; the reason is logged.
+Our generator frees a slot with `free_resource` as soon as its request is over. So pages are needed
+for what runs, each request has as many as its prompt and its limit need, and `insert` raises
+`NoRoomError` where there are too few at present. JetStream's orchestrator (up to 0.2.2) does not
+free slots, has one limit for all, counts single steps, and ends its process on any exception. For
+it the engine is made with `sampling`: then there must be pages for every slot at full length and
+one decode step a call, and a prompt that cannot be served becomes an empty prefix, which is
+answered with no token; the reason is logged.
 
-The orchestrator prefills and generates in different threads; a lock keeps calls of the engine apart.
+The orchestrator prefills and generates in different threads; a lock keeps calls of the engine
+apart.
 
 Importing this module imports TensorFlow (by seqio). Our own server, `server.py`, does without.
 """
@@ -46,14 +54,20 @@ from mujica_jax.inference.requests import RequestError, SamplingParams, check_pa
 from mujica_jax.inference.sequence import PagedSequence, fill_slot, next_flush, next_prefill
 from mujica_jax.models.tokenizer import Tokenizer
 
-if not hasattr(jax, "tree_map"):  # JetStream's orchestrator calls it after every insert; JAX has dropped the name
+if not hasattr(
+    jax, "tree_map"
+):  # JetStream's orchestrator calls it after every insert; JAX has dropped the name
     jax.tree_map = jax.tree.map  # pyright: ignore[reportAttributeAccessIssue]
 
 NO_TOKENS = np.zeros(0, np.int32)
-NO_TOKEN = -1  # JetStream puts a "beginning of sequence" before every prompt; prompts are computed as they were sent
+# JetStream puts a "beginning of sequence" before every prompt; prompts are computed as they were
+# sent
+NO_TOKEN = -1
 ORCHESTRATOR_PREFILL_LENGTH = 2**15  # JetStream's orchestrator pads prompts to no more
 
-messages: Any = tokenizer_pb2  # protobuf makes its classes at import: a type checker does not see them
+messages: Any = (
+    tokenizer_pb2  # protobuf makes its classes at import: a type checker does not see them
+)
 logger = logging.getLogger(__name__)
 
 
@@ -66,7 +80,8 @@ class Prefix:
 
 @dataclasses.dataclass(eq=False)
 class _Running(PagedSequence):
-    """A request in a slot of JetStream. `place` is its slot in our engine, from when its prompt is computed."""
+    """A request in a slot of JetStream. `place` is its slot in our engine, from when its prompt is
+    computed."""
 
     limit: int  # new tokens at most
     sampling: SamplingParams
@@ -86,7 +101,8 @@ class _Running(PagedSequence):
 
 @dataclasses.dataclass(eq=False)
 class DecodeState:
-    """What every slot does. Calls change it and give it back: as with a donated array, one is valid at a time."""
+    """What every slot does. Calls change it and give it back: as with a donated array, one is valid
+    at a time."""
 
     slots: SlotState  # of our engine
     running: dict[int, _Running]  # by JetStream's slot
@@ -108,9 +124,9 @@ class JetStreamEngine(engine_api.Engine):
         tokenizer: Tokenizer | None = None,
         prefix_reuse: bool = True,
     ) -> None:
-        """`sampling` is that of all requests of JetStream's orchestrator, its limit included; its seed is that of the
-        first one, and each has the next. Without it every insert brings its own. Without a tokenizer prompts are token
-        ids."""
+        """`sampling` is that of all requests of JetStream's orchestrator, its limit included; its
+        seed is that of the first one, and each has the next. Without it every insert brings its
+        own. Without a tokenizer prompts are token ids."""
         if sampling is not None:
             check_params(sampling)
             _check(engine, sampling)
@@ -123,7 +139,8 @@ class JetStreamEngine(engine_api.Engine):
         self._state = self.init_decode_state()
 
     def load_params(self, weights: nnx.State | None = None) -> nnx.State:
-        """Return the policy, after replacing it if there is a new one. A new one needs a new decode state."""
+        """Return the policy, after replacing it if there is a new one. A new one needs a new decode
+        state."""
         if weights is not None:
             with self._lock:
                 self._engine.set_weights(weights)
@@ -154,8 +171,8 @@ class JetStreamEngine(engine_api.Engine):
         padded_tokens: Num[np.ndarray | jax.Array, " padded"],
         true_length: int,
     ) -> Prefix:
-        """Return a prompt, or what follows `existing_prefix`. One that cannot be served raises RequestError, or gives
-        an empty prefix for JetStream's orchestrator."""
+        """Return a prompt, or what follows `existing_prefix`. One that cannot be served raises
+        RequestError, or gives an empty prefix for JetStream's orchestrator."""
         self._check_weights(params)
         try:
             sequence = self._sequence(existing_prefix, np.asarray(padded_tokens), int(true_length))
@@ -167,10 +184,15 @@ class JetStreamEngine(engine_api.Engine):
         return Prefix(tuple(sequence.tolist()))
 
     def insert(
-        self, prefix: Prefix, decode_state: DecodeState, slot: int, *, sampling: SamplingParams | None = None
+        self,
+        prefix: Prefix,
+        decode_state: DecodeState,
+        slot: int,
+        *,
+        sampling: SamplingParams | None = None,
     ) -> DecodeState:
-        """Let a slot decode after this prefix. What ran there before is over. Raises NoRoomError if memory is short at
-        present: then nothing runs there."""
+        """Let a slot decode after this prefix. What ran there before is over. Raises NoRoomError if
+        memory is short at present: then nothing runs there."""
         state = self._valid(decode_state)
         with self._lock:
             self._leave(state, slot)
@@ -185,15 +207,18 @@ class JetStreamEngine(engine_api.Engine):
     def free_resource(self, slot: int) -> None:
         """End what runs in a slot. What it computed stays in the tree of prefixes.
 
-        Its pages go back with those of other slots before the next call, or now if nothing runs any more."""
+        Its pages go back with those of other slots before the next call, or now if nothing runs any
+        more."""
         with self._lock:
             self._leave(self._state, slot)
             if not self._state.running:
                 self._return_pages(self._state)
 
-    def generate(self, params: Any, decode_state: DecodeState) -> tuple[DecodeState, engine_api.ResultTokens]:
-        """Compute the prompts that were inserted, and then up to `decode_steps` tokens for every slot that runs; the
-        results of the others are not valid."""
+    def generate(
+        self, params: Any, decode_state: DecodeState
+    ) -> tuple[DecodeState, engine_api.ResultTokens]:
+        """Compute the prompts that were inserted, and then up to `decode_steps` tokens for every
+        slot that runs; the results of the others are not valid."""
         self._check_weights(params)
         state = self._valid(decode_state)
         with self._lock:
@@ -202,7 +227,11 @@ class JetStreamEngine(engine_api.Engine):
             tokens, valid = self._step(state)
         steps = tokens.shape[1]
         data = np.concatenate([tokens, valid, state.generated[:, None]], axis=1).astype(np.int32)
-        columns = {"tokens_idx": (0, steps), "valid_idx": (steps, 2 * steps), "length_idx": (2 * steps, 2 * steps + 1)}
+        columns = {
+            "tokens_idx": (0, steps),
+            "valid_idx": (steps, 2 * steps),
+            "length_idx": (2 * steps, 2 * steps + 1),
+        }
         return state, engine_api.ResultTokens(data=data, **columns, samples_per_slot=1)
 
     def counters(self) -> EngineCounters:
@@ -217,7 +246,9 @@ class JetStreamEngine(engine_api.Engine):
         return messages.TokenizerParameters()
 
     def build_tokenizer(self, metadata: Any) -> "JetStreamTokenizer":
-        stops = self._engine.stop_token_ids | set(() if self._sampling is None else self._sampling.stop_token_ids)
+        stops = self._engine.stop_token_ids | set(
+            () if self._sampling is None else self._sampling.stop_token_ids
+        )
         return JetStreamTokenizer(self._tokenizer, stops)
 
     def get_prefix_destination_sharding(self) -> jax.sharding.NamedSharding:
@@ -233,7 +264,8 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """What prompts are padded to at most. One may have any length that leaves room for a token."""
+        """What prompts are padded to at most. One may have any length that leaves room for a
+        token."""
         length = prefill_length(self._engine.positions)
         return length if self._sampling is None else min(length, ORCHESTRATOR_PREFILL_LENGTH)
 
@@ -248,45 +280,67 @@ class JetStreamEngine(engine_api.Engine):
 
     def _check_weights(self, params: Any) -> None:
         if params is not self._weights:
-            raise ValueError("the engine holds its weights itself: call it with what load_params gave")
+            raise ValueError(
+                "the engine holds its weights itself: call it with what load_params gave"
+            )
 
     def _valid(self, decode_state: DecodeState) -> DecodeState:
         if decode_state is not self._state:
-            raise ValueError("this decode state was replaced: use what the last init_decode_state gave")
+            raise ValueError(
+                "this decode state was replaced: use what the last init_decode_state gave"
+            )
         return decode_state
 
-    def _sequence(self, prefix: Prefix | None, padded: np.ndarray, true_length: int) -> Int[np.ndarray, " tokens"]:
+    def _sequence(
+        self, prefix: Prefix | None, padded: np.ndarray, true_length: int
+    ) -> Int[np.ndarray, " tokens"]:
         if true_length > len(padded):
-            raise RequestError(f"it has {true_length} tokens and JetStream kept the last {len(padded)}: send fewer")
+            raise RequestError(
+                f"it has {true_length} tokens and JetStream kept the last {len(padded)}: send fewer"
+            )
         new = padded[:true_length].astype(np.int64)
         new = new[1:] if len(new) and new[0] == NO_TOKEN else new
         if prefix is not None and not prefix.tokens:
             raise RequestError("it goes on from a prompt that was refused")
-        sequence = new if prefix is None else np.concatenate([np.asarray(prefix.tokens, np.int64), new])
+        sequence = (
+            new if prefix is None else np.concatenate([np.asarray(prefix.tokens, np.int64), new])
+        )
         check_prompt(sequence.tolist(), self._engine.config.vocab_size)
         if len(sequence) >= self._engine.positions:
-            raise RequestError(f"its {len(sequence)} tokens leave no room in the {self._engine.positions} positions")
+            raise RequestError(
+                f"its {len(sequence)} tokens leave no room in the {self._engine.positions} "
+                "positions"
+            )
         return sequence.astype(np.int32)
 
     def _new(self, prompt: Int[np.ndarray, " tokens"], sampling: SamplingParams | None) -> _Running:
         if sampling is None:
             if self._sampling is None:
-                raise ValueError("this engine has no sampling for all requests: insert with sampling=SamplingParams")
-            sampling = dataclasses.replace(self._sampling, seed=self._sampling.seed + self._inserted)
-        return _Running(prompt, min(sampling.max_new_tokens, self._engine.positions - len(prompt)), sampling)
+                raise ValueError(
+                    "this engine has no sampling for all requests: insert with "
+                    "sampling=SamplingParams"
+                )
+            sampling = dataclasses.replace(
+                self._sampling, seed=self._sampling.seed + self._inserted
+            )
+        return _Running(
+            prompt, min(sampling.max_new_tokens, self._engine.positions - len(prompt)), sampling
+        )
 
     def _check_room(self, state: DecodeState, sequence: _Running) -> None:
-        """Check that there are pages for all prompts that will be computed, whether or not they share some."""
+        """Check that there are pages for all prompts that will be computed, whether or not they
+        share some."""
         coming = [*state.pending.values(), sequence]
         needed = sum(self._pages.needed(one.capacity_tokens) for one in coming)
         if needed > self._pages.available:
             raise NoRoomError(
-                f"prompt and limit need {self._pages.needed(sequence.capacity_tokens)} pages of KV memory, and of "
-                f"{self._pages.count} only {self._pages.available} can be had"
+                f"prompt and limit need {self._pages.needed(sequence.capacity_tokens)} pages of KV "
+                f"memory, and of {self._pages.count} only {self._pages.available} can be had"
             )
 
     def _leave(self, state: DecodeState, slot: int) -> None:
-        """End what runs in JetStream's slot, if something does. Its pages go back before the next call."""
+        """End what runs in JetStream's slot, if something does. Its pages go back before the next
+        call."""
         state.generated[slot] = 0
         sequence = state.running.pop(slot, None)
         state.pending.pop(slot, None)
@@ -299,8 +353,15 @@ class JetStreamEngine(engine_api.Engine):
         flushes = []
         for sequence in state.ended:
             computed = len(sequence.computed_tokens)
-            if sequence.generated and sequence.finite and self._reuse and computed > sequence.flushed:
-                flushes.append(FlushRow(sequence.place, sequence.block_table.pages, sequence.flushed, computed))
+            if (
+                sequence.generated
+                and sequence.finite
+                and self._reuse
+                and computed > sequence.flushed
+            ):
+                flushes.append(
+                    FlushRow(sequence.place, sequence.block_table.pages, sequence.flushed, computed)
+                )
         self._engine.flush(flushes)
         for sequence in state.ended:
             if sequence.generated and sequence.finite:
@@ -314,7 +375,8 @@ class JetStreamEngine(engine_api.Engine):
         state.ended.clear()
 
     def _compute_prompts(self, state: DecodeState) -> None:
-        """Compute all prompts that were inserted. Of those with a common beginning, one goes before the others."""
+        """Compute all prompts that were inserted. Of those with a common beginning, one goes before
+        the others."""
         while state.pending:
             batch = self._next_batch(state)
             for slot in batch:
@@ -328,7 +390,9 @@ class JetStreamEngine(engine_api.Engine):
         being_computed: set[int] = set()
         for slot, sequence in state.pending.items():
             cached_pages = self._pages.cached_pages(sequence.prompt)
-            missing = sequence.block_names(self._pages.page_tokens)[cached_pages:] if self._reuse else []
+            missing = (
+                sequence.block_names(self._pages.page_tokens)[cached_pages:] if self._reuse else []
+            )
             if not missing or missing[0] not in being_computed:
                 batch[slot] = sequence
                 being_computed.update(missing)
@@ -340,12 +404,16 @@ class JetStreamEngine(engine_api.Engine):
         free = [place for place in range(self._engine.slots) if place not in used]
         copies = []
         for sequence in batch:
-            block_table = self._pages.allocate(sequence.prompt, sequence.capacity_tokens, reuse=self._reuse)
+            block_table = self._pages.allocate(
+                sequence.prompt, sequence.capacity_tokens, reuse=self._reuse
+            )
             assert block_table is not None, "there was room when it was inserted"
             sequence.use_pages(block_table)
             if block_table.copied is not None:
                 copies.append(block_table.copied)
-            sequence.place = self._engine.choose_slot(free, block_table.pages, block_table.cached_tokens)
+            sequence.place = self._engine.choose_slot(
+                free, block_table.pages, block_table.cached_tokens
+            )
             free.remove(sequence.place)
             fill_slot(
                 state.slots,
@@ -368,7 +436,9 @@ class JetStreamEngine(engine_api.Engine):
         for sequence in batch:
             state.slots.remaining[sequence.place] = sequence.limit
         if state.pending and self._reuse:
-            self._engine.flush(next_flush(self._pages, [(sequence.place, sequence) for sequence in batch]))
+            self._engine.flush(
+                next_flush(self._pages, [(sequence.place, sequence) for sequence in batch])
+            )
             for sequence in batch:
                 self._pages.share(sequence.block_table, sequence.prompt[: sequence.flushed])
 
@@ -384,7 +454,9 @@ class JetStreamEngine(engine_api.Engine):
             new = decoded.tokens[:steps, sequence.place]
             finite = np.isfinite(decoded.logprobs[:steps, sequence.place])
             if not finite.all():
-                logger.warning("the policy gave a log-probability that is not finite: check its weights")
+                logger.warning(
+                    "the policy gave a log-probability that is not finite: check its weights"
+                )
                 sequence.finite = False
             tokens[slot, :steps] = new
             valid[slot, :steps] = np.logical_and.accumulate(finite)
@@ -399,12 +471,12 @@ class JetStreamEngine(engine_api.Engine):
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """Our tokenizer as JetStream calls it. No special token comes out of a text; clients with a chat template send
-    token ids.
+    """Our tokenizer as JetStream calls it. No special token comes out of a text; clients with a
+    chat template send token ids.
 
-    JetStream puts texts together from single tokens, and bytes of a character only if each is a token of its own: a
-    character that is spread over longer tokens is shown as U+FFFD. Token ids, and texts of `server.py`, are right in
-    any case.
+    JetStream puts texts together from single tokens, and bytes of a character only if each is a
+    token of its own: a character that is spread over longer tokens is shown as U+FFFD. Token ids,
+    and texts of `server.py`, are right in any case.
     """
 
     def __init__(self, wrapped: Tokenizer | None, stop_token_ids: frozenset[int]) -> None:
@@ -412,7 +484,9 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray | jax.Array, int]:
         if self._wrapped is None:
-            logger.warning("a text is answered with no token: the engine has no tokenizer, send token ids")
+            logger.warning(
+                "a text is answered with no token: the engine has no tokenizer, send token ids"
+            )
         ids = [] if self._wrapped is None else self._wrapped.encode_trusted(s)
         return token_utils.pad_tokens(np.asarray(ids, np.int32), self.bos_id, self.pad_id, **kwargs)
 
@@ -443,12 +517,18 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
 def _check(engine: Engine, sampling: SamplingParams) -> None:
     if (steps := engine.decode_steps) != 1:
-        raise ValueError(f"the engine decodes {steps} steps a call and JetStream counts single ones: use 1")
+        raise ValueError(
+            f"the engine decodes {steps} steps a call and JetStream counts single ones: use 1"
+        )
     needed = engine.slots * -(-engine.positions // engine.page_tokens)
     if engine.num_pages < needed:
         raise ValueError(
-            f"the engine has {engine.num_pages} pages and its {engine.slots} slots need {needed} at full length: "
-            "JetStream never says when a request is over, so give it more memory, or fewer slots or positions"
+            f"the engine has {engine.num_pages} pages and its {engine.slots} slots need {needed} "
+            "at full length: JetStream never says when a request is over, so give it more memory, "
+            "or fewer slots or positions"
         )
     if sampling.stop_strings or sampling.deadline_seconds is not None:
-        raise ValueError("JetStream's orchestrator knows no stop strings and no deadlines: use serving.Server for them")
+        raise ValueError(
+            "JetStream's orchestrator knows no stop strings and no deadlines: use serving.Server "
+            "for them"
+        )

@@ -1,4 +1,5 @@
-"""Make the generator of `engine.kind jetstream`: our engine behind JetStream's interface, or one that a user names."""
+"""Make the generator of `engine.kind jetstream`: our engine behind JetStream's interface, or one
+that a user names."""
 
 import inspect
 from collections.abc import Callable
@@ -16,7 +17,11 @@ from mujica_jax.inference.engine.factory import check_context, make_engine
 from mujica_jax.inference.generator import Capabilities
 from mujica_jax.inference.jetstream.contract import EngineRequest
 from mujica_jax.inference.jetstream.engine import JetStreamEngine
-from mujica_jax.inference.jetstream.generator import PLAIN_CAPABILITIES, JetStreamGenerator, describe_error
+from mujica_jax.inference.jetstream.generator import (
+    PLAIN_CAPABILITIES,
+    JetStreamGenerator,
+    describe_error,
+)
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import export_tensors
@@ -35,14 +40,17 @@ def make_jetstream_generator(
 ) -> JetStreamGenerator:
     """Return a generator that drives the engine of `engine_config` through JetStream's interface.
 
-    Requests have up to `positions` tokens. A decoder with arrays is the first policy; one without (`nnx.eval_shape`)
-    gives shapes, and `set_weights` brings the policy. Raises UserError for an engine that cannot be used.
+    Requests have up to `positions` tokens. A decoder with arrays is the first policy; one without
+    (`nnx.eval_shape`) gives shapes, and `set_weights` brings the policy. Raises UserError for an
+    engine that cannot be used.
     """
     check_context(decoder.config, positions)
     stop_token_ids = frozenset(tokenizer.stop_token_ids)
     if engine_config.factory is None:
         name = OWN_ENGINE
-        engine = _own_engine(decoder, engine_config, tokenizer, positions=positions, reserved_bytes=reserved_bytes)
+        engine = _own_engine(
+            decoder, engine_config, tokenizer, positions=positions, reserved_bytes=reserved_bytes
+        )
         load_params = engine.load_params
     else:
         name = f"engine.factory {engine_config.factory}"
@@ -79,11 +87,18 @@ def make_jetstream_generator(
 def without_arrays(decoder: Decoder) -> Decoder:
     """Return a decoder of the same shapes without its weights."""
     graph, weights = nnx.split(decoder)
-    return nnx.merge(graph, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights))
+    return nnx.merge(
+        graph, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+    )
 
 
 def _own_engine(
-    decoder: Decoder, engine_config: EngineConfig, tokenizer: Tokenizer, *, positions: int, reserved_bytes: int
+    decoder: Decoder,
+    engine_config: EngineConfig,
+    tokenizer: Tokenizer,
+    *,
+    positions: int,
+    reserved_bytes: int,
 ) -> JetStreamEngine:
     engine = make_engine(
         without_arrays(decoder),
@@ -99,8 +114,8 @@ def _foreign_engine(name: str, engine_config: EngineConfig, request: EngineReque
     """Call the user's factory."""
     if engine_config.weights != "compute":
         raise UserError(
-            f"engine.weights is {engine_config.weights} and {name} gets its weights in float32: use engine.weights "
-            "compute, and let the factory choose what its engine holds"
+            f"engine.weights is {engine_config.weights} and {name} gets its weights in float32: "
+            "use engine.weights compute, and let the factory choose what its engine holds"
         )
     assert engine_config.factory is not None, "asked by the caller"
     try:
@@ -109,11 +124,13 @@ def _foreign_engine(name: str, engine_config: EngineConfig, request: EngineReque
         raise
     except Exception as error:
         raise UserError(
-            f"{name} failed ({describe_error(error)}): it is called with one EngineRequest and returns an engine"
+            f"{name} failed ({describe_error(error)}): it is called with one EngineRequest and "
+            "returns an engine"
         ) from error
     if not isinstance(engine, engine_api.Engine):
         raise UserError(
-            f"{name} returned a {type(engine).__name__}: it must return a jetstream.engine.engine_api.Engine"
+            f"{name} returned a {type(engine).__name__}: it must return a "
+            "jetstream.engine.engine_api.Engine"
         )
     return engine
 
@@ -123,8 +140,8 @@ def _loader(name: str, engine: Any, graph: nnx.GraphDef) -> Callable[[nnx.State]
     parameters = inspect.signature(engine.load_params).parameters.values()
     if not any(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters):
         raise UserError(
-            f"{name} returned an engine whose load_params has no parameter for weights, so that it would never see a "
-            "new policy: define load_params(self, weights)"
+            f"{name} returned an engine whose load_params has no parameter for weights, so that it "
+            "would never see a new policy: define load_params(self, weights)"
         )
 
     def load_params(weights: nnx.State) -> Any:
@@ -133,8 +150,8 @@ def _loader(name: str, engine: Any, graph: nnx.GraphDef) -> Callable[[nnx.State]
             return engine.load_params(tensors)
         except Exception as error:
             raise UserError(
-                f"{name} made an engine that does not take the weights of this model ({describe_error(error)}): make "
-                "it for EngineRequest.model"
+                f"{name} made an engine that does not take the weights of this model "
+                f"({describe_error(error)}): make it for EngineRequest.model"
             ) from error
 
     return load_params
@@ -149,8 +166,8 @@ def _check_engine(name: str, engine: Any, *, slots: int, positions: int) -> None
         raise
     except Exception as error:
         raise UserError(
-            f"{name} made an engine that does not say how large it is ({describe_error(error)}): it needs "
-            "samples_per_slot, max_concurrent_decodes and max_prefill_length"
+            f"{name} made an engine that does not say how large it is ({describe_error(error)}): "
+            "it needs samples_per_slot, max_concurrent_decodes and max_prefill_length"
         ) from error
 
 
@@ -158,42 +175,46 @@ def _check_capabilities(name: str, engine: Any) -> None:
     capabilities = getattr(engine, "capabilities", PLAIN_CAPABILITIES)
     if not isinstance(capabilities, Capabilities):
         raise UserError(
-            f"{name} made an engine whose attribute capabilities is a {type(capabilities).__name__}: it must be a "
+            f"{name} made an engine whose attribute capabilities is a "
+            f"{type(capabilities).__name__}: it must be a "
             "mujica_jax.inference.generator.Capabilities"
         )
     if capabilities.log_probabilities:
         raise UserError(
-            f"{name} made an engine that declares log_probabilities and JetStream's interface passes none: declare "
-            "log_probabilities=False"
+            f"{name} made an engine that declares log_probabilities and JetStream's interface "
+            "passes none: declare log_probabilities=False"
         )
-    if capabilities.sampling_per_request and "sampling" not in inspect.signature(engine.insert).parameters:
+    if (
+        capabilities.sampling_per_request
+        and "sampling" not in inspect.signature(engine.insert).parameters
+    ):
         raise UserError(
-            f"{name} made an engine that declares sampling_per_request and its insert has no parameter sampling: "
-            "define insert(self, prefix, decode_state, slot, *, sampling)"
+            f"{name} made an engine that declares sampling_per_request and its insert has no "
+            "parameter sampling: define insert(self, prefix, decode_state, slot, *, sampling)"
         )
 
 
 def _check_size(name: str, engine: Any, *, slots: int, positions: int) -> None:
     if engine.samples_per_slot != 1:
         raise UserError(
-            f"{name} made an engine with {engine.samples_per_slot} samples a slot and each request gets one: make it "
-            "with 1"
+            f"{name} made an engine with {engine.samples_per_slot} samples a slot and each request "
+            "gets one: make it with 1"
         )
     if engine.max_concurrent_decodes < slots:
         raise UserError(
-            f"{name} made an engine with {engine.max_concurrent_decodes} slots and engine.slots is {slots}: lower "
-            f"engine.slots to {engine.max_concurrent_decodes} or make it with more"
+            f"{name} made an engine with {engine.max_concurrent_decodes} slots and engine.slots is "
+            f"{slots}: lower engine.slots to {engine.max_concurrent_decodes} or make it with more"
         )
     if engine.max_prefill_length < positions - 1:
         raise UserError(
-            f"{name} made an engine for prompts of at most {engine.max_prefill_length} tokens and conversations may "
-            f"have {positions} (agent.max_trajectory_tokens; of serve: --max-tokens): lower that or raise its "
-            "max_prefill_length"
+            f"{name} made an engine for prompts of at most {engine.max_prefill_length} tokens and "
+            f"conversations may have {positions} (agent.max_trajectory_tokens; of serve: "
+            "--max-tokens): lower that or raise its max_prefill_length"
         )
     capabilities = getattr(engine, "capabilities", PLAIN_CAPABILITIES)
     if capabilities.positions is not None and capabilities.positions < positions:
         raise UserError(
-            f"{name} made an engine whose cache holds {capabilities.positions} tokens a slot and conversations may "
-            f"have {positions} (agent.max_trajectory_tokens; of serve: --max-tokens): lower that or make it with a "
-            "longer cache"
+            f"{name} made an engine whose cache holds {capabilities.positions} tokens a slot and "
+            f"conversations may have {positions} (agent.max_trajectory_tokens; of serve: "
+            "--max-tokens): lower that or make it with a longer cache"
         )

@@ -1,12 +1,13 @@
 """Requests in, completions out, through any engine with JetStream's interface.
 
-`JetStreamGenerator` is a driver of our own in place of JetStream's orchestrator. It calls the engine's `load_params`,
-`prefill`, `insert` and `generate` from the event loop's thread, in submission order. So a run is a function of its
-requests, a request has stop strings, a deadline and a limit of its own, it can be cancelled, and an error of one
-request ends that request alone. `contract` says what an engine must offer.
+`JetStreamGenerator` is a driver of our own in place of JetStream's orchestrator. It calls the
+engine's `load_params`, `prefill`, `insert` and `generate` from the event loop's thread, in
+submission order. So a run is a function of its requests, a request has stop strings, a deadline and
+a limit of its own, it can be cancelled, and an error of one request ends that request alone.
+`contract` says what an engine must offer.
 
-A free slot is filled by one `prefill` and one `insert`. Then `generate` is called for all slots together. JetStream's
-interface gives no log-probabilities: completions have none.
+A free slot is filled by one `prefill` and one `insert`. Then `generate` is called for all slots
+together. JetStream's interface gives no log-probabilities: completions have none.
 """
 
 import heapq
@@ -56,7 +57,8 @@ class JetStreamGenerator(QueuedGenerator):
         load_params: Callable[[nnx.State], Any] | None = None,
         policy_version: int = 0,
     ) -> None:
-        """`name` is the engine's for the user. `load_params` gives the engine a policy (default: its own method).
+        """`name` is the engine's for the user. `load_params` gives the engine a policy (default:
+        its own method).
 
         For the others see `QueuedGenerator`.
         """
@@ -86,8 +88,8 @@ class JetStreamGenerator(QueuedGenerator):
 
     @property
     def statistics(self) -> GeneratorStatistics:
-        """Of an engine without `counters`, every prompt counts as computed: whole prompts are passed to it. Its memory
-        and its programs are not known."""
+        """Of an engine without `counters`, every prompt counts as computed: whole prompts are
+        passed to it. Its memory and its programs are not known."""
         counts = dict(self._counts)
         counters = self._engine.counters() if hasattr(self._engine, "counters") else None
         if counters is not None:
@@ -103,7 +105,8 @@ class JetStreamGenerator(QueuedGenerator):
         )
 
     def reset_cache(self) -> None:
-        """Begin with an empty decode state, while nothing runs. An engine without weights begins with the next ones."""
+        """Begin with an empty decode state, while nothing runs. An engine without weights begins
+        with the next ones."""
         assert not self._running, "the cache is reset only while nothing runs"
         self._decode_state = None  # its memory goes before there is a new one
         self._has_room = True
@@ -111,7 +114,8 @@ class JetStreamGenerator(QueuedGenerator):
             self._decode_state = self._engine.init_decode_state()
 
     def set_weights(self, weights: nnx.State, policy_version: int) -> None:
-        """Replace the policy while nothing runs. Raises UserError if the engine has no room for its cache beside it."""
+        """Replace the policy while nothing runs. Raises UserError if the engine has no room for its
+        cache beside it."""
         assert not self._running, "a policy is replaced only while nothing runs"
         self.release_weights()
         self._params = self._load_params(weights)
@@ -166,12 +170,18 @@ class JetStreamGenerator(QueuedGenerator):
                     heapq.heappush(self._waiting, entry)
                     self._has_room = False
                 else:  # nothing will end that could make room
-                    self._fail(sequence, EngineError(f"{self._name} has no room for this request alone ({error})"))
+                    self._fail(
+                        sequence,
+                        EngineError(f"{self._name} has no room for this request alone ({error})"),
+                    )
             except EngineError as error:
                 self._fail(sequence, error)
             except Exception as error:
                 logger.warning("a request fails", exc_info=error)
-                self._fail(sequence, EngineError(f"{self._name} failed at this request ({describe_error(error)})"))
+                self._fail(
+                    sequence,
+                    EngineError(f"{self._name} failed at this request ({describe_error(error)})"),
+                )
             if free[0] in self._running:
                 del free[0]
 
@@ -182,8 +192,8 @@ class JetStreamGenerator(QueuedGenerator):
         if self.capabilities.sampling_per_request:
             if first_token is not None:
                 raise EngineError(
-                    f"{self._name} declares sampling_per_request and its prefill draws the first token without it: let "
-                    "prefill return the prefix alone"
+                    f"{self._name} declares sampling_per_request and its prefill draws the first "
+                    "token without it: let prefill return the prefix alone"
                 )
             sampling = {"sampling": sequence.params}
         self._decode_state = self._engine.insert(prefix, self._decode_state, slot=slot, **sampling)
@@ -199,12 +209,17 @@ class JetStreamGenerator(QueuedGenerator):
         padded = np.zeros(min(prefill_length(length), self._engine.max_prefill_length), np.int32)
         padded[:length] = sequence.prompt
         result = self._engine.prefill(params=self._params, padded_tokens=padded, true_length=length)
-        if isinstance(result, tuple) and len(result) == 2 and hasattr(result[1], "get_result_at_slot"):
+        if (
+            isinstance(result, tuple)
+            and len(result) == 2
+            and hasattr(result[1], "get_result_at_slot")
+        ):
             return result[0], _read(result[1].convert_to_numpy().get_result_at_slot(0))
         return result, None
 
     def _generate(self) -> None:
-        """Generate for all slots; a failure is that of all who run, and the others go on in a new decode state."""
+        """Generate for all slots; a failure is that of all who run, and the others go on in a new
+        decode state."""
         if not self._running:
             return
         try:
@@ -233,7 +248,10 @@ class JetStreamGenerator(QueuedGenerator):
         if unknown:
             self._fail(
                 sequence,
-                EngineError(f"{self._name} generated token {unknown[0]} and the model has {self._vocabulary} tokens"),
+                EngineError(
+                    f"{self._name} generated token {unknown[0]} and the model has "
+                    f"{self._vocabulary} tokens"
+                ),
             )
             return True
         sequence.tokens += new
@@ -248,8 +266,9 @@ class JetStreamGenerator(QueuedGenerator):
         self._counts["generated_tokens"] += len(new)
         if not result.goes_on:
             sentence = (
-                f"{self._name} ended this request after {len(sequence.tokens)} tokens without a stop token: the policy "
-                "gave a number that is not finite (check its weights), or the engine's cache is full"
+                f"{self._name} ended this request after {len(sequence.tokens)} tokens without a "
+                "stop token: the policy gave a number that is not finite (check its weights), or "
+                "the engine's cache is full"
             )
             self._fail(sequence, PolicyError(sentence))
             return True
@@ -266,7 +285,8 @@ class JetStreamGenerator(QueuedGenerator):
 
 
 def _read(data: Any) -> _SlotResult:
-    """Read a `jetstream.engine.engine_api.SlotData` of one sample: tokens up to the first that is not valid."""
+    """Read a `jetstream.engine.engine_api.SlotData` of one sample: tokens up to the first that is
+    not valid."""
     valid = np.asarray(data.valid)[0].astype(bool)
     steps = len(valid) if valid.all() else int(valid.argmin())
     tokens = np.asarray(data.tokens)[0, :steps].astype(int).tolist()

@@ -1,15 +1,16 @@
 """What is asked of an OpenAI-compatible endpoint and what it answers, in its two ways.
 
-`completions` is for servers that know the tokenizer's ids, such as vLLM: ids go there and ids come back, with their
-log-probabilities. `chat` is for every other one, such as GPT-4.1: the conversation goes there as messages, and the
-reply's text is encoded here.
+`completions` is for servers that know the tokenizer's ids, such as vLLM: ids go there and ids come
+back, with their log-probabilities. `chat` is for every other one, such as GPT-4.1: the conversation
+goes there as messages, and the reply's text is encoded here.
 
-Stop strings count outside of thoughts only (`inference/stops.py`), which no server knows. A completions server that
-stops inside of a thought is asked to go on from there. A chat server is sent none: its reply is cut here. What a chat
-server keeps apart from its reply as reasoning is no part of the conversation.
+Stop strings count outside of thoughts only (`inference/stops.py`), which no server knows. A
+completions server that stops inside of a thought is asked to go on from there. A chat server is
+sent none: its reply is cut here. What a chat server keeps apart from its reply as reasoning is no
+part of the conversation.
 
-Fields that vLLM adds to the OpenAI interface (`top_k`, `min_p`, `stop_token_ids`, `return_token_ids`, ...) are sent in
-completions only.
+Fields that vLLM adds to the OpenAI interface (`top_k`, `min_p`, `stop_token_ids`,
+`return_token_ids`, ...) are sent in completions only.
 """
 
 import dataclasses
@@ -41,13 +42,28 @@ FINISH_REASONS: dict[str, Literal["stop", "length"]] = {
     "max_tokens": "length",
     "model_length": "length",
 }
-FILTERED = ("content_filter", "safety", "refusal", "recitation", "prohibited_content", "blocklist", "spii")
-FILTER_WORDS = ("content filter", "content management policy", "content policy", "safety", "moderation")
+FILTERED = (
+    "content_filter",
+    "safety",
+    "refusal",
+    "recitation",
+    "prohibited_content",
+    "blocklist",
+    "spii",
+)
+FILTER_WORDS = (
+    "content filter",
+    "content management policy",
+    "content policy",
+    "safety",
+    "moderation",
+)
 ROUNDING = 1e-3  # a logarithm of a probability may come out above 0 by this
 
 
 class NoChoiceError(UnusableReplyError):
-    """The endpoint's answer holds no reply. An endpoint that answers so each time does not speak this interface."""
+    """The endpoint's answer holds no reply. An endpoint that answers so each time does not speak
+    this interface."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,14 +85,17 @@ class CompletionsFormat:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def body(self, prompt: Sequence[int], params: SamplingParams, sampled: Sequence[int] = ()) -> dict[str, Any]:
+    def body(
+        self, prompt: Sequence[int], params: SamplingParams, sampled: Sequence[int] = ()
+    ) -> dict[str, Any]:
         """Return the body of a request. `sampled` holds the tokens of an unfinished reply."""
         return {
             "prompt": [int(id) for id in (*prompt, *sampled)],
             "max_tokens": params.max_new_tokens - len(sampled),
-            "seed": params.seed + len(sampled),  # the rest of a reply does not repeat the draws of its beginning
-            # All that shapes the distribution is said: what is left out, vLLM takes from the model's
-            # generation_config.json.
+            "seed": params.seed
+            + len(sampled),  # the rest of a reply does not repeat the draws of its beginning
+            # All that shapes the distribution is said: what is left out, vLLM takes from the
+            # model's generation_config.json.
             "temperature": params.temperature,
             "top_p": params.top_p,
             "top_k": params.top_k or -1,
@@ -95,9 +114,14 @@ class CompletionsFormat:
         }
 
     def read(
-        self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams, before: Reply | None = None
+        self,
+        answer: Mapping[str, Any],
+        prompt: Sequence[int],
+        params: SamplingParams,
+        before: Reply | None = None,
     ) -> Reply:
-        """Read an answer. If it goes on from the unfinished reply `before`, return both as one reply."""
+        """Read an answer. If it goes on from the unfinished reply `before`, return both as one
+        reply."""
         choice = _choice(answer)
         finish = _finish_reason(choice)
         ids, logprobs = _token_ids(choice), _logprobs(choice)
@@ -106,18 +130,23 @@ class CompletionsFormat:
         if read_prompt is not None and read_prompt != sent:
             count = len(read_prompt) if isinstance(read_prompt, list) else "no list of"
             raise ReplyError(
-                f"the endpoint read {count} prompt tokens that are not the {len(sent)} sent: it must take ids as "
-                "they are"
+                f"the endpoint read {count} prompt tokens that are not the {len(sent)} sent: it "
+                "must take ids as they are"
             )
         if not ids:
             raise UnusableReplyError(
-                f"the endpoint generated 0 tokens of {params.max_new_tokens} and says it ended by {finish!r}"
+                f"the endpoint generated 0 tokens of {params.max_new_tokens} and says it ended by "
+                f"{finish!r}"
             )
         room = params.max_new_tokens - (0 if before is None else len(before.token_ids))
         if len(ids) > room:
-            raise ReplyError(f"the endpoint generated {len(ids)} tokens and max_new_tokens is {room}")
+            raise ReplyError(
+                f"the endpoint generated {len(ids)} tokens and max_new_tokens is {room}"
+            )
         if logprobs is not None and len(logprobs) != len(ids):
-            raise ReplyError(f"the endpoint gave {len(logprobs)} log-probabilities for {len(ids)} tokens")
+            raise ReplyError(
+                f"the endpoint gave {len(logprobs)} log-probabilities for {len(ids)} tokens"
+            )
         if not 0 <= min(ids) <= max(ids) < self._tokenizer.vocab_size:
             raise ReplyError(
                 f"the endpoint's token ids {min(ids)}..{max(ids)} leave the vocabulary of "
@@ -135,9 +164,10 @@ class CompletionsFormat:
             finish = "length"
         if ending is None and finish == "stop" and not is_unfinished:
             raise ReplyError(
-                f"the endpoint ended a completion by {_brief(choice.get('stop_reason') or 'stop')} and its last token "
-                f"{ids[-1]} is none of the stop tokens {sorted(self._stops(params))}: serve the model of this "
-                "tokenizer, with the stop token among the ids"
+                f"the endpoint ended a completion by {_brief(choice.get('stop_reason') or 'stop')} "
+                f"and its last token {ids[-1]} is none of the stop tokens "
+                f"{sorted(self._stops(params))}: serve the model of this tokenizer, with the stop "
+                "token among the ids"
             )
         return Reply(
             token_ids=tuple(ids[:kept]),
@@ -157,8 +187,8 @@ class CompletionsFormat:
     ) -> tuple[tuple[int, FinishReason, str | None] | None, bool]:
         """Read the ids as our own engine does.
 
-        Returns (tokens, why, stop string) of what ends the completion, None where nothing in the ids ends it, and
-        whether they end inside of a thought.
+        Returns (tokens, why, stop string) of what ends the completion, None where nothing in the
+        ids ends it, and whether they end inside of a thought.
         """
         matcher = StopMatcher(params.stop_strings, thought_open=params.thought_open)
         stops = self._stops(params)
@@ -171,7 +201,8 @@ class CompletionsFormat:
 
 
 class ChatFormat:
-    """Messages there, text back. The ids are ours and not the endpoint's, so there are no log-probabilities.
+    """Messages there, text back. The ids are ours and not the endpoint's, so there are no
+    log-probabilities.
 
     `body` raises RequestError for what cannot be asked in this way, `read` raises ReplyError.
     """
@@ -181,19 +212,22 @@ class ChatFormat:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def body(self, prompt: Sequence[int], params: SamplingParams, sampled: Sequence[int] = ()) -> dict[str, Any]:
+    def body(
+        self, prompt: Sequence[int], params: SamplingParams, sampled: Sequence[int] = ()
+    ) -> dict[str, Any]:
         assert not sampled, "no reply of a chat endpoint is unfinished"
         for name in ("top_k", "min_p", "stop_token_ids"):
             if value := getattr(params, name):
                 raise RequestError(
-                    f"{name} is {value} and a chat endpoint takes none: leave it out, or use completions"
+                    f"{name} is {value} and a chat endpoint takes none: leave it out, or use "
+                    "completions"
                 )
         try:
             messages = self._tokenizer.messages(prompt)
         except UserError as error:
             raise RequestError(str(error)) from error
-        # Stop strings are not sent: the server would stop inside of thoughts too, and its reply would not say whether
-        # one of them or the model itself ended it.
+        # Stop strings are not sent: the server would stop inside of thoughts too, and its reply
+        # would not say whether one of them or the model itself ended it.
         return {
             "messages": messages,
             "max_completion_tokens": params.max_new_tokens,
@@ -203,14 +237,21 @@ class ChatFormat:
         }
 
     def read(
-        self, answer: Mapping[str, Any], prompt: Sequence[int], params: SamplingParams, before: Reply | None = None
+        self,
+        answer: Mapping[str, Any],
+        prompt: Sequence[int],
+        params: SamplingParams,
+        before: Reply | None = None,
     ) -> Reply:
-        """Read an answer. If it closes a thought that it does not open, the server's template opened that thought."""
+        """Read an answer. If it closes a thought that it does not open, the server's template
+        opened that thought."""
         assert before is None, "no reply of a chat endpoint is unfinished"
         choice = _choice(answer)
         finish: FinishReason = _finish_reason(choice)
         text = _text(choice.get("message"), finish)
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # JSON may hold halves of characters
+        text = text.encode("utf-16", "surrogatepass").decode(
+            "utf-16", "replace"
+        )  # JSON may hold halves of characters
         ending = first_stop_of_turn(text, params.stop_strings)
         if ending is not None:
             text = ending[0]
@@ -234,11 +275,14 @@ class ChatFormat:
 def _choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
     choices = answer.get("choices")
     if error := answer.get("error"):  # some gateways send it with status 200
-        raise NoChoiceError(f"the endpoint answered with an error: {_brief(error)}", reason_of_refusal(str(error)))
+        raise NoChoiceError(
+            f"the endpoint answered with an error: {_brief(error)}", reason_of_refusal(str(error))
+        )
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
         count = len(choices) if isinstance(choices, list) else 0
         raise NoChoiceError(
-            f"the endpoint gave {count} choices where 1 was asked for: check that it speaks the OpenAI interface"
+            f"the endpoint gave {count} choices where 1 was asked for: check that it speaks the "
+            "OpenAI interface"
         )
     return choices[0]
 
@@ -247,11 +291,14 @@ def _finish_reason(choice: Mapping[str, Any]) -> Literal["stop", "length"]:
     reason = choice.get("finish_reason")
     word = reason.lower() if isinstance(reason, str) else ""
     if word in FILTERED:
-        raise UnusableReplyError(f"the endpoint ended a completion by {reason!r}: it withheld the reply", "filtered")
+        raise UnusableReplyError(
+            f"the endpoint ended a completion by {reason!r}: it withheld the reply", "filtered"
+        )
     known = FINISH_REASONS.get(word)
     if known is None:
         raise UnusableReplyError(
-            f"the endpoint ended a completion by {_brief(reason)} where 'stop' or 'length' is expected"
+            f"the endpoint ended a completion by {_brief(reason)} where 'stop' or 'length' is "
+            "expected"
         )
     return known
 
@@ -259,7 +306,8 @@ def _finish_reason(choice: Mapping[str, Any]) -> Literal["stop", "length"]:
 def _text(message: Any, finish: Literal["stop", "length"]) -> str:
     """Return the text of a chat message: a text, or parts of which some are text.
 
-    A model that thought through all of its tokens has no text: that is "". Raises UnusableReplyError.
+    A model that thought through all of its tokens has no text: that is "". Raises
+    UnusableReplyError.
     """
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list):
@@ -275,7 +323,9 @@ def _text(message: Any, finish: Literal["stop", "length"]) -> str:
         raise UnusableReplyError("the endpoint's model refused to reply", "filtered")
     if content is None and finish == "length":
         return ""
-    raise UnusableReplyError(f"the endpoint gave no text and ended by {finish!r}: its content is {_brief(content)}")
+    raise UnusableReplyError(
+        f"the endpoint gave no text and ended by {finish!r}: its content is {_brief(content)}"
+    )
 
 
 def reason_of_refusal(message: str) -> Literal["filtered", "bad_reply"]:
@@ -285,19 +335,27 @@ def reason_of_refusal(message: str) -> Literal["filtered", "bad_reply"]:
 
 
 def _token_ids(choice: Mapping[str, Any]) -> list[int]:
-    """From `token_ids`, or where a server does not know it from tokens that are written as their ids."""
+    """From `token_ids`, or where a server does not know it from tokens that are written as their
+    ids."""
     ids = choice.get("token_ids")
     if ids is None:
         tokens = _details(choice).get("tokens") or []
-        digits = [str(token).removeprefix(TOKEN_PREFIX) for token in tokens if str(token).startswith(TOKEN_PREFIX)]
+        digits = [
+            str(token).removeprefix(TOKEN_PREFIX)
+            for token in tokens
+            if str(token).startswith(TOKEN_PREFIX)
+        ]
         ids = [int(digit) for digit in digits if digit.isascii() and digit.isdigit()]
         if not ids or len(ids) != len(tokens):
             raise ReplyError(
-                f"the endpoint gave {len(ids)} token ids for {len(tokens)} tokens: it must know return_token_ids or "
-                "return_tokens_as_token_ids, as vLLM does; for others use chat"
+                f"the endpoint gave {len(ids)} token ids for {len(tokens)} tokens: it must know "
+                "return_token_ids or return_tokens_as_token_ids, as vLLM does; for others use chat"
             )
     if not isinstance(ids, list) or not all(type(id) is int for id in ids):
-        raise ReplyError("the endpoint gave token_ids that are no list of whole numbers: use chat for this server")
+        raise ReplyError(
+            "the endpoint gave token_ids that are no list of whole numbers: use chat for this "
+            "server"
+        )
     return ids
 
 
@@ -306,10 +364,16 @@ def _logprobs(choice: Mapping[str, Any]) -> list[float] | None:
     if values is None:
         return None
     if not isinstance(values, list):
-        raise ReplyError(f"the endpoint gave token_logprobs of type {type(values).__name__} where a list is expected")
+        raise ReplyError(
+            f"the endpoint gave token_logprobs of type {type(values).__name__} where a list is "
+            "expected"
+        )
     for place, value in enumerate(values):
         if type(value) not in (int, float) or not MIN_LOGPROB < value < ROUNDING:
-            raise ReplyError(f"the endpoint gave {_brief(value)} as log-probability of token {place} of {len(values)}")
+            raise ReplyError(
+                f"the endpoint gave {_brief(value)} as log-probability of token {place} of "
+                f"{len(values)}"
+            )
     return [float(value) for value in values]
 
 

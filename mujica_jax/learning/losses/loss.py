@@ -1,13 +1,13 @@
-"""What the trainer asks of a loss: the extra columns of a batch that it needs, and loss and metrics of a decoder on a
-batch.
+"""What the trainer asks of a loss: the extra columns of a batch that it needs, and loss and metrics
+of a decoder on a batch.
 
-A loss is a frozen dataclass of its hyper-parameters: equal ones share a compiled step. Most are functions of the
-log-probabilities of the trained tokens and give `of` alone; one that needs more of the decoder replaces `__call__`. To
-add one: a file here.
+A loss is a frozen dataclass of its hyper-parameters: equal ones share a compiled step. Most are
+functions of the log-probabilities of the trained tokens and give `of` alone; one that needs more of
+the decoder replaces `__call__`. To add one: a file here.
 
-A batch may go through the model in parts. What a sum is divided by is therefore counted over the whole batch first
-(`counts`), and loss and metrics of a part are sums over the part, each divided by a count of the whole: the parts add
-up to the batch.
+A batch may go through the model in parts. What a sum is divided by is therefore counted over the
+whole batch first (`counts`), and loss and metrics of a part are sums over the part, each divided by
+a count of the whole: the parts add up to the batch.
 """
 
 from collections.abc import Mapping
@@ -39,7 +39,9 @@ class Loss:
         """Of the whole batch; `trained_tokens` is among them."""
         return {"trained_tokens": jnp.sum(jnp.asarray(batch.loss_mask), dtype=jnp.int32)}
 
-    def of(self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts) -> LossAndMetrics:
+    def of(
+        self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
+    ) -> LossAndMetrics:
         """Loss and metrics, from the log-probabilities of the trained tokens (0 elsewhere)."""
         raise NotImplementedError
 
@@ -53,7 +55,9 @@ class Loss:
         remat: Remat | Literal["auto"] = "auto",
     ) -> LossAndMetrics:
         """`batch` is the whole one that was counted (None: count it here) or a part of it."""
-        log_probs = token_log_probs(decoder, batch, jnp.asarray(batch.loss_mask), attention=attention, remat=remat)
+        log_probs = token_log_probs(
+            decoder, batch, jnp.asarray(batch.loss_mask), attention=attention, remat=remat
+        )
         return self.of(log_probs, batch, self.counts(batch) if counts is None else counts)
 
 
@@ -62,6 +66,10 @@ def divided(total: Num[Array, ""], count: Int[Array, ""]) -> Float[Array, ""]:
     return total / jnp.maximum(count, 1)
 
 
-def sum_by_id(values: Num[Array, "rows time"], ids: Int[Array, "rows time"]) -> Num[Array, "rows ids"]:
+def sum_by_id(
+    values: Num[Array, "rows time"], ids: Int[Array, "rows time"]
+) -> Num[Array, "rows ids"]:
     """Sums of each row's values by their ids, which are between 0 and `time`."""
-    return jax.vmap(lambda row, of_row: jax.ops.segment_sum(row, of_row, ids.shape[1] + 1))(values, ids)
+    return jax.vmap(lambda row, of_row: jax.ops.segment_sum(row, of_row, ids.shape[1] + 1))(
+        values, ids
+    )

@@ -1,10 +1,11 @@
 """N-Triples, as Wikidata's truthy dump: the lines that a graph keeps.
 
-These are labels and aliases in the chosen languages, ids of merged entities, and statements: in Wikidata's dumps
-`prop/direct/...`, in others every predicate outside the vocabularies that describe data (DESCRIBING), or the chosen
-ones. Texts in other languages, blank nodes and unknown values are left out without a word. Lines are chosen here and
-parsed by the store, but for those whose object is a quoted triple with another one in it: they are refused here, for
-the store's parser has no bound on how deep it goes and ends the process.
+These are labels and aliases in the chosen languages, ids of merged entities, and statements: in
+Wikidata's dumps `prop/direct/...`, in others every predicate outside the vocabularies that describe
+data (DESCRIBING), or the chosen ones. Texts in other languages, blank nodes and unknown values are
+left out without a word. Lines are chosen here and parsed by the store, but for those whose object
+is a quoted triple with another one in it: they are refused here, for the store's parser has no
+bound on how deep it goes and ends the process.
 """
 
 import contextlib
@@ -63,7 +64,11 @@ class Lines:
             place = line.find(b">")
             if line[:1] == b"<" and line[place : place + 3] == b"> <":  # as dumps write it
                 end = line.find(b">", place + 3)
-                subject, predicate, rest = line[:place], line[place + 3 : end], line[end + 1 :].lstrip()
+                subject, predicate, rest = (
+                    line[:place],
+                    line[place + 3 : end],
+                    line[end + 1 :].lstrip(),
+                )
             elif found := _line.match(line):
                 subject, predicate, rest = found.groups()
             else:
@@ -84,7 +89,8 @@ class Lines:
         return kept
 
     def load(self, store: Store, kept: Sequence[Kept]) -> None:
-        """Into the store, and counts them. Raises UserError naming the first line that is no triple."""
+        """Into the store, and counts them. Raises UserError naming the first line that is no
+        triple."""
         try:
             store.bulk_load(b"".join(line.text for line in kept), RdfFormat.N_TRIPLES, lenient=True)
         except SyntaxError:
@@ -105,7 +111,9 @@ class Lines:
                 what = "a quoted triple in a quoted triple"
             sentence = f"{self._path}, line {line.number:,}: no triple in N-Triples ({what})"
             if not self._skip:
-                raise UserError(f"{sentence}: mend it, or leave such lines out with --skip") from error
+                raise UserError(
+                    f"{sentence}: mend it, or leave such lines out with --skip"
+                ) from error
             self._counts.skip(sentence)
             return False
 
@@ -123,8 +131,8 @@ class Lines:
         return "none" if predicate.startswith(DESCRIBING) else "statement"
 
     def _is_wanted(self, rest: bytes, role: str) -> bool:
-        """The object: a text in a chosen language or in none, for names a text, for redirects an entity of
-        Wikidata's.
+        """The object: a text in a chosen language or in none, for names a text, for redirects an
+        entity of Wikidata's.
         """
         if role == "redirect":
             return rest.startswith(b"<" + sparql.ENTITY.encode())
@@ -132,7 +140,9 @@ class Lines:
             after = rest[rest.rfind(b'"') + 1 :]
             if not after.startswith(b"@"):
                 return True
-            language = after[1:].split(maxsplit=1)[:1]  # none where the line is cut there: the parser refuses it
+            language = after[1:].split(maxsplit=1)[
+                :1
+            ]  # none where the line is cut there: the parser refuses it
             return not language or language[0].rstrip(b".").lower() in self._languages
         return role != "name" and not rest.startswith(b"_:") and UNKNOWN_VALUE.encode() not in rest
 
@@ -144,6 +154,10 @@ def claim_quads(claims: set[bytes]) -> list[Quad]:
         # Of what is no address: the store keeps what dumps say with it, and nobody can ask for it.
         with contextlib.suppress(ValueError):
             text = claim.decode()
-            stated = sparql.ENTITY + text.removeprefix(sparql.DIRECT) if text.startswith(sparql.DIRECT) else text
+            stated = (
+                sparql.ENTITY + text.removeprefix(sparql.DIRECT)
+                if text.startswith(sparql.DIRECT)
+                else text
+            )
             quads.append(Quad(NamedNode(stated), NamedNode(sparql.DIRECT_CLAIM), NamedNode(text)))
     return quads

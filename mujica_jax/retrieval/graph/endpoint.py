@@ -1,8 +1,10 @@
-"""A knowledge graph behind a SPARQL endpoint: Wikidata's, a QLever of one's own, or `oxigraph serve-read-only`.
+"""A knowledge graph behind a SPARQL endpoint: Wikidata's, a QLever of one's own, or `oxigraph
+serve-read-only`.
 
-Answers are kept on disk by address and query, and the same query goes there once at a time. Requests are sent again
-after transient errors (`http/retry.py`), not faster than `queries_per_second`; when the endpoint asks for a pause, all
-of them wait. The endpoint's data must be in Wikidata's vocabulary (`sparql.py`).
+Answers are kept on disk by address and query, and the same query goes there once at a time.
+Requests are sent again after transient errors (`http/retry.py`), not faster than
+`queries_per_second`; when the endpoint asks for a pause, all of them wait. The endpoint's data must
+be in Wikidata's vocabulary (`sparql.py`).
 """
 
 import asyncio
@@ -21,12 +23,18 @@ from mujica_jax.errors import UserError
 from mujica_jax.http.client import HttpClient, TransientError
 from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
 from mujica_jax.retrieval.batching import Batcher
-from mujica_jax.retrieval.errors import RetrievalError, RetrieverRefused, RetrieverUnavailable, as_retrieval_errors
+from mujica_jax.retrieval.errors import (
+    RetrievalError,
+    RetrieverRefused,
+    RetrieverUnavailable,
+    as_retrieval_errors,
+)
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph, Read
 from mujica_jax.retrieval.search_cache import SearchCache
 
-SCHEME = "sparql+"  # before http:// or https://: what tells such an address from that of a service of passages
+# before http:// or https://: what tells such an address from that of a service of passages
+SCHEME = "sparql+"
 EXAMPLE = "sparql+https://HOST/sparql"
 ADVICE = "check the address and that a SPARQL endpoint answers there"
 HEADERS = {
@@ -57,7 +65,9 @@ class SparqlEndpoint(KnowledgeGraph):
         """`address` with or without SCHEME."""
         url = address.removeprefix(SCHEME)
         super().__init__(version=url, languages=languages)
-        self._client = HttpClient(url, api_key_variable=None, connections=concurrency, example=EXAMPLE)
+        self._client = HttpClient(
+            url, api_key_variable=None, connections=concurrency, example=EXAMPLE
+        )
         self._cache, self._policy = cache, policy
         self._seconds_between = 1.0 / queries_per_second
         self._next = 0.0  # when the next request may go
@@ -83,14 +93,18 @@ class SparqlEndpoint(KnowledgeGraph):
             return read(rows)
         except NO_ANSWER as error:
             raise RetrieverUnavailable(
-                f"{self.version} answered something else than was asked ({type(error).__name__}: {error}): {ADVICE}"
+                f"{self.version} answered something else than was asked ({type(error).__name__}: "
+                f"{error}): {ADVICE}"
             ) from error
 
     async def check(self) -> None:
         """One small query, past the cache. Raises RetrievalError."""
-        if not await self._fetched(sparql.CLAIMS_QUERY, dataclasses.replace(self._policy, max_attempts=CHECK_ATTEMPTS)):
+        if not await self._fetched(
+            sparql.CLAIMS_QUERY, dataclasses.replace(self._policy, max_attempts=CHECK_ATTEMPTS)
+        ):
             raise RetrieverRefused(
-                f"{self.version} knows no wikibase:directClaim: it answers, and holds no graph in Wikidata's vocabulary"
+                f"{self.version} knows no wikibase:directClaim: it answers, and holds no graph in "
+                "Wikidata's vocabulary"
             )
 
     async def _answer(self, queries: list[str], _: int) -> list[list[sparql.Row]]:
@@ -132,9 +146,11 @@ class SparqlEndpoint(KnowledgeGraph):
         self._next = max(self._next, time.monotonic() + error.after_seconds)
 
 
-def open_endpoint(address: str, queries_per_second: float = PUBLIC_QUERIES_PER_SECOND) -> SparqlEndpoint:
-    """An endpoint that answers, with what it ever answered on this machine. For the start of a run, before there is an
-    event loop. Raises UserError.
+def open_endpoint(
+    address: str, queries_per_second: float = PUBLIC_QUERIES_PER_SECOND
+) -> SparqlEndpoint:
+    """An endpoint that answers, with what it ever answered on this machine. For the start of a run,
+    before there is an event loop. Raises UserError.
     """
     name = hashlib.sha256(address.removeprefix(SCHEME).encode()).hexdigest()[:16]
     cache = SearchCache(cache_folder("searches"), f"sparql-{name}")
@@ -147,7 +163,8 @@ def open_endpoint(address: str, queries_per_second: float = PUBLIC_QUERIES_PER_S
 
 
 def _rows(text: str, query: str) -> list[sparql.Row]:
-    """Raises one of NO_ANSWER where the text is no table of results, or of others than the query's."""
+    """Raises one of NO_ANSWER where the text is no table of results, or of others than the
+    query's."""
     found = json.loads(text)
     columns, bindings = set(found["head"]["vars"]), found["results"]["bindings"]
     if columns != sparql.columns(query):

@@ -1,7 +1,8 @@
-"""Files of a knowledge graph, read in pieces and never whole: tables (`tables.py`) and N-Triples (`dumps.py`),
-plain, `.gz` or `.bz2`, local or in a bucket; and what of them is kept.
+"""Files of a knowledge graph, read in pieces and never whole: tables (`tables.py`) and N-Triples
+(`dumps.py`), plain, `.gz` or `.bz2`, local or in a bucket; and what of them is kept.
 
-A line that cannot be read is refused with file and line, or left out and counted where the caller asks for that.
+A line that cannot be read is refused with file and line, or left out and counted where the caller
+asks for that.
 """
 
 import codecs
@@ -28,7 +29,9 @@ class GraphSpec:
     files: tuple[str, ...]
     languages: tuple[str, ...] = sparql.LANGUAGES
     properties: tuple[str, ...] = ()
-    skip: bool = False  # leave out lines that cannot be read and count them, instead of refusing the file
+    skip: bool = (
+        False  # leave out lines that cannot be read and count them, instead of refusing the file
+    )
 
     def __post_init__(self) -> None:
         sparql.check_languages(self.languages)
@@ -38,7 +41,10 @@ class GraphSpec:
 
     @property
     def predicates(self) -> frozenset[bytes]:
-        return frozenset((sparql.DIRECT + name if name.startswith("P") else name).encode() for name in self.properties)
+        return frozenset(
+            (sparql.DIRECT + name if name.startswith("P") else name).encode()
+            for name in self.properties
+        )
 
     def plan(self) -> dict[str, Any]:
         return {
@@ -78,16 +84,20 @@ def is_table(path: str) -> bool:
     return name.endswith(".tsv")
 
 
-def pieces(path: str, start: int = 0, first_line: int = 1, max_bytes: int | None = None) -> Iterator[Piece]:
-    """From byte `start` of the decompressed file on, where line `first_line` begins; of about READ_BYTES, and up to the
-    first one that ends behind `max_bytes`.
+def pieces(
+    path: str, start: int = 0, first_line: int = 1, max_bytes: int | None = None
+) -> Iterator[Piece]:
+    """From byte `start` of the decompressed file on, where line `first_line` begins; of about
+    READ_BYTES, and up to the first one that ends behind `max_bytes`.
     """
     try:
         with open_file(path) as raw, decompressed(path, raw) as file:
             bytes_there = max(1, raw.seek(0, os.SEEK_END))
             raw.seek(0)
             file.seek(start)
-            while (max_bytes is None or start < max_bytes) and (lines := file.readlines(READ_BYTES)):
+            while (max_bytes is None or start < max_bytes) and (
+                lines := file.readlines(READ_BYTES)
+            ):
                 end = start + sum(map(len, lines))
                 if start == 0:
                     lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
@@ -97,5 +107,6 @@ def pieces(path: str, start: int = 0, first_line: int = 1, max_bytes: int | None
         raise UserError(f"{path} does not exist: give {FORMATS}") from error
     except (EOFError, OSError, zlib.error) as error:
         raise UserError(
-            f"{path} cannot be read after line {first_line - 1:,} ({error}): it is cut off or damaged"
+            f"{path} cannot be read after line {first_line - 1:,} ({error}): it is cut off or "
+            "damaged"
         ) from error

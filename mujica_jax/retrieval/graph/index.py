@@ -1,10 +1,12 @@
-"""A knowledge graph on disk, loaded in chunks: a killed load goes on behind the last chunk that is safely there.
+"""A knowledge graph on disk, loaded in chunks: a killed load goes on behind the last chunk that is
+safely there.
 
     INDEX/graph/          the store of pyoxigraph
     INDEX/loaded.json     how far the files were read, and what was counted; written when a chunk is on the disk
 
-A chunk that was being written is read again: a store is a set, so a triple that comes twice is there once. plan.json,
-manifest.json and the rules of opening are those of every index (`manifest.py`).
+A chunk that was being written is read again: a store is a set, so a triple that comes twice is
+there once. plan.json, manifest.json and the rules of opening are those of every index
+(`manifest.py`).
 """
 
 import dataclasses
@@ -20,7 +22,15 @@ from mujica_jax.retrieval.graph.dumps import Kept, Lines, claim_quads
 from mujica_jax.retrieval.graph.files import KIND, Counts, GraphSpec, Piece, is_table, pieces
 from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
 from mujica_jax.retrieval.graph.tables import Table
-from mujica_jax.retrieval.manifest import Reporter, again, building, commit, read_json, read_manifest, write_json
+from mujica_jax.retrieval.manifest import (
+    Reporter,
+    again,
+    building,
+    commit,
+    read_json,
+    read_manifest,
+    write_json,
+)
 
 STORE, PROGRESS = "graph", "loaded.json"
 UNFINISHED = "bulk-*.sst"  # what a killed load was writing: the store takes tables in under numbers
@@ -48,12 +58,16 @@ def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, 
         if finished:
             return read_manifest(folder), True
         began = time.monotonic()
-        loaded = Loaded(**read_json(folder / PROGRESS)) if (folder / PROGRESS).exists() else Loaded()
+        loaded = (
+            Loaded(**read_json(folder / PROGRESS)) if (folder / PROGRESS).exists() else Loaded()
+        )
         _remove(folder, UNFINISHED)
         try:
             store = Store(folder / STORE)
         except OSError as error:
-            raise UserError(f"{folder / STORE} cannot be opened ({error}): {again(folder)}") from error
+            raise UserError(
+                f"{folder / STORE} cannot be opened ({error}): {again(folder)}"
+            ) from error
         with reporter.stage("loading the graph", unit="triples") as stage:
             for so_far in load(store, spec, loaded):
                 store.flush()
@@ -62,23 +76,34 @@ def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, 
         if not loaded.triples:
             chosen = f" among the properties {' '.join(spec.properties)}" if spec.properties else ""
             raise UserError(
-                f"{', '.join(spec.files)}: there is no triple in it{chosen}; give a graph with at least one"
+                f"{', '.join(spec.files)}: there is no triple in it{chosen}; give a graph with at "
+                "least one"
             )
         with reporter.stage("ordering the graph", unit="triples") as stage:
             store.optimize()
             store.flush()
             stage.update(loaded.triples + loaded.names)
         del store  # closes it
-        Store(folder / STORE).flush()  # opening it again drops the logs of what is in its tables by now
+        Store(
+            folder / STORE
+        ).flush()  # opening it again drops the logs of what is in its tables by now
         _remove(folder, OLD_LOGS)
-        about = {**plan, **{name: getattr(loaded, name) for name in ("triples", "names", "skipped", "first_skipped")}}
+        about = {
+            **plan,
+            **{
+                name: getattr(loaded, name)
+                for name in ("triples", "names", "skipped", "first_skipped")
+            },
+        }
         about["seconds"] = round(time.monotonic() - began, 1)  # of the last start
         return commit(folder, about), False
 
 
-def load(store: Store, spec: GraphSpec, loaded: Loaded, max_bytes: int | None = None) -> Iterator[Loaded]:
-    """Reads on from where `loaded` is, of each file its beginning if `max_bytes` says so. What `loaded` says counts
-    from when it is given out and the store was flushed.
+def load(
+    store: Store, spec: GraphSpec, loaded: Loaded, max_bytes: int | None = None
+) -> Iterator[Loaded]:
+    """Reads on from where `loaded` is, of each file its beginning if `max_bytes` says so. What
+    `loaded` says counts from when it is given out and the store was flushed.
     """
     tables = [is_table(path) for path in spec.files]
     while loaded.stage != "done":
@@ -87,13 +112,17 @@ def load(store: Store, spec: GraphSpec, loaded: Loaded, max_bytes: int | None = 
             if tables[loaded.file]:
                 table = Table(store, path, spec.skip, loaded)
                 for piece in pieces(path, loaded.bytes, loaded.lines + 1, max_bytes):
-                    store.extend(table.names(piece) if loaded.stage == "names" else table.statements(piece))
+                    store.extend(
+                        table.names(piece) if loaded.stage == "names" else table.statements(piece)
+                    )
                     yield _at(loaded, piece)
             elif loaded.stage == "statements":
                 yield from _load_lines(store, path, spec, loaded, max_bytes)
             loaded.file, loaded.bytes, loaded.lines = loaded.file + 1, 0, 0
         else:
-            loaded.stage, loaded.file = ("statements", 0) if loaded.stage == "names" else ("done", 0)
+            loaded.stage, loaded.file = (
+                ("statements", 0) if loaded.stage == "names" else ("done", 0)
+            )
     yield loaded
 
 
@@ -102,7 +131,10 @@ def open_graph(folder: str | Path) -> GraphStore:
     folder = Path(folder)
     manifest = read_manifest(folder)
     if manifest["kind"] != KIND:
-        raise UserError(f"the index {folder} is of kind {manifest['kind']} and no graph: give one of kind {KIND}")
+        raise UserError(
+            f"the index {folder} is of kind {manifest['kind']} and no graph: give one of kind "
+            f"{KIND}"
+        )
     try:
         store = Store.read_only(str(folder / STORE))
     except OSError as error:
@@ -110,7 +142,9 @@ def open_graph(folder: str | Path) -> GraphStore:
     return GraphStore(store, version=manifest["version"], languages=tuple(manifest["languages"]))
 
 
-def _load_lines(store: Store, path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None) -> Iterator[Loaded]:
+def _load_lines(
+    store: Store, path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None
+) -> Iterator[Loaded]:
     lines = Lines(path, spec, loaded)
     kept: list[Kept] = []
     claims: set[bytes] = set()

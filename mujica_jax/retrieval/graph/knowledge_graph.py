@@ -1,9 +1,10 @@
-"""A knowledge graph that is asked in SPARQL: entities by Q-id, label and alias, and the triples of an entity in both
-directions.
+"""A knowledge graph that is asked in SPARQL: entities by Q-id, label and alias, and the triples of
+an entity in both directions.
 
-`GraphStore` answers from our own store and `endpoint.py` from another host; what is asked and how answers are read is
-one and the same (`sparql.py`). A bounded number of triples is looked at in each direction: countries and professions
-have millions. Which ones these are is the source's choice; their order is fixed.
+`GraphStore` answers from our own store and `endpoint.py` from another host; what is asked and how
+answers are read is one and the same (`sparql.py`). A bounded number of triples is looked at in each
+direction: countries and professions have millions. Which ones these are is the source's choice;
+their order is fixed.
 """
 
 import abc
@@ -26,14 +27,16 @@ Read = TypeVar("Read")
 
 
 class KnowledgeGraph(Counted, abc.ABC):
-    """Where triples come from. An entity's key is its Q-id or IRI, or a name where it has neither."""
+    """Where triples come from. An entity's key is its Q-id or IRI, or a name where it has
+    neither."""
 
     def __init__(self, *, version: str, languages: tuple[str, ...]) -> None:
         self.version, self.languages = version, languages
         super().__init__()
 
     def prefer_language(self, language: str) -> None:
-        """Write labels in `language` where the graph has them, else as `sparql.languages_for` orders the others."""
+        """Write labels in `language` where the graph has them, else as `sparql.languages_for`
+        orders the others."""
         self.languages = sparql.languages_for(language, self.languages)
 
     @abc.abstractmethod
@@ -41,12 +44,13 @@ class KnowledgeGraph(Counted, abc.ABC):
         """What `read` makes of the rows of a SPARQL query. Raises RetrievalError."""
 
     async def triples_of(self, key: str, limit: int | None = None) -> tuple[Triple, ...]:
-        """As subject before as object, no two alike, in a fixed order; at most `limit`. An unknown entity has none."""
+        """As subject before as object, no two alike, in a fixed order; at most `limit`. An unknown
+        entity has none."""
         return tuple(end.triple for end in await self.ends_of(key, limit))
 
     async def ends_of(self, key: str, limit: int | None = None) -> list[End]:
-        """`triples_of` with whether the entity is the triple's object. The id of an entity that was merged into another
-        one stands for that one. Raises RetrievalError.
+        """`triples_of` with whether the entity is the triple's object. The id of an entity that was
+        merged into another one stands for that one. Raises RetrievalError.
         """
         with self.counted_search():
             found = sparql.entity_iri(key)
@@ -60,10 +64,11 @@ class KnowledgeGraph(Counted, abc.ABC):
             return ends[:limit]
 
     async def label_of(self, key: str) -> str | None:
-        """Return the label that the triples of other entities show for the entity with this Q-id or IRI.
+        """Return the label that the triples of other entities show for the entity with this Q-id or
+        IRI.
 
-        None where it has none in the graph's languages. The id of an entity that was merged into another one has the
-        label of that one. Raises RetrievalError.
+        None where it has none in the graph's languages. The id of an entity that was merged into
+        another one has the label of that one. Raises RetrievalError.
         """
         entity = sparql.entity_iri(key)
         if entity is None:
@@ -89,11 +94,11 @@ class KnowledgeGraph(Counted, abc.ABC):
         return await self.ask(sparql.triples_query(entity, self.languages, MAX_TRIPLES), read)
 
     async def find(self, name: str) -> list[str]:
-        """Keys of the entities with this Q-id or IRI, or else called so: by label, then alias. The first is the
-        likeliest.
+        """Keys of the entities with this Q-id or IRI, or else called so: by label, then alias. The
+        first is the likeliest.
 
-        Files that name entities without Q-ids are searched up to case, spacing and a closing parenthesis too. Raises
-        RetrievalError.
+        Files that name entities without Q-ids are searched up to case, spacing and a closing
+        parenthesis too. Raises RetrievalError.
         """
         entity = sparql.entity_iri(name)
         if entity is None:
@@ -110,23 +115,31 @@ class KnowledgeGraph(Counted, abc.ABC):
 
 
 class GraphStore(KnowledgeGraph):
-    """In pyoxigraph's store, on disk or in memory. A query takes a thread, so that a slow disk holds up no other
-    episode.
+    """In pyoxigraph's store, on disk or in memory. A query takes a thread, so that a slow disk
+    holds up no other episode.
     """
 
     def __init__(
-        self, store: Store, *, version: str, languages: tuple[str, ...], deadline_seconds: float = 60.0
+        self,
+        store: Store,
+        *,
+        version: str,
+        languages: tuple[str, ...],
+        deadline_seconds: float = 60.0,
     ) -> None:
         super().__init__(version=version, languages=languages)
         self.store, self._deadline_seconds = store, deadline_seconds
 
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
         running = asyncio.get_running_loop().run_in_executor(None, self._answer, query, read)
-        # Not `asyncio.timeout`: where something else held up the event loop, an answer that came meanwhile is not late.
+        # Not `asyncio.timeout`: where something else held up the event loop, an answer that came
+        # meanwhile is not late.
         done, _ = await asyncio.wait({running}, timeout=self._deadline_seconds)
         if not done:
             running.cancel()
-            raise RetrieverTimeout(f"the graph gave no answer within the deadline of {self._deadline_seconds:g} s")
+            raise RetrieverTimeout(
+                f"the graph gave no answer within the deadline of {self._deadline_seconds:g} s"
+            )
         return running.result()
 
     def _answer(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
@@ -139,5 +152,6 @@ class GraphStore(KnowledgeGraph):
             rows = None
         finally:
             self.count(batches=1, search_seconds=time.monotonic() - began)
-        # Raised here, without the error's frames: rows that these hold must not be freed by another thread.
+        # Raised here, without the error's frames: rows that these hold must not be freed by another
+        # thread.
         raise RetrieverUnavailable(f"the graph failed ({reason})")

@@ -1,20 +1,21 @@
-"""What a knowledge graph is asked in SPARQL, and what the rows say: the same texts for our own store and for any
-endpoint.
+"""What a knowledge graph is asked in SPARQL, and what the rows say: the same texts for our own
+store and for any endpoint.
 
-The data are in Wikidata's vocabulary: a property `wikibase:directClaim` says which predicate states it, entities and
-properties have `rdfs:label` and `skos:altLabel`. Our store holds what files of other shapes say in these terms too
-(`files.py`).
+The data are in Wikidata's vocabulary: a property `wikibase:directClaim` says which predicate states
+it, entities and properties have `rdfs:label` and `skos:altLabel`. Our store holds what files of
+other shapes say in these terms too (`files.py`).
 
 What a triple reads as:
 
 - a label is the one in the first of `languages` that has any, then one without a language;
-- an entity without such a label (a Q-id alone says nothing to a model) makes no triple; another IRI reads as its last
-  part;
+- an entity without such a label (a Q-id alone says nothing to a model) makes no triple; another IRI
+  reads as its last part;
 - dates, numbers, coordinates and other values are printed as `values.py` says;
-- texts in other languages, unknown values, and properties whose values are for machines (MACHINE_TYPES) are left out.
+- texts in other languages, unknown values, and properties whose values are for machines
+  (MACHINE_TYPES) are left out.
 
-Names and keys come from users and models. They enter a query as terms that pyoxigraph has checked and written, never as
-text.
+Names and keys come from users and models. They enter a query as terms that pyoxigraph has checked
+and written, never as text.
 """
 
 import re
@@ -33,7 +34,8 @@ ALIAS = "http://www.w3.org/2004/02/skos/core#altLabel"
 # as `normalise_label` writes it; of files that we named ourselves
 SEARCHED_LABEL = "http://www.w3.org/2004/02/skos/core#hiddenLabel"
 DIRECT_CLAIM = "http://wikiba.se/ontology#directClaim"
-REDIRECT = "http://www.w3.org/2002/07/owl#sameAs"  # from the id of an entity that was merged into another one
+# from the id of an entity that was merged into another one
+REDIRECT = "http://www.w3.org/2002/07/owl#sameAs"
 PROPERTY_TYPE = "http://wikiba.se/ontology#propertyType"
 NAMED = "urn:mujica:named:"  # an entity of which a file says nothing but its label
 RELATION = "urn:mujica:relation:"
@@ -49,7 +51,9 @@ PREFIXES = f"""PREFIX wikibase: <http://wikiba.se/ontology#>
 PREFIX rdfs: <{LABEL.removesuffix("label")}>
 PREFIX skos: <{ALIAS.removesuffix("altLabel")}>
 """
-CLAIMS_QUERY = f"{PREFIXES}SELECT ?property WHERE {{ ?property wikibase:directClaim ?claim }} LIMIT 1"
+CLAIMS_QUERY = (
+    f"{PREFIXES}SELECT ?property WHERE {{ ?property wikibase:directClaim ?claim }} LIMIT 1"
+)
 
 _identifier = re.compile(r"[QP]\d+", re.ASCII)
 _language = re.compile(r"[A-Za-z]{1,8}(-[A-Za-z0-9]{1,8})*")
@@ -87,8 +91,8 @@ def check_languages(languages: Sequence[str]) -> None:
 def languages_for(language: str, available: Sequence[str]) -> tuple[str, ...]:
     """Return the order in which labels are looked for when a question is in `language`.
 
-    That language comes first, then names that are the same in every language, then English, then what else the graph
-    has (`available`).
+    That language comes first, then names that are the same in every language, then English, then
+    what else the graph has (`available`).
     """
     variants = LANGUAGE_VARIANTS.get(language, ())
     first = LANGUAGES if language == "en" else (language, *variants, "mul", "en")
@@ -96,7 +100,8 @@ def languages_for(language: str, available: Sequence[str]) -> tuple[str, ...]:
 
 
 def triples_query(entity: NamedNode, languages: Sequence[str], most: int) -> str:
-    """At most `most` triples in each direction with their labels, the entity's own label, and who took over from it."""
+    """At most `most` triples in each direction with their labels, the entity's own label, and who
+    took over from it."""
     spoken = _spoken(languages)
     outgoing, incoming = (
         f"""{{ {{ SELECT ?property ?other WHERE {{
@@ -129,8 +134,8 @@ def label_query(entity: NamedNode, languages: Sequence[str]) -> str:
 
 
 def find_query(name: str, languages: Sequence[str]) -> str:
-    """Entities called `name`: by label (0), by alias (1), by the label in lower case (2), by that without its closing
-    parenthesis (3).
+    """Entities called `name`: by label (0), by alias (1), by the label in lower case (2), by that
+    without its closing parenthesis (3).
     """
     names = [*(Literal(name, language=language) for language in languages), Literal(name)]
     normal = normalise_label(name)
@@ -141,14 +146,20 @@ def find_query(name: str, languages: Sequence[str]) -> str:
         ("skos:hiddenLabel", [Literal(without_parenthesis(normal))]),
     ]
     parts = [
-        f"{{ VALUES ?name {{ {' '.join(map(str, terms))} }} ?entity {predicate} ?name BIND({rank} AS ?rank) }}"
+        f"{{ VALUES ?name {{ {' '.join(map(str, terms))} }} ?entity {predicate} ?name BIND({rank} "
+        f"AS ?rank) }}"
         for rank, (predicate, terms) in enumerate(ways)
     ]
-    return f"{PREFIXES}SELECT ?entity ?rank WHERE {{ {' UNION '.join(parts)} }} LIMIT {MAX_NAMESAKES}"
+    return (
+        f"{PREFIXES}SELECT ?entity ?rank WHERE {{ {' UNION '.join(parts)} }} LIMIT {MAX_NAMESAKES}"
+    )
 
 
 def exists_query(entity: NamedNode) -> str:
-    return f"SELECT ?claim WHERE {{ {{ {entity} ?claim ?other }} UNION {{ ?other ?claim {entity} }} }} LIMIT 1"
+    return (
+        f"SELECT ?claim WHERE {{ {{ {entity} ?claim ?other }} UNION {{ ?other ?claim {entity} }} "
+        f"}} LIMIT 1"
+    )
 
 
 def term_of(said: Mapping[str, Any] | None) -> Any:
@@ -175,12 +186,14 @@ def columns(query: str) -> set[str]:
 def read_redirect(rows: Iterable[Row]) -> str | None:
     """The key of the entity that took over from the one that was asked for, if any."""
     found = {row["same"].value for row in rows if hasattr(row["same"], "value")}
-    return min((key_of(iri) for iri in found if _wikidata.fullmatch(iri)), key=_natural, default=None)
+    return min(
+        (key_of(iri) for iri in found if _wikidata.fullmatch(iri)), key=_natural, default=None
+    )
 
 
 def read_namesakes(rows: Iterable[Row]) -> list[str]:
-    """Keys of the entities that are called best, the lowest Q-id first: the entities that were made first are the
-    better known ones.
+    """Keys of the entities that are called best, the lowest Q-id first: the entities that were made
+    first are the better known ones.
     """
     ranks: dict[str, int] = {}
     for row in rows:
@@ -193,13 +206,15 @@ def read_namesakes(rows: Iterable[Row]) -> list[str]:
 
 
 def read_label(rows: Iterable[Row], languages: Sequence[str]) -> str | None:
-    """Return the entity's label in the first of `languages` that has one, as `read_ends` writes it."""
+    """Return the entity's label in the first of `languages` that has one, as `read_ends` writes
+    it."""
     labels = {_ranked_label(row["own"], languages) for row in rows if row["own"] is not None}
     return min(labels)[1] if labels else None
 
 
 def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) -> list[End]:
-    """Triples in a fixed order, no two alike: as subject before as object, by property, by label."""
+    """Triples in a fixed order, no two alike: as subject before as object, by property, by
+    label."""
     labels: dict[str, set[tuple[int, str]]] = {}
     found: dict[tuple[bool, str, Any], None] = {}
 
@@ -218,7 +233,11 @@ def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) 
             if not _is_literal(row["other"]):
                 note(row["other"].value, row["label"])
     best = {iri: min(names)[1] for iri, names in labels.items()}
-    ends = [end for inverse, iri, other in found if (end := _end(inverse, iri, other, entity.value, best))]
+    ends = [
+        end
+        for inverse, iri, other in found
+        if (end := _end(inverse, iri, other, entity.value, best))
+    ]
     ends.sort(key=lambda pair: pair[0])
     unlike: dict[str, End] = {}
     for _, end in ends:
@@ -226,7 +245,9 @@ def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) 
     return list(unlike.values())
 
 
-def _end(inverse: bool, relation: str, other: Any, entity: str, labels: dict[str, str]) -> tuple[Any, End] | None:
+def _end(
+    inverse: bool, relation: str, other: Any, entity: str, labels: dict[str, str]
+) -> tuple[Any, End] | None:
     """The triple with what it is sorted by; None where it cannot be read."""
     literal = _is_literal(other)
     text = readable(other) if literal else labels.get(other.value) or readable_iri(other.value)
@@ -236,7 +257,14 @@ def _end(inverse: bool, relation: str, other: Any, entity: str, labels: dict[str
     name = labels.get(relation) or readable_iri(relation) or key_of(relation)
     ends = [(own, _id(entity)), (text, "" if literal else _id(other.value))]
     (subject, key), (found, found_key) = reversed(ends) if inverse else ends
-    triple = Triple(subject=subject, relation=name, object=found, subject_id=key, object_id=found_key, literal=literal)
+    triple = Triple(
+        subject=subject,
+        relation=name,
+        object=found,
+        subject_id=key,
+        object_id=found_key,
+        literal=literal,
+    )
     return (inverse, _natural(key_of(relation)), text, other.value), End.of(triple, inverse)
 
 
@@ -246,7 +274,8 @@ def _spoken(languages: Sequence[str]) -> str:
 
 
 def _ranked_label(label: Any, languages: Sequence[str]) -> tuple[int, str]:
-    """Return a label that sorts by the place of its language. A label without a known language sorts last."""
+    """Return a label that sorts by the place of its language. A label without a known language
+    sorts last."""
     place = languages.index(label.language) if label.language in languages else len(languages)
     return place, one_line(label.value)
 

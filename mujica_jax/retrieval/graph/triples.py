@@ -1,13 +1,14 @@
 """A knowledge graph in memory: triples found by the entity they name, in either direction.
 
-An entity's key is its Q-id where the file gives one, else its label. The same entity can stand in one row with its Q-id
-and in the next without, "Norman Foster" in one and "Norman Foster (director)" in the other; so
+An entity's key is its Q-id where the file gives one, else its label. The same entity can stand in
+one row with its Q-id and in the next without, "Norman Foster" in one and "Norman Foster (director)"
+in the other; so
 
 - a Q-id finds the rows that carry it, and rows without Q-ids that name one of its labels;
 - a label finds every row that names it.
 
-Two labels name the same where they are equal up to case and spacing, or one is the other without its closing
-parenthesis.
+Two labels name the same where they are equal up to case and spacing, or one is the other without
+its closing parenthesis.
 """
 
 import dataclasses
@@ -23,15 +24,17 @@ from mujica_jax.retrieval.statistics import Counted
 
 COLUMNS = ("subject", "relation", "object", "subject_qid", "object_qid")
 LITERAL_ID = "date_information"  # what 2WikiMultihopQA writes where a Q-id would stand for a date
-LITERAL_RELATIONS = frozenset({"date of birth", "date of death", "publication date", "inception", "point in time"})
+LITERAL_RELATIONS = frozenset(
+    {"date of birth", "date of death", "publication date", "inception", "point in time"}
+)
 
 _closing_parenthesis = re.compile(r"\s*\([^()]*\)$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Triple(Evidence):
-    """`subject_id` and `object_id` are Q-ids or empty; a literal object (a date) is no entity, and known by its
-    relation, by its id, or because the source says so (`literal`).
+    """`subject_id` and `object_id` are Q-ids or empty; a literal object (a date) is no entity, and
+    known by its relation, by its id, or because the source says so (`literal`).
     """
 
     literal: bool = False
@@ -61,7 +64,8 @@ class End(NamedTuple):
 
 
 class TripleGraph(Counted):
-    """Triples with an index by entity; about 20 microseconds a triple to build, a few to look an entity up."""
+    """Triples with an index by entity; about 20 microseconds a triple to build, a few to look an
+    entity up."""
 
     def __init__(self, triples: Iterable[Triple]) -> None:
         super().__init__()
@@ -86,11 +90,11 @@ class TripleGraph(Counted):
         return digest.hexdigest()[:16]
 
     def ends_of(self, entity_id: str, limit: int | None = None) -> list[End]:
-        """Triples that name the entity, as subject before as object, in file order, no two alike; at most `limit` of
-        them.
+        """Triples that name the entity, as subject before as object, in file order, no two alike;
+        at most `limit` of them.
 
-        `entity_id` is a Q-id or a label as `find`, `subject_key` and `object_key` return it; an unknown one has no
-        triples.
+        `entity_id` is a Q-id or a label as `find`, `subject_key` and `object_key` return it; an
+        unknown one has no triples.
         """
         found: dict[str, End] = {}
         for row, as_object in self._ends(entity_id):
@@ -98,12 +102,15 @@ class TripleGraph(Counted):
                 break
             triple = self.triples[row]
             if triple.text not in found:
-                found[triple.text] = End(triple, as_object, self.subject_key(triple), self.object_key(triple))
+                found[triple.text] = End(
+                    triple, as_object, self.subject_key(triple), self.object_key(triple)
+                )
         return list(found.values())
 
     def find(self, name: str) -> str | None:
-        """The key of the entity called `name`: a Q-id, else an exact label, a label up to case and spacing, or one up
-        to a closing parenthesis. A label that several Q-ids share is its own key. None where nothing is called so.
+        """The key of the entity called `name`: a Q-id, else an exact label, a label up to case and
+        spacing, or one up to a closing parenthesis. A label that several Q-ids share is its own
+        key. None where nothing is called so.
         """
         if name in self._ends_of_id:
             return name
@@ -135,7 +142,8 @@ class TripleGraph(Counted):
             ids[identifier] = None
 
     def _ends(self, entity_id: str) -> list[tuple[int, bool]]:
-        """Rows in which the entity is the subject, then those in which it is the object, each with which it is."""
+        """Rows in which the entity is the subject, then those in which it is the object, each with
+        which it is."""
         if entity_id in self._ends_of_id:
             ends = list(self._ends_of_id[entity_id])
             names = {normalise_label(label) for label in self._labels_of_id[entity_id]}

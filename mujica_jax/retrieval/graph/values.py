@@ -1,4 +1,5 @@
-"""Print values of RDF in one form, for the triples that a model sees and for the gold answers of a data set.
+"""Print values of RDF in one form, for the triples that a model sees and for the gold answers of a
+data set.
 
 | datatype | value | printed |
 |---|---|---|
@@ -11,15 +12,17 @@
 | `geo:wktLiteral` | `Point(114.054 22.535)` | 22.535 N, 114.054 E |
 | all others, also texts with a language | | the text on one line |
 
-**How exact a date is.** Wikidata's truthy statements and query results do not say it: a date that is known to the year
-is written as the first of January at midnight. Far more of these dates mean the year than the day, and data sets such
-as 2WikiMultihopQA have the year there. So the first of January reads as its year, unless the value has a time of day.
-Every other date reads as its day, although the first of a month may mean the month. A time of day is not printed. The
-readings that a date leaves open are among its `spellings`.
+**How exact a date is.** Wikidata's truthy statements and query results do not say it: a date that
+is known to the year is written as the first of January at midnight. Far more of these dates mean
+the year than the day, and data sets such as 2WikiMultihopQA have the year there. So the first of
+January reads as its year, unless the value has a time of day. Every other date reads as its day,
+although the first of a month may mean the month. A time of day is not printed. The readings that a
+date leaves open are among its `spellings`.
 
-**Years before Christ.** XSD 1.1 counts the year 0000, so `-0043` is 44 BC. Wikidata follows it for dates that are exact
-to the year, and writes decades, centuries and millennia without that shift. So the first of January of a round hundred
-(`-7000-01-01`) reads as 7000 BC. The other reading of a round year is among its `spellings`.
+**Years before Christ.** XSD 1.1 counts the year 0000, so `-0043` is 44 BC. Wikidata follows it for
+dates that are exact to the year, and writes decades, centuries and millennia without that shift. So
+the first of January of a round hundred (`-7000-01-01`) reads as 7000 BC. The other reading of a
+round year is among its `spellings`.
 """
 
 import re
@@ -35,7 +38,9 @@ WKT = "http://www.opengis.net/ont/geosparql#wktLiteral"
 ENTITY = "http://www.wikidata.org/entity/"
 UNKNOWN_VALUE = "/.well-known/genid/"
 
-DATES = frozenset(f"{XSD}{name}" for name in ("dateTime", "dateTimeStamp", "date", "gYear", "gYearMonth"))
+DATES = frozenset(
+    f"{XSD}{name}" for name in ("dateTime", "dateTimeStamp", "date", "gYear", "gYearMonth")
+)
 PARTS_OF_DATES = frozenset(f"{XSD}{name}" for name in ("gMonthDay", "gMonth", "gDay"))
 NUMBERS = frozenset(
     f"{XSD}{name}"
@@ -53,7 +58,8 @@ _date = re.compile(
 _part_of_date = re.compile(r"--(?:(?P<month>\d\d)|-)(?:-?(?P<day>\d\d))?(?:Z|[+-]\d\d:\d\d)?")
 _decimal = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _point = re.compile(
-    rf"(?:<[^>]*>\s*)?point\s*(?:z\s*)?\(\s*({_decimal})\s+({_decimal})(?:\s+{_decimal})*\s*\)", re.IGNORECASE
+    rf"(?:<[^>]*>\s*)?point\s*(?:z\s*)?\(\s*({_decimal})\s+({_decimal})(?:\s+{_decimal})*\s*\)",
+    re.IGNORECASE,
 )
 _control = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 # What a cell of a table may spell. Wikidata's JSON puts a sign before every year and every number.
@@ -67,7 +73,8 @@ def readable(literal: Literal) -> str:
 
 
 def spellings(literal: Literal) -> tuple[str, ...]:
-    """Return the printed form of a literal, then other ways to write the same value, the literal's own text last."""
+    """Return the printed form of a literal, then other ways to write the same value, the literal's
+    own text last."""
     text = one_line(literal.value)
     datatype = literal.datatype.value
     if datatype in DATES:
@@ -86,9 +93,11 @@ def spellings(literal: Literal) -> tuple[str, ...]:
 
 
 def value_in_text(text: str) -> Literal | None:
-    """Return the value that a cell of a table spells as RDF or Wikidata's JSON does, or None if it is a text.
+    """Return the value that a cell of a table spells as RDF or Wikidata's JSON does, or None if it
+    is a text.
 
-    Dates, points and numbers with a plus sign are recognised. A number without a sign may be a name.
+    Dates, points and numbers with a plus sign are recognised. A number without a sign may be a
+    name.
     """
     if _date_in_text.fullmatch(text):
         return Literal(text.removeprefix("+"), datatype=NamedNode(f"{XSD}dateTime"))
@@ -100,7 +109,8 @@ def value_in_text(text: str) -> Literal | None:
 
 
 def readable_iri(iri: str) -> str:
-    """Return the last part of an IRI as text: `Norman Foster` of http://example.org/resource/Norman_Foster.
+    """Return the last part of an IRI as text: `Norman Foster` of
+    http://example.org/resource/Norman_Foster.
 
     The result is empty where that says nothing: for Wikidata's own ids and for unknown values.
     """
@@ -128,7 +138,8 @@ def _date_spellings(text: str) -> list[str]:
     if month == day == 1 and not has_time:
         forms = [year, day_form]
         if number < 0 and number % 10 == 0:
-            # A century is written without the shift far more often than such a year is known exactly.
+            # A century is written without the shift far more often than such a year is known
+            # exactly.
             forms.insert(0 if number % 100 == 0 else 1, f"{-number} BC")
     else:
         forms = [day_form]
@@ -184,7 +195,9 @@ def _point_spellings(text: str) -> list[str]:
     if match is None:
         return []
     # WKT writes the longitude first.
-    longitude, latitude = (_without_trailing_zeros(Decimal(number), "f") for number in match.groups())
+    longitude, latitude = (
+        _without_trailing_zeros(Decimal(number), "f") for number in match.groups()
+    )
     north = f"{latitude.removeprefix('-')} {'S' if latitude.startswith('-') else 'N'}"
     east = f"{longitude.removeprefix('-')} {'W' if longitude.startswith('-') else 'E'}"
     return [f"{north}, {east}", f"{latitude}, {longitude}"]

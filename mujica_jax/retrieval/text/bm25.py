@@ -1,17 +1,21 @@
-"""BM25 over passages, on bm25s, with two tokenisers. A published number depends on the tokeniser, so it has a name.
+"""BM25 over passages, on bm25s, with two tokenisers. A published number depends on the tokeniser,
+so it has a name.
 
     score(q, d) = sum over t in q of  ln(1 + (N - df + 1/2) / (df + 1/2)) * tf / (tf + k1 * (1 - b + b * |d| / avg|d|))
 
-- `default`: bm25s as it comes (words of two and more characters, English stop words removed, k1 = 1.5, b = 0.75).
-- `elasticsearch`: Lucene's standard analyser and similarity (Unicode word tokens, no stop words, k1 = 1.2, b = 0.75),
-  with |d| rounded as Lucene stores it in one byte.
+- `default`: bm25s as it comes (words of two and more characters, English stop words removed, k1 =
+  1.5, b = 0.75).
+- `elasticsearch`: Lucene's standard analyser and similarity (Unicode word tokens, no stop words, k1
+  = 1.2, b = 0.75), with |d| rounded as Lucene stores it in one byte.
 
-Both split text at spaces and marks. Chinese, Japanese, Thai and others write no spaces, and marks cut the words of the
-scripts of India. A run of such characters is indexed as its pairs of characters, as by Lucene's CJK analyser: 东京大学
-is 东京, 京大, 大学. A passage also has each Chinese character by itself, so that a query of one character finds it. An
-older index, without such pairs, is searched by the words it was built with.
+Both split text at spaces and marks. Chinese, Japanese, Thai and others write no spaces, and marks
+cut the words of the scripts of India. A run of such characters is indexed as its pairs of
+characters, as by Lucene's CJK analyser: 东京大学 is 东京, 京大, 大学. A passage also has each Chinese
+character by itself, so that a query of one character finds it. An older index, without such pairs,
+is searched by the words it was built with.
 
-The indexed text is title, newline, text. On the 6,119-passage 2Wiki corpus the two differ by 3.5 points of recall@2.
+The indexed text is title, newline, text. On the 6,119-passage 2Wiki corpus the two differ by 3.5
+points of recall@2.
 """
 
 import array
@@ -38,21 +42,27 @@ Tokeniser = Literal["default", "elasticsearch"]
 TEXTS_AT_ONCE = 4096  # whose words are in memory as strings
 LUCENE_K1, LUCENE_B = 1.2, 0.75
 LUCENE_EXACT = 24  # lengths of the 255 that one byte holds and that need no rounding
-# Says in an index's folder how its words were made. Older indexes, without pairs of characters, do not have it.
+# Says in an index's folder how its words were made. Older indexes, without pairs of characters, do
+# not have it.
 WORDS_FILE = "words.json"
 WORDS = {"scripts_without_spaces": "pairs of characters"}
 
-# Unicode word boundaries (UAX 29): a run of word characters and marks; apostrophes, points and colons join letters, and
-# apostrophes, points, commas and semicolons join digits.
+# Unicode word boundaries (UAX 29): a run of word characters and marks; apostrophes, points and
+# colons join letters, and apostrophes, points, commas and semicolons join digits.
 _WORD = r"[\w\u0300-\u036f]+"
 _HAN = (
-    "\u2e80-\u2fd5\u3005-\u3007\u3021-\u3029\u3038-\u303b\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff\U00020000-\U000323af"
+    "\u2e80-\u2fd5\u3005-\u3007\u3021-\u3029\u3038-\u303b\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
+    "\U00020000-\U000323af"
 )
-_KANA = "\u3041-\u3096\u3099-\u309f\u30a1-\u30fa\u30fc-\u30ff\u3105-\u312f\u31a0-\u31bf\u31f0-\u31ff"
+_KANA = (
+    "\u3041-\u3096\u3099-\u309f\u30a1-\u30fa\u30fc-\u30ff\u3105-\u312f\u31a0-\u31bf\u31f0-\u31ff"
+)
 _HANGUL = "\u1100-\u11ff\u3131-\u318e\ua960-\ua97c\uac00-\ud7a3\ud7b0-\ud7fb"
-# Thai, Lao, Tibetan, Myanmar and Khmer write no spaces between words. The scripts of India do, and both tokenisers
-# would drop or cut their words at vowel signs. Digits and punctuation are left out.
-_SOUTH_ASIAN = "\u0900-\u0963\u0971-\u09e3\u09f0-\u0a65\u0a70-\u0ae5\u0af0-\u0b65\u0b70-\u0be5\u0bf0-\u0c65"
+# Thai, Lao, Tibetan, Myanmar and Khmer write no spaces between words. The scripts of India do, and
+# both tokenisers would drop or cut their words at vowel signs. Digits and punctuation are left out.
+_SOUTH_ASIAN = (
+    "\u0900-\u0963\u0971-\u09e3\u09f0-\u0a65\u0a70-\u0ae5\u0af0-\u0b65\u0b70-\u0be5\u0bf0-\u0c65"
+)
 _SOUTH_ASIAN += "\u0c70-\u0ce5\u0cf0-\u0d65\u0d70-\u0de5\u0df2-\u0df3"
 _SOUTH_EAST_ASIAN = "\u0e01-\u0e3a\u0e40-\u0e4e\u0e81-\u0ebd\u0ec0-\u0ece\u0edc-\u0edf\u0f40-\u0fbc"
 _SOUTH_EAST_ASIAN += "\u1000-\u103f\u1050-\u108f\u109a-\u109f\u1780-\u17d3\uaa60-\uaa7f"
@@ -61,12 +71,14 @@ _han = re.compile(f"[{_HAN}]")
 # Full-width letters and half-width Katakana, as Chinese and Japanese text has them.
 _other_widths = re.compile("[\uff01-\uffdc]+")
 
-_unicode_words = re.compile(rf"{_WORD}(?:(?:(?<=[^\W\d_])['’.:·](?=[^\W\d_])|(?<=\d)['’.,;](?=\d)){_WORD})*")
+_unicode_words = re.compile(
+    rf"{_WORD}(?:(?:(?<=[^\W\d_])['’.:·](?=[^\W\d_])|(?<=\d)['’.,;](?=\d)){_WORD})*"
+)
 
 
 class Bm25Index(Index):
-    """An index in memory, or mapped from the disk. Building takes about 70 microseconds a passage; a search reads its
-    words' postings.
+    """An index in memory, or mapped from the disk. Building takes about 70 microseconds a passage;
+    a search reads its words' postings.
     """
 
     def __init__(
@@ -75,9 +87,12 @@ class Bm25Index(Index):
         tokeniser: Tokeniser = "default",
         on_passages: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """Index the passages; of their words only numbers are held. `on_passages` hears how many were read."""
+        """Index the passages; of their words only numbers are held. `on_passages` hears how many
+        were read."""
         documents: list[array.array[int]] = []
-        vocabulary: dict[str, int] = {}  # in the order of the corpus, so that every build gives the same files
+        vocabulary: dict[
+            str, int
+        ] = {}  # in the order of the corpus, so that every build gives the same files
         version = hashlib.sha256(tokeniser.encode())  # and all that results depend on
         contents = (passage.contents for passage in passages)
         while texts := list(itertools.islice(contents, TEXTS_AT_ONCE)):
@@ -94,11 +109,18 @@ class Bm25Index(Index):
         self._index: bm25s.BM25 | None = None
         if vocabulary:  # bm25s cannot index a corpus without a single word
             self._index = _empty_index(tokeniser)
-            self._index.index((documents, vocabulary), create_empty_token=False, show_progress=False)
+            self._index.index(
+                (documents, vocabulary), create_empty_token=False, show_progress=False
+            )
 
     @classmethod
     def load(
-        cls, folder: Path, passages: Sequence[Passage], tokeniser: Tokeniser = "default", *, version: str
+        cls,
+        folder: Path,
+        passages: Sequence[Passage],
+        tokeniser: Tokeniser = "default",
+        *,
+        version: str,
     ) -> "Bm25Index":
         """Load what `save` wrote, over the same passages."""
         import bm25s
@@ -110,13 +132,14 @@ class Bm25Index(Index):
         loaded._has_pairs = (folder / WORDS_FILE).exists()
         if loaded._has_pairs and read_json(folder / WORDS_FILE) != WORDS:
             raise UserError(
-                f"{folder / WORDS_FILE} describes words that this release does not make: {again(folder.parent)}, or "
-                "use the release that built it"
+                f"{folder / WORDS_FILE} describes words that this release does not make: "
+                f"{again(folder.parent)}, or use the release that built it"
             )
         return loaded
 
     def save(self, folder: Path) -> None:
-        """Save the postings; the passages are the caller's. A corpus without words leaves an empty folder."""
+        """Save the postings; the passages are the caller's. A corpus without words leaves an empty
+        folder."""
         folder.mkdir(parents=True, exist_ok=True)
         if self._index is not None:
             self._index.save(folder, show_progress=False)
@@ -138,7 +161,9 @@ class Bm25Index(Index):
         matching = np.flatnonzero(scores > 0)
         if len(matching) > k:
             threshold = np.partition(scores[matching], len(matching) - k)[len(matching) - k]
-            matching = matching[scores[matching] >= threshold]  # all ties with the k-th stay, so that the order decides
+            matching = matching[
+                scores[matching] >= threshold
+            ]  # all ties with the k-th stay, so that the order decides
         best = matching[np.argsort(-scores[matching], kind="stable")][:k]
         return [(int(position), float(scores[position])) for position in best]
 
@@ -188,7 +213,9 @@ def _spaced_words(texts: Sequence[str], tokeniser: Tokeniser) -> list[list[str]]
         return [unicode_words(text) for text in texts]
     import bm25s
 
-    tokens: Any = bm25s.tokenize(list(texts), stopwords="en", return_ids=False, show_progress=False, allow_empty=False)
+    tokens: Any = bm25s.tokenize(
+        list(texts), stopwords="en", return_ids=False, show_progress=False, allow_empty=False
+    )
     return tokens
 
 
@@ -198,16 +225,20 @@ def unicode_words(text: str) -> list[str]:
 
 
 def lucene_length(words: int) -> int:
-    """Document length after Lucene's SmallFloat.intToByte4 and back: exact below 40, then four significant bits of what
-    exceeds 24.
+    """Document length after Lucene's SmallFloat.intToByte4 and back: exact below 40, then four
+    significant bits of what exceeds 24.
     """
     dropped_bits = max(0, (words - LUCENE_EXACT).bit_length() - 4)
-    return words if words < LUCENE_EXACT else LUCENE_EXACT + ((words - LUCENE_EXACT) >> dropped_bits << dropped_bits)
+    return (
+        words
+        if words < LUCENE_EXACT
+        else LUCENE_EXACT + ((words - LUCENE_EXACT) >> dropped_bits << dropped_bits)
+    )
 
 
 def _empty_index(tokeniser: Tokeniser) -> "bm25s.BM25":
-    """For `elasticsearch`, precomputed scores use Lucene's rounded lengths (the average length stays exact, as in
-    Lucene).
+    """For `elasticsearch`, precomputed scores use Lucene's rounded lengths (the average length
+    stays exact, as in Lucene).
     """
     import bm25s
 

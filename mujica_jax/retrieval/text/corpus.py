@@ -1,20 +1,22 @@
-"""Passages of files, local or in a bucket, one at a time: records of `{title, text}` in any form that
-`corpus_records.py` reads.
+"""Passages of files, local or in a bucket, one at a time: records of `{title, text}` in any form
+that `corpus_records.py` reads.
 
 Published corpora are read as they are:
 
 - DPR and BEIR: `id` or `_id`, `title`, `text`; a title may be empty or missing.
 - wiki-18 (FlashRAG): `contents` is the title in quotes, a newline, the text.
 - Pyserini: `contents` is the text, or title, newline, text.
-- MedRAG: `title`, `content`, and `contents`, which holds both. A title that a record gives stays, whatever `contents`
-  begins with.
+- MedRAG: `title`, `content`, and `contents`, which holds both. A title that a record gives stays,
+  whatever `contents` begins with.
 - HotpotQA's abstracts: a tar of bz2 JSON Lines whose `text` is a list of sentences.
 
-A passage without a text, or with an id that came before, is refused with its file and line, or skipped and counted
-where the caller asks for that. Where a record has no `id` (or `_id`), its position in the whole corpus is its id.
+A passage without a text, or with an id that came before, is refused with its file and line, or
+skipped and counted where the caller asks for that. Where a record has no `id` (or `_id`), its
+position in the whole corpus is its id.
 
-An index keeps them in an Arrow file that is mapped, not read, so that a corpus of any size costs the memory of what is
-looked at. A passage's position in the file is its position in every index made of it.
+An index keeps them in an Arrow file that is mapped, not read, so that a corpus of any size costs
+the memory of what is looked at. A passage's position in the file is its position in every index
+made of it.
 """
 
 import dataclasses
@@ -68,8 +70,9 @@ class Index(Protocol):
     def search_encoded(self, queries: Any, k: int) -> list[Hits]: ...
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """For each query the positions and scores of the k best passages, best first, ties in corpus order; `check_k`
-        says which k it can be. By words they can be fewer: a passage that shares none with the query is never returned.
+        """For each query the positions and scores of the k best passages, best first, ties in
+        corpus order; `check_k` says which k it can be. By words they can be fewer: a passage that
+        shares none with the query is never returned.
         """
         return self.search_encoded(self.encode(queries), k)
 
@@ -80,8 +83,8 @@ def read_corpus(paths: Sequence[str | Path]) -> list[Passage]:
 
 
 def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -> Iterator[Passage]:
-    """As `read_corpus`, holding one passage and what `PassageIds` keeps of every id. With `skipped`, what would be
-    refused is left out and counted there.
+    """As `read_corpus`, holding one passage and what `PassageIds` keeps of every id. With
+    `skipped`, what would be refused is left out and counted there.
     """
     ids = PassageIds()
     position = 0
@@ -89,12 +92,17 @@ def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -
         try:
             passage = _passage(record, str(position), place)
             if not ids.add(passage.id):
-                # Where it came first is read again from the beginning: for the one sentence that is shown, not for all
-                # that are counted.
-                first = "" if skipped is not None and skipped.skipped else _first_place(passage.id, paths)
+                # Where it came first is read again from the beginning: for the one sentence that is
+                # shown, not for all that are counted.
+                first = (
+                    ""
+                    if skipped is not None and skipped.skipped
+                    else _first_place(passage.id, paths)
+                )
                 advice = "each file once" if first == place else "each passage its own id"
                 raise UserError(
-                    f"{place}: the passage id {_repr.repr(passage.id)} was already used in {first}; give {advice}"
+                    f"{place}: the passage id {_repr.repr(passage.id)} was already used in "
+                    f"{first}; give {advice}"
                 )
         except UserError as error:
             if skipped is None:
@@ -115,7 +123,8 @@ class PassageFile(Sequence[Passage]):
             self._table = pyarrow.ipc.open_file(pyarrow.memory_map(str(path))).read_all()
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(
-                f"{path} cannot be read as an Arrow file ({error}): it is damaged, so {again(path.parent)}"
+                f"{path} cannot be read as an Arrow file ({error}): it is damaged, so "
+                f"{again(path.parent)}"
             ) from error
 
     def __len__(self) -> int:
@@ -141,14 +150,21 @@ class PassageFile(Sequence[Passage]):
         import pyarrow.compute
 
         spellings = set().union(*map(_spellings, titles))
-        wanted = pyarrow.compute.SetLookupOptions(pyarrow.array(sorted(spellings), pyarrow.string()))
+        wanted = pyarrow.compute.SetLookupOptions(
+            pyarrow.array(sorted(spellings), pyarrow.string())
+        )
         matches = pyarrow.compute.call_function("is_in", [self._table.column("title")], wanted)
         return _passages(self._table.filter(matches))
 
 
 def _spellings(title: str) -> set[str]:
     """Return how an index may hold a title: an older one has it as its corpus wrote it."""
-    return {title, html.escape(title), html.escape(title, quote=False), unicodedata.normalize("NFD", title)}
+    return {
+        title,
+        html.escape(title),
+        html.escape(title, quote=False),
+        unicodedata.normalize("NFD", title),
+    }
 
 
 def _passages(rows: Any) -> list[Passage]:
@@ -159,7 +175,9 @@ def _passages(rows: Any) -> list[Passage]:
     ]
 
 
-def write_passages(passages: Iterable[Passage], path: Path, on_rows: Callable[[int], None] = lambda done: None) -> int:
+def write_passages(
+    passages: Iterable[Passage], path: Path, on_rows: Callable[[int], None] = lambda done: None
+) -> int:
     """How many were written. Holds one batch at a time."""
     import pyarrow
 
@@ -176,8 +194,8 @@ def write_passages(passages: Iterable[Passage], path: Path, on_rows: Callable[[i
 
 
 class PassageIds:
-    """Which ids came before: 16 bytes of a hash each, sorted. Of a hundred million two are taken for one with
-    probability 10^-23.
+    """Which ids came before: 16 bytes of a hash each, sorted. Of a hundred million two are taken
+    for one with probability 10^-23.
     """
 
     def __init__(self) -> None:
@@ -187,7 +205,9 @@ class PassageIds:
         """False where it came before."""
         found = hashlib.blake2b(identifier.encode(), digest_size=16).digest()
         place = self._sorted.searchsorted(found)
-        known = place < len(self._sorted) and self._sorted[place] == found.rstrip(b"\0")  # as numpy gives it back
+        known = place < len(self._sorted) and self._sorted[place] == found.rstrip(
+            b"\0"
+        )  # as numpy gives it back
         if known or found in self._recent:
             return False
         self._recent.add(found)
@@ -201,21 +221,30 @@ class PassageIds:
 def _first_place(identifier: str, paths: Sequence[str | Path]) -> str:
     """Of the first passage with this id, where none before it was left out."""
     records = enumerate(records_of(paths))
-    found = (place for number, (place, record) in records if _passage(record, str(number), place).id == identifier)
+    found = (
+        place
+        for number, (place, record) in records
+        if _passage(record, str(number), place).id == identifier
+    )
     return next(found, "a line that is not there any more")
 
 
 def _passage(record: object, position: str, place: str) -> Passage:
     if not isinstance(record, dict):
         raise UserError(
-            f"{place}: a passage must be an object and this is a {type(record).__name__}; expected {FORMATS}"
+            f"{place}: a passage must be an object and this is a {type(record).__name__}; expected "
+            f"{FORMATS}"
         )
     title, text = _title_and_text(record)
     if not isinstance(title, str):
-        raise UserError(f"{place}: the passage's title is {_repr.repr(title)}; give a text, or leave the title out")
+        raise UserError(
+            f"{place}: the passage's title is {_repr.repr(title)}; give a text, or leave the title "
+            "out"
+        )
     if not isinstance(text, str) or not text.strip():
         raise UserError(
-            f"{place}: the passage's text is {_repr.repr(text)}; every passage needs a text that is not empty"
+            f"{place}: the passage's text is {_repr.repr(text)}; every passage needs a text that "
+            "is not empty"
         )
     passage = Passage(id=_identifier(record, position, place), title=title, text=text)
     for field in ("id", "title", "text"):
@@ -227,7 +256,8 @@ def _passage(record: object, position: str, place: str) -> Passage:
 
 
 def _title_and_text(record: dict[str, Any]) -> tuple[Any, Any]:
-    """Return what a record gives as title and text, not yet checked. A title that is missing is empty."""
+    """Return what a record gives as title and text, not yet checked. A title that is missing is
+    empty."""
     title = "" if _is_blank(record.get("title")) else record["title"]
     contents = record.get("contents")
     if not title and isinstance(contents, str) and not _is_blank(contents):
@@ -269,7 +299,8 @@ def _without_title(contents: str, title: str) -> str:
 
 
 def _joined(sentences: list[Any]) -> Any:
-    """Return a list of sentences, or of paragraphs of sentences, as one text. Any other list is returned as it is.
+    """Return a list of sentences, or of paragraphs of sentences, as one text. Any other list is
+    returned as it is.
 
     Some corpora keep the space before a sentence and some do not.
     """
@@ -294,8 +325,13 @@ def _identifier(record: dict[str, Any], position: str, place: str) -> str:
     if isinstance(identifier, float) and identifier.is_integer():
         identifier = int(identifier)
     is_finite = not isinstance(identifier, float) or math.isfinite(identifier)
-    if isinstance(identifier, bool) or not isinstance(identifier, str | int | float) or not is_finite:
+    if (
+        isinstance(identifier, bool)
+        or not isinstance(identifier, str | int | float)
+        or not is_finite
+    ):
         raise UserError(
-            f"{place}: the passage's id is {_repr.repr(identifier)}; give a text or a number, or leave the id out"
+            f"{place}: the passage's id is {_repr.repr(identifier)}; give a text or a number, or "
+            "leave the id out"
         )
     return str(identifier)

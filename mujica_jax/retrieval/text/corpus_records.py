@@ -1,10 +1,11 @@
 """Read the records of files, local or in a bucket, one at a time.
 
-A file is a JSON array, JSON Lines or a table (`.tsv`, `.csv`), plain, `.gz` or `.bz2`, in a tar or not; or Parquet.
-What cannot be read is refused with file and line.
+A file is a JSON array, JSON Lines or a table (`.tsv`, `.csv`), plain, `.gz` or `.bz2`, in a tar or
+not; or Parquet. What cannot be read is refused with file and line.
 
-Every text has one form: HTML entities are the characters that they stand for (HotpotQA writes "Key &amp; Peele"), and
-accents are composed (Unicode NFC). So the titles of a corpus and of its questions are equal where they look equal.
+Every text has one form: HTML entities are the characters that they stand for (HotpotQA writes "Key
+&amp; Peele"), and accents are composed (Unicode NFC). So the titles of a corpus and of its
+questions are equal where they look equal.
 """
 
 import contextlib
@@ -25,15 +26,23 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import decompressed, open_file
 
 FORMATS = (
-    "a JSON array or JSON Lines of objects (passages have a text and may have a title), or a .tsv or .csv table whose "
-    "first line names its columns, plain, .gz or .bz2; a .tar of such files; or .parquet"
+    "a JSON array or JSON Lines of objects (passages have a text and may have a title), or a .tsv "
+    "or .csv table whose first line names its columns, plain, .gz or .bz2; a .tar of such files; "
+    "or .parquet"
 )
 TABLES = {".tsv": "\t", ".csv": ","}
-TABLE_COLUMNS = ("text", "content", "contents", "question")  # a table's first line names one of them
+TABLE_COLUMNS = (
+    "text",
+    "content",
+    "contents",
+    "question",
+)  # a table's first line names one of them
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2")
 SHOWN_CHARACTERS = 50  # of a text before and behind what is wrong with it
 READ_CHARACTERS = 2**20  # of an array, at once
-MAX_RECORD_CHARACTERS = 2**24  # of an array: a record that does not end within so much is broken JSON
+MAX_RECORD_CHARACTERS = (
+    2**24
+)  # of an array: a record that does not end within so much is broken JSON
 _space = re.compile(r"[ \t\r\n]*")
 # Entities end in a semicolon here: without one, `&para=1` of an address would be a paragraph sign.
 _entity = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
@@ -53,7 +62,10 @@ def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
 def open_text(path: str | Path) -> Iterator[TextIO]:
     """A local file or one in a bucket, decompressed."""
     # The encoding drops a byte order mark.
-    with open_file(path) as raw, io.TextIOWrapper(decompressed(str(path), raw), "utf-8-sig") as text:
+    with (
+        open_file(path) as raw,
+        io.TextIOWrapper(decompressed(str(path), raw), "utf-8-sig") as text,
+    ):
         yield text
 
 
@@ -76,14 +88,16 @@ def _texts_in_one_form(value: object) -> object:
 
 
 def check_text(text: str) -> None:
-    """A command line whose bytes are no UTF-8, and an escaped half of a character in JSON, give strings that nothing
-    can write down.
+    """A command line whose bytes are no UTF-8, and an escaped half of a character in JSON, give
+    strings that nothing can write down.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
         shown = ascii(text[max(0, error.start - SHOWN_CHARACTERS) : error.start + SHOWN_CHARACTERS])
-        raise UserError(f"{shown} is no text that UTF-8 can write: give whole characters") from error
+        raise UserError(
+            f"{shown} is no text that UTF-8 can write: give whole characters"
+        ) from error
 
 
 def records_of(paths: Sequence[str | Path]) -> Iterator[tuple[str, object]]:
@@ -99,7 +113,11 @@ def records_of(paths: Sequence[str | Path]) -> Iterator[tuple[str, object]]:
 
 
 def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
-    with explained(path), open_file(path) as file, tarfile.open(fileobj=file, mode="r:*") as archive:
+    with (
+        explained(path),
+        open_file(path) as file,
+        tarfile.open(fileobj=file, mode="r:*") as archive,
+    ):
         for member in archive:
             content = archive.extractfile(member) if member.isfile() else None
             if content is not None and not _is_hidden(member.name):
@@ -109,7 +127,8 @@ def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
 
 
 def _is_hidden(member: str) -> bool:
-    """Whether a file of an archive is one that macOS writes beside the others: `._NAME`, `.DS_Store`, `__MACOSX/`."""
+    """Whether a file of an archive is one that macOS writes beside the others: `._NAME`,
+    `.DS_Store`, `__MACOSX/`."""
     *folders, name = member.split("/")
     return name.startswith(".") or "__MACOSX" in folders
 
@@ -138,13 +157,21 @@ def explained(path: str | Path) -> Iterator[None]:
         raise UserError(f"{path} is not UTF-8 text ({error}); expected {FORMATS}") from error
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist; give the path of {FORMATS}") from error
-    except (EOFError, OSError, tarfile.TarError, zlib.error, lzma.LZMAError, pyarrow.ArrowException) as error:
+    except (
+        EOFError,
+        OSError,
+        tarfile.TarError,
+        zlib.error,
+        lzma.LZMAError,
+        pyarrow.ArrowException,
+    ) as error:
         reason = str(error).partition("\n")[0].rstrip(" :")  # others list what they tried
         raise UserError(f"{path} cannot be read ({reason}); expected {FORMATS}") from error
 
 
 def _text_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]]:
-    """Read a table, known by the file's name, or an array, which begins with a bracket, or else JSON Lines."""
+    """Read a table, known by the file's name, or an array, which begins with a bracket, or else
+    JSON Lines."""
     name = Path(str(path).removesuffix(".gz").removesuffix(".bz2"))
     if name.suffix in TABLES:
         yield from _table_records(path, file, TABLES[name.suffix])
@@ -162,7 +189,8 @@ def _text_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]
 
 
 def _table_records(path: str | Path, file: TextIO, delimiter: str) -> Iterator[tuple[int, object]]:
-    """Read the rows of a table whose first line names its columns, quoted as spreadsheets and DPR do."""
+    """Read the rows of a table whose first line names its columns, quoted as spreadsheets and DPR
+    do."""
     csv.field_size_limit(MAX_RECORD_CHARACTERS)
     rows = csv.reader(file, delimiter=delimiter, strict=True)
     columns: list[str] = []
@@ -180,8 +208,8 @@ def _table_records(path: str | Path, file: TextIO, delimiter: str) -> Iterator[t
             line_number = rows.line_num + 1
     except csv.Error as error:
         raise UserError(
-            f"{path}, line {line_number}: not a row of a table ({error}): put the field in double quotes and double "
-            "the quotes inside it"
+            f"{path}, line {line_number}: not a row of a table ({error}): put the field in double "
+            "quotes and double the quotes inside it"
         ) from error
 
 
@@ -190,23 +218,28 @@ def _check_columns(columns: list[str], place: str) -> None:
     shown = ", ".join(columns)[: 2 * SHOWN_CHARACTERS]
     if not set(columns) & set(TABLE_COLUMNS):
         raise UserError(
-            f"{place}: the first line of a table names its columns and this is {shown}: name them, as id, text, title"
+            f"{place}: the first line of a table names its columns and this is {shown}: name them, "
+            "as id, text, title"
         )
     if len(set(columns)) < len(columns):
-        raise UserError(f"{place}: a column of the table is named twice ({shown}): give each its own name")
+        raise UserError(
+            f"{place}: a column of the table is named twice ({shown}): give each its own name"
+        )
 
 
 def _check_width(row: list[str], columns: list[str], place: str) -> None:
     """Check that a row has as many fields as the table has columns. Raises UserError."""
     if len(row) != len(columns):
         raise UserError(
-            f"{place}: the row has {len(row)} fields and the first line names {len(columns)} columns "
-            f"({', '.join(columns)}): give every row as many, in double quotes where a field holds the separator, a "
-            "quote or a line break"
+            f"{place}: the row has {len(row)} fields and the first line names {len(columns)} "
+            f"columns ({', '.join(columns)}): give every row as many, in double quotes where a "
+            "field holds the separator, a quote or a line break"
         )
 
 
-def _line_records(path: str | Path, file: TextIO, first: str, line_number: int) -> Iterator[tuple[int, object]]:
+def _line_records(
+    path: str | Path, file: TextIO, first: str, line_number: int
+) -> Iterator[tuple[int, object]]:
     """Read JSON Lines. `first` is a character of line `line_number` that was read already."""
     while line := first + file.readline():
         first = ""
@@ -218,8 +251,11 @@ def _line_records(path: str | Path, file: TextIO, first: str, line_number: int) 
         line_number += 1
 
 
-def _array_records(path: str | Path, file: TextIO, line_number: int) -> Iterator[tuple[int, object]]:
-    """Decode records one by one, so that each has the line it begins on and the file is never held whole."""
+def _array_records(
+    path: str | Path, file: TextIO, line_number: int
+) -> Iterator[tuple[int, object]]:
+    """Decode records one by one, so that each has the line it begins on and the file is never held
+    whole."""
     decoder = json.JSONDecoder()
     text = ""
     position = 0
@@ -256,8 +292,9 @@ def _array_records(path: str | Path, file: TextIO, line_number: int) -> Iterator
                     raise _no_record(path, line, error) from error
                 if len(text) - position > MAX_RECORD_CHARACTERS:
                     raise UserError(
-                        f"{path}, line {line_number}: no JSON record that ends within {MAX_RECORD_CHARACTERS:,} "
-                        f"characters ({error.msg} in line {line}); expected {FORMATS}"
+                        f"{path}, line {line_number}: no JSON record that ends within "
+                        f"{MAX_RECORD_CHARACTERS:,} characters ({error.msg} in line {line}); "
+                        f"expected {FORMATS}"
                     ) from error
             except (ValueError, RecursionError) as error:
                 raise _no_record(path, line_number, error) from error
@@ -269,7 +306,8 @@ def _array_records(path: str | Path, file: TextIO, line_number: int) -> Iterator
             position += 1
         elif following != "]":
             raise UserError(
-                f"{path}, line {line_number}: a comma or the end of the array is missing; expected {FORMATS}"
+                f"{path}, line {line_number}: a comma or the end of the array is missing; expected "
+                f"{FORMATS}"
             )
 
 
@@ -277,5 +315,9 @@ def _no_record(path: str | Path, line: int, error: ValueError | RecursionError) 
     if isinstance(error, json.JSONDecodeError):
         reason = error.msg
     else:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else "a number with too many digits"
+        reason = (
+            "nested too deeply"
+            if isinstance(error, RecursionError)
+            else "a number with too many digits"
+        )
     return UserError(f"{path}, line {line}: not a JSON record ({reason}); expected {FORMATS}")

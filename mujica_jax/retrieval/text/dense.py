@@ -1,8 +1,8 @@
-"""Passages by their embeddings: queries are embedded and searched by inner product, among a corpus's embeddings or a
-few texts.
+"""Passages by their embeddings: queries are embedded and searched by inner product, among a
+corpus's embeddings or a few texts.
 
-Two engines have one interface, `search(queries, k) -> scores, positions`: every embedding looked at on the devices of
-JAX (`exact.py`), and ScaNN (`scann.py`).
+Two engines have one interface, `search(queries, k) -> scores, positions`: every embedding looked at
+on the devices of JAX (`exact.py`), and ScaNN (`scann.py`).
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 class VectorSearch(Protocol):
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [queries, dimension] -> scores and positions, both [queries, k], best first; -1 where there is no
-        further one.
+        """float32 [queries, dimension] -> scores and positions, both [queries, k], best first; -1
+        where there is no further one.
         """
         ...
 
@@ -29,7 +29,12 @@ class DenseIndex(Index):
     """A corpus that is searched by its embeddings."""
 
     def __init__(
-        self, passages: Sequence[Passage], embedder: "Embedder", vectors: VectorSearch, *, version: str
+        self,
+        passages: Sequence[Passage],
+        embedder: "Embedder",
+        vectors: VectorSearch,
+        *,
+        version: str,
     ) -> None:
         self.passages, self.version = passages, version
         self._embedder, self._vectors = embedder, vectors
@@ -40,17 +45,25 @@ class DenseIndex(Index):
     def search_encoded(self, queries: np.ndarray, k: int) -> list[Hits]:
         scores, positions = self._vectors.search(queries, k)
         return [
-            [(int(place), float(score)) for place, score in zip(places, of, strict=True) if place >= 0]
+            [
+                (int(place), float(score))
+                for place, score in zip(places, of, strict=True)
+                if place >= 0
+            ]
             for places, of in zip(positions, scores, strict=True)
         ]
 
 
 def check_k(k: int, passages: Sequence[Passage]) -> None:
     if not 1 <= k <= len(passages):
-        raise UserError(f"k is {k} and the index holds {len(passages):,} passages: give 1 to {len(passages)}")
+        raise UserError(
+            f"k is {k} and the index holds {len(passages):,} passages: give 1 to {len(passages)}"
+        )
 
 
-def ranked(embedder: "Embedder", query: str, texts: Sequence[str], vectors: np.ndarray | None = None) -> list[int]:
+def ranked(
+    embedder: "Embedder", query: str, texts: Sequence[str], vectors: np.ndarray | None = None
+) -> list[int]:
     """Return the positions of a few texts (an entity's triples), best first.
 
     `vectors` are the embeddings of the texts; without them they are embedded on the spot.
@@ -61,7 +74,8 @@ def ranked(embedder: "Embedder", query: str, texts: Sequence[str], vectors: np.n
 
 
 def best_rows(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Exact search in numpy: scores and positions of the k largest inner products, ties in the order of the rows."""
+    """Exact search in numpy: scores and positions of the k largest inner products, ties in the
+    order of the rows."""
     scores = queries @ vectors.T
     positions = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(scores, positions, axis=1), positions

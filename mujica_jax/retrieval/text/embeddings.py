@@ -1,5 +1,5 @@
-"""Embeddings of a corpus on disk: written chunk by chunk, so that a killed build goes on, and mapped when they are
-read.
+"""Embeddings of a corpus on disk: written chunk by chunk, so that a killed build goes on, and
+mapped when they are read.
 
 embeddings.bfloat16                   [rows, dimension], or
 embeddings.int8, embeddings.scales    x = scale * integer, one float32 scale a row: half the bytes, and off by at
@@ -33,7 +33,8 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8)}
 
 @dataclasses.dataclass(frozen=True)
 class Embeddings:
-    """[rows, dimension] of bfloat16, or of int8 with a scale a row; on disk unless a test made them."""
+    """[rows, dimension] of bfloat16, or of int8 with a scale a row; on disk unless a test made
+    them."""
 
     vectors: np.ndarray
     scales: np.ndarray | None = None
@@ -56,8 +57,8 @@ class Embeddings:
         return bool((np.abs(np.linalg.norm(self.float32(0, 1000), axis=1) - 1) < 0.01).all())
 
     def chunks(self, rows: int, start: int = 0) -> Iterator[tuple[int, np.ndarray]]:
-        """All rows from `start` on as float32, so many at a time, each chunk with its position. What was read is not
-        kept in memory.
+        """All rows from `start` on as float32, so many at a time, each chunk with its position.
+        What was read is not kept in memory.
         """
         while start < len(self):
             yield start, self.float32(start, start + rows)
@@ -95,7 +96,8 @@ def encode(
     storage: Storage,
     on_rows: Callable[[int], None] = lambda done: None,
 ) -> Embeddings:
-    """Embed what is not embedded yet. A chunk counts once its bytes are on disk and `encoded.json` says so."""
+    """Embed what is not embedded yet. A chunk counts once its bytes are on disk and `encoded.json`
+    says so."""
     done = encoded_rows(folder)
     widths = {_file(folder, storage): embedder.dimension * DTYPES[storage].itemsize}
     if storage == "int8":
@@ -105,15 +107,17 @@ def encode(
         for file, width in zip(files, widths.values(), strict=True):
             if (size := file.seek(0, os.SEEK_END)) < done * width:
                 raise UserError(
-                    f"{file.name} has {size:,} bytes and {PROGRESS} counts {done * width:,}: remove {folder} and build "
-                    "again"
+                    f"{file.name} has {size:,} bytes and {PROGRESS} counts {done * width:,}: "
+                    f"remove {folder} and build again"
                 )
             file.truncate(done * width)  # what a kill left of a chunk
         on_rows(done)
         while done < len(passages):
             began = done
             texts = [passage.contents for passage in passages[done : done + CHUNK_ROWS]]
-            vectors = embedder.embed(texts, "passage", on_batch=lambda of, began=began: on_rows(began + of))
+            vectors = embedder.embed(
+                texts, "passage", on_batch=lambda of, began=began: on_rows(began + of)
+            )
             rows = compressed(vectors, storage)
             for file, values in zip(files, (rows.vectors, rows.scales), strict=False):
                 assert values is not None, "there are as many files as arrays"

@@ -30,7 +30,14 @@ from mujica_jax.retrieval.text.bm25 import Bm25Index, Tokeniser
 from mujica_jax.retrieval.text.corpus import FILE, Index, PassageFile, stream_corpus, write_passages
 from mujica_jax.retrieval.text.dense import DenseIndex
 from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
-from mujica_jax.retrieval.text.embeddings import PROGRESS, Embeddings, Storage, encode, encoded_rows, open_embeddings
+from mujica_jax.retrieval.text.embeddings import (
+    PROGRESS,
+    Embeddings,
+    Storage,
+    encode,
+    encoded_rows,
+    open_embeddings,
+)
 from mujica_jax.retrieval.text.recall import is_measured, measure_beside_exact
 from mujica_jax.retrieval.text.scann import (
     ScannMissing,
@@ -47,11 +54,13 @@ Kind = Literal["auto", "exact", "bm25", "scann"]  # auto: exact or scann, by the
 
 # A dense index of kind auto is exact up to this many passages and ScaNN above it.
 MAX_EXACT_PASSAGES = 100_000
-# Memory that loading a ScaNN index may take, as a multiple of its files: they are read and then laid out anew.
+# Memory that loading a ScaNN index may take, as a multiple of its files: they are read and then
+# laid out anew.
 LOADING_FACTOR = 2
 
 COUNTS, BM25_FOLDER, SCANN_FOLDER = "corpus.json", "bm25", "scann"
-# What embeddings depend on. A manifest without prefixes means those that follow from the embedder's name.
+# What embeddings depend on. A manifest without prefixes means those that follow from the embedder's
+# name.
 DENSE_PLAN = ("corpus", "skip", "embedder", "prefixes", "embedder_version", "dimension", "storage")
 
 
@@ -61,7 +70,10 @@ class IndexSpec:
 
     kind: Kind
     corpus: tuple[str, ...] = ()
-    source: str | None = None  # an index whose passages and embeddings are taken, instead of a corpus and an embedder
+    source: str | None = (
+        # an index whose passages and embeddings are taken, instead of a corpus and an embedder
+        None
+    )
     skip: bool = False  # leave out bad passages and count them, instead of refusing the corpus
     tokeniser: Tokeniser = "default"  # bm25 only
     embedder: EmbedderFolder | None = None  # all others
@@ -75,9 +87,14 @@ class IndexSpec:
             taken = read_manifest(self.source)
             if "embedder" not in taken:
                 raise UserError(
-                    f"the index {self.source} is of kind {taken['kind']} and has no embeddings: give a dense one"
+                    f"the index {self.source} is of kind {taken['kind']} and has no embeddings: "
+                    "give a dense one"
                 )
-            return plan | {"prefixes": None} | {name: taken[name] for name in DENSE_PLAN if name in taken}
+            return (
+                plan
+                | {"prefixes": None}
+                | {name: taken[name] for name in DENSE_PLAN if name in taken}
+            )
         plan |= {"corpus": describe_files(self.corpus), "skip": self.skip}
         if self.embedder is None:
             return plan | {"tokeniser": self.tokeniser}
@@ -91,7 +108,11 @@ class IndexSpec:
 
     def plan_of_kind(self, kind: str) -> dict[str, Any]:
         """Return the part of the plan that the kind decides."""
-        return {"kind": kind, "recall_target": self.recall_target} if kind == "exact" else {"kind": kind}
+        return (
+            {"kind": kind, "recall_target": self.recall_target}
+            if kind == "exact"
+            else {"kind": kind}
+        )
 
 
 def choose_kind(passages: int) -> tuple[Kind, str]:
@@ -117,7 +138,9 @@ def build(folder: Path, spec: IndexSpec, reporter: Reporter) -> tuple[dict[str, 
         return manifest, finished
 
 
-def _build(folder: Path, spec: IndexSpec, plan: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
+def _build(
+    folder: Path, spec: IndexSpec, plan: dict[str, Any], reporter: Reporter
+) -> dict[str, Any]:
     """Build what an earlier start left undone, and return the manifest."""
     start_time = time.monotonic()
     kind = read_json(folder / PLAN)["kind"]
@@ -157,50 +180,63 @@ def open_index(
     recall_target: float | None = None,
     rows: Literal["host", "job"] = "host",
 ) -> Index:
-    """An index, every file of it found whole. Name and prefixes of the embedder are those it was built with where none
-    are given, and it is compared with that one.
+    """An index, every file of it found whole. Name and prefixes of the embedder are those it was
+    built with where none are given, and it is compared with that one.
 
-    `recall_target` below 1 lets the accelerator search approximately. `rows` of kind exact lie on the devices of this
-    process, or over those of all processes of the job, each of which then opens the index here (`job_search.py`).
+    `recall_target` below 1 lets the accelerator search approximately. `rows` of kind exact lie on
+    the devices of this process, or over those of all processes of the job, each of which then opens
+    the index here (`job_search.py`).
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
     if rows == "job" and manifest["kind"] != "exact":
         raise UserError(
-            f"task.index_rows is job and the index {folder} is of kind {manifest['kind']}: only rows of kind exact lie "
-            "on devices; set it to host"
+            f"task.index_rows is job and the index {folder} is of kind {manifest['kind']}: only "
+            "rows of kind exact lie on devices; set it to host"
         )
     if "passages" not in manifest:
-        raise UserError(f"the index {folder} is of kind {manifest['kind']} and holds no passages: give one that does")
+        raise UserError(
+            f"the index {folder} is of kind {manifest['kind']} and holds no passages: give one "
+            "that does"
+        )
     passages = PassageFile(folder / FILE)
     if manifest["kind"] == "bm25":
-        return Bm25Index.load(folder / BM25_FOLDER, passages, manifest["tokeniser"], version=manifest["version"])
+        return Bm25Index.load(
+            folder / BM25_FOLDER, passages, manifest["tokeniser"], version=manifest["version"]
+        )
     name = manifest["embedder"] if embedder is None else embedder
     try:
         found = find_embedder(name, manifest.get("prefixes") if prefixes is None else prefixes)
     except UserError as error:
-        raise UserError(f"the index {folder} was built with {manifest['embedder']}, and {error}") from error
+        raise UserError(
+            f"the index {folder} was built with {manifest['embedder']}, and {error}"
+        ) from error
     check_embedder(folder, manifest, found)
     version = manifest["version"]
     if manifest["kind"] == "scann":
         if recall_target is not None:
             raise UserError(
-                f"a recall target is given and the index {folder} is of kind scann, which has its own: leave it out"
+                f"a recall target is given and the index {folder} is of kind scann, which has its "
+                "own: leave it out"
             )
         try:
-            vectors = ScannSearch.load(folder / SCANN_FOLDER, len(passages), ScannParameters(**manifest["scann"]))
+            vectors = ScannSearch.load(
+                folder / SCANN_FOLDER, len(passages), ScannParameters(**manifest["scann"])
+            )
         except ScannMissing as missing:
             raise UserError(
-                f"the index {folder} is of kind scann and {missing.reason}: build an exact one of its embeddings "
-                f"(`python -m mujica_jax.index build --embeddings {folder} --kind exact --out DIR`), or open it on "
-                "Linux x86-64"
+                f"the index {folder} is of kind scann and {missing.reason}: build an exact one of "
+                f"its embeddings (`python -m mujica_jax.index build --embeddings {folder} --kind "
+                "exact --out DIR`), or open it on Linux x86-64"
             ) from missing
     else:
         from mujica_jax.retrieval.text.exact import ExactSearch
 
         target = manifest["recall_target"] if recall_target is None else recall_target
         version += "" if recall_target is None else f"-{recall_target}"
-        embeddings = open_embeddings(folder, len(passages), manifest["dimension"], manifest["storage"])
+        embeddings = open_embeddings(
+            folder, len(passages), manifest["dimension"], manifest["storage"]
+        )
         if rows == "job" and distributed.processes() > 1:
             from mujica_jax.retrieval.text.job_search import JobSearch
 
@@ -221,9 +257,9 @@ def check_embedder(folder: Path, manifest: Mapping[str, Any], embedder: Embedder
         if manifest[name] != ours:
             what = name.removeprefix("embedder_")
             raise UserError(
-                f"the index {folder} was built with the embedder {manifest['embedder']} ({what} {manifest[name]}) and "
-                f"the embedder {embedder.name} has {what} {ours}: name the one it was built with, its prefixes as "
-                "well, or build it again"
+                f"the index {folder} was built with the embedder {manifest['embedder']} ({what} "
+                f"{manifest[name]}) and the embedder {embedder.name} has {what} {ours}: name the "
+                "one it was built with, its prefixes as well, or build it again"
             )
 
 
@@ -234,9 +270,13 @@ def _write_corpus(folder: Path, spec: IndexSpec, reporter: Reporter) -> dict[str
     unfinished = folder / f".{FILE}.new"
     skipped = Skipped()
     with reporter.stage("reading the corpus", unit="passages") as stage:
-        rows = write_passages(stream_corpus(spec.corpus, skipped if spec.skip else None), unfinished, stage.update)
+        rows = write_passages(
+            stream_corpus(spec.corpus, skipped if spec.skip else None), unfinished, stage.update
+        )
     if rows == 0:
-        raise UserError(f"{', '.join(spec.corpus)}: there is no passage in it; give a corpus with at least one")
+        raise UserError(
+            f"{', '.join(spec.corpus)}: there is no passage in it; give a corpus with at least one"
+        )
     counts = {"passages": rows, **dataclasses.asdict(skipped)}
     write_json(folder / COUNTS, counts)
     unfinished.replace(folder / FILE)
@@ -244,42 +284,63 @@ def _write_corpus(folder: Path, spec: IndexSpec, reporter: Reporter) -> dict[str
 
 
 def _embed(
-    folder: Path, passages: PassageFile, plan: Mapping[str, Any], spec: IndexSpec, reporter: Reporter
+    folder: Path,
+    passages: PassageFile,
+    plan: Mapping[str, Any],
+    spec: IndexSpec,
+    reporter: Reporter,
 ) -> Embeddings:
     if encoded_rows(folder) == len(passages):  # an embedder need not be loaded
         return open_embeddings(folder, len(passages), plan["dimension"], plan["storage"])
     assert spec.embedder is not None, "what is taken from another index is whole"
     with reporter.stage("embedding", total=len(passages), unit="passages") as stage:
-        return encode(passages, spec.embedder.load(_data_mesh()), folder, spec.storage, stage.update)
+        return encode(
+            passages, spec.embedder.load(_data_mesh()), folder, spec.storage, stage.update
+        )
 
 
 def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict[str, Any]:
-    """ScaNN's files take their place when all of them are written; until then a killed build goes on with them. Returns
-    the parameters.
+    """ScaNN's files take their place when all of them are written; until then a killed build goes
+    on with them. Returns the parameters.
     """
     parameters = parameters_for(len(embeddings), of_length_1=embeddings.of_length_1())
     unfinished = folder / f".{SCANN_FOLDER}.new"
     if not (folder / SCANN_FOLDER).exists():
-        with reporter.stage("building ScaNN's partitions", total=len(embeddings), unit="passages") as stage:
-            write_scann(embeddings, parameters, unfinished, stage.update).replace(folder / SCANN_FOLDER)
+        with reporter.stage(
+            "building ScaNN's partitions", total=len(embeddings), unit="passages"
+        ) as stage:
+            write_scann(embeddings, parameters, unfinished, stage.update).replace(
+                folder / SCANN_FOLDER
+            )
     shutil.rmtree(unfinished, ignore_errors=True)
     return dataclasses.asdict(parameters)
 
 
 def _measure(folder: Path, manifest: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
-    """Measure the recall of a finished ScaNN index beside exact search, write it into the manifest and return that.
+    """Measure the recall of a finished ScaNN index beside exact search, write it into the manifest
+    and return that.
 
-    It comes last, when the index is whole already: a host that cannot hold the index in memory has built it too. What
-    cannot be measured is returned with its reason and not written, so that the next start of the build tries again.
+    It comes last, when the index is whole already: a host that cannot hold the index in memory has
+    built it too. What cannot be measured is returned with its reason and not written, so that the
+    next start of the build tries again.
     """
-    needed_bytes = LOADING_FACTOR * sum(path.stat().st_size for path in (folder / SCANN_FOLDER).iterdir())
+    needed_bytes = LOADING_FACTOR * sum(
+        path.stat().st_size for path in (folder / SCANN_FOLDER).iterdir()
+    )
     free_bytes = available_bytes()
     if needed_bytes > free_bytes:
-        reason = f"loading the index may take {needed_bytes / 1e9:.1f} GB of memory and {free_bytes / 1e9:.1f} are free"
+        reason = (
+            f"loading the index may take {needed_bytes / 1e9:.1f} GB of memory and "
+            f"{free_bytes / 1e9:.1f} are free"
+        )
         return {**manifest, RECALL: {"unmeasured": reason}}
-    embeddings = open_embeddings(folder, manifest["passages"], manifest["dimension"], manifest["storage"])
+    embeddings = open_embeddings(
+        folder, manifest["passages"], manifest["dimension"], manifest["storage"]
+    )
     try:
-        search = ScannSearch.load(folder / SCANN_FOLDER, len(embeddings), ScannParameters(**manifest["scann"]))
+        search = ScannSearch.load(
+            folder / SCANN_FOLDER, len(embeddings), ScannParameters(**manifest["scann"])
+        )
     except ScannMissing as missing:
         return {**manifest, RECALL: {"unmeasured": missing.reason}}
     with reporter.stage("measuring recall", total=len(embeddings), unit="passages") as stage:
@@ -288,8 +349,8 @@ def _measure(folder: Path, manifest: dict[str, Any], reporter: Reporter) -> dict
 
 
 def _take(source: Path, folder: Path) -> None:
-    """Passages and embeddings of another index, without a copy where the file system can; its counts before its
-    passages.
+    """Passages and embeddings of another index, without a copy where the file system can; its
+    counts before its passages.
     """
     for path in (*source.glob("embeddings.*"), source / PROGRESS, source / COUNTS, source / FILE):
         if not (folder / path.name).exists():

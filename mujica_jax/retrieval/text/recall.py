@@ -1,6 +1,7 @@
 """Recall of an index, in percent.
 
-- Of gold titles: the mean share of a question's gold titles among the titles of its first k passages.
+- Of gold titles: the mean share of a question's gold titles among the titles of its first k
+  passages.
 - Beside exact search: the mean share of the k nearest passages that an approximate search finds.
 """
 
@@ -26,8 +27,8 @@ SCORED_ROWS = 32_768  # at once
 def measure_recall(
     index: Index, folder: str, questions: Sequence[Asked], file: str, ks: Sequence[int]
 ) -> dict[str, Any]:
-    """`folder` is the index's, `file` the questions'. Raises UserError where the index has none of their gold
-    titles.
+    """`folder` is the index's, `file` the questions'. Raises UserError where the index has none of
+    their gold titles.
     """
     check_k(min(ks), index.passages)
     check_k(max(ks), index.passages)
@@ -36,8 +37,8 @@ def measure_recall(
     unknown = wanted - {passage.title for passage in index.passages.titled(wanted)}
     if unknown == wanted:
         raise UserError(
-            f"none of the {len(wanted):,} gold titles of {file} is a title in {folder}: give the questions of its "
-            "corpus"
+            f"none of the {len(wanted):,} gold titles of {file} is a title in {folder}: give the "
+            "questions of its corpus"
         )
     began = time.monotonic()
     encoded = index.encode([text for text, _ in questions])
@@ -49,10 +50,14 @@ def measure_recall(
         titles: list[Any] = [index.passages[position].title for position, _ in hits]
         for k in shares:
             shares[k] += len(gold & set(titles[:k])) / len(gold)
-    return {f"recall@{k}": round(100 * share / len(questions), 2) for k, share in shares.items()} | {
+    return {
+        f"recall@{k}": round(100 * share / len(questions), 2) for k, share in shares.items()
+    } | {
         "questions": len(questions),
         "passages": len(index.passages),
-        "unknown_titles": len(unknown),  # gold ones that the index has not, so that no search finds them
+        "unknown_titles": len(
+            unknown
+        ),  # gold ones that the index has not, so that no search finds them
         "encode_seconds": round(middle - began, 3),
         "search_seconds": round(ended - middle, 3),
     }
@@ -61,10 +66,12 @@ def measure_recall(
 def measure_beside_exact(
     search: VectorSearch, embeddings: Embeddings, on_rows: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
-    """Return the recall of a search beside exact search over the same embeddings, with the number of queries and k.
+    """Return the recall of a search beside exact search over the same embeddings, with the number
+    of queries and k.
 
-    The queries are embeddings of passages, drawn with a fixed seed. A passage does not count as its own neighbour:
-    every search finds it. A corpus of one passage has no neighbours and counts as 100 percent.
+    The queries are embeddings of passages, drawn with a fixed seed. A passage does not count as its
+    own neighbour: every search finds it. A corpus of one passage has no neighbours and counts as
+    100 percent.
     """
     rows = len(embeddings)
     k = min(NEIGHBOURS, rows - 1)
@@ -83,16 +90,22 @@ def measure_beside_exact(
 
 
 def is_measured(recall: object) -> bool:
-    """Say whether a value of a manifest is what `measure_beside_exact` returns. No checksum covers it."""
+    """Say whether a value of a manifest is what `measure_beside_exact` returns. No checksum covers
+    it."""
     if not isinstance(recall, dict) or set(recall) != {"percent", "k", "queries"}:
         return False
     return all(type(value) in (int, float) for value in recall.values())
 
 
 def _exact_neighbours(
-    embeddings: Embeddings, queries: np.ndarray, positions: np.ndarray, k: int, on_rows: Callable[[int], None]
+    embeddings: Embeddings,
+    queries: np.ndarray,
+    positions: np.ndarray,
+    k: int,
+    on_rows: Callable[[int], None],
 ) -> np.ndarray:
-    """Return the positions of the k largest products of each query, [queries, k], without the query's own passage."""
+    """Return the positions of the k largest products of each query, [queries, k], without the
+    query's own passage."""
     best_scores = np.full((len(queries), k), -np.inf, np.float32)
     best = np.full((len(queries), k), -1, np.int64)
     for start, rows in embeddings.chunks(SCORED_ROWS):
@@ -100,9 +113,12 @@ def _exact_neighbours(
         inside = (positions >= start) & (positions < start + len(rows))
         scores[inside, positions[inside] - start] = -np.inf
 
-        # The best so far are joined by those of the chunk; no more than k of it can be among the best of all.
+        # The best so far are joined by those of the chunk; no more than k of it can be among the
+        # best of all.
         columns = np.argpartition(-scores, min(k, len(rows)) - 1, axis=1)[:, :k]
-        all_scores = np.concatenate([best_scores, np.take_along_axis(scores, columns, axis=1)], axis=1)
+        all_scores = np.concatenate(
+            [best_scores, np.take_along_axis(scores, columns, axis=1)], axis=1
+        )
         all_positions = np.concatenate([best, start + columns], axis=1)
         order = np.argsort(-all_scores, axis=1, kind="stable")[:, :k]
         best_scores = np.take_along_axis(all_scores, order, axis=1)
@@ -112,8 +128,8 @@ def _exact_neighbours(
 
 
 def read_questions(file: str) -> list[Asked]:
-    """Records with `question` and `supporting_facts`: titles, or as official records have it a title and a sentence
-    each.
+    """Records with `question` and `supporting_facts`: titles, or as official records have it a
+    title and a sentence each.
     """
     questions = list(_questions(file))
     if not questions:
@@ -126,11 +142,17 @@ def _questions(file: str) -> Iterator[Asked]:
         text = record.get("question") if isinstance(record, dict) else None
         facts: Any = record.get("supporting_facts") if isinstance(record, dict) else None
         titles: list[Any] = [
-            fact[0] if isinstance(fact, list) and fact else fact for fact in (facts if isinstance(facts, list) else ())
+            fact[0] if isinstance(fact, list) and fact else fact
+            for fact in (facts if isinstance(facts, list) else ())
         ]
-        if not isinstance(text, str) or not titles or not all(isinstance(title, str) for title in titles):
+        if (
+            not isinstance(text, str)
+            or not titles
+            or not all(isinstance(title, str) for title in titles)
+        ):
             raise UserError(
-                f"{file}, line {line}: a question needs `question` and a list of gold titles in `supporting_facts`"
+                f"{file}, line {line}: a question needs `question` and a list of gold titles in "
+                "`supporting_facts`"
             )
         try:
             for said in (text, *titles):

@@ -1,8 +1,9 @@
 """How alike two texts are: the cosine of their embeddings, or of their word counts.
 
-Called by the synthesis of trajectories (`agents/evidence.py`). `words` needs no embedder: worlds from scratch repeat
-names and relations word by word. Any other name is an embedder's (`embedders.py`). Texts are embedded as queries are,
-whose numbers are the same to the bit whatever they come with.
+Called by the synthesis of trajectories (`agents/evidence.py`). `words` needs no embedder: worlds
+from scratch repeat names and relations word by word. Any other name is an embedder's
+(`embedders.py`). Texts are embedded as queries are, whose numbers are the same to the bit whatever
+they come with.
 """
 
 import collections
@@ -28,7 +29,8 @@ _word = re.compile(r"\w+")
 
 
 def find_similarity(name: str) -> Similarity:
-    """Raises UserError where there is no such embedder; its weights are read when it is first asked."""
+    """Raises UserError where there is no such embedder; its weights are read when it is first
+    asked."""
     if name == WORDS:
         return word_cosines
     folder = find_embedder(name, prefixes="none")  # both texts are statements, no query and passage

@@ -3,12 +3,13 @@
     python -m mujica_jax.tasks.prepare hotpotqa --from DIR
     python -m mujica_jax.eval ... --task.kind hotpotqa --task.data-dir tfds:hotpotqa
 
-The builders read official files in `manual_dir`, or download them: `checksums.tsv` holds sizes and SHA-256 as other
-collections of data sets recorded them, and a file that differs is refused. A prepared folder gives the questions that
-its official files give. Further files that a task reads, such as the aliases of 2WikiMultihopQA, are copied into it.
+The builders read official files in `manual_dir`, or download them: `checksums.tsv` holds sizes and
+SHA-256 as other collections of data sets recorded them, and a file that differs is refused. A
+prepared folder gives the questions that its official files give. Further files that a task reads,
+such as the aliases of 2WikiMultihopQA, are copied into it.
 
-This module imports TensorFlow Datasets. A run imports this module when it reads a prepared folder, after
-`data_folder.require_tensorflow`.
+This module imports TensorFlow Datasets. A run imports this module when it reads a prepared folder,
+after `data_folder.require_tensorflow`.
 """
 
 import json
@@ -43,7 +44,8 @@ Example = tuple[str, dict[str, Any]]  # key and fields
 
 
 class _Questions(tfds.core.GeneratorBasedBuilder):
-    """The questions of one set, by the files that they stand in: train, and all others as validation."""
+    """The questions of one set, by the files that they stand in: train, and all others as
+    validation."""
 
     VERSION = tfds.core.Version(VERSION)
     RELEASE_NOTES: ClassVar = {
@@ -58,12 +60,16 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
         if self._kind in RECORD_KINDS:
             features = {"id": text, "record": text}  # JSON, as the official file has it
         else:
-            features = {name: text for name in ("id", "text", "answer_sets", "gold", "context", "kind")}  # of `as_row`
+            features = {
+                name: text for name in ("id", "text", "answer_sets", "gold", "context", "kind")
+            }  # of `as_row`
             features["answers"] = tfds.features.Sequence(text)
             features["position"] = tfds.features.Scalar(np.int64)
         return self.dataset_info_from_configs(features=tfds.features.FeaturesDict(features))
 
-    def _split_generators(self, dl_manager: tfds.download.DownloadManager) -> dict[str, Iterator[Example]]:
+    def _split_generators(
+        self, dl_manager: tfds.download.DownloadManager
+    ) -> dict[str, Iterator[Example]]:
         try:
             folder = Path(dl_manager.manual_dir)
         except AssertionError:  # there is none, or it is empty
@@ -73,7 +79,10 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
         else:
             files = question_files(folder, self._kind)
             if not files:
-                raise UserError(f"{folder} has no file of questions: put {OFFICIAL_FILES[self._kind].summary} there")
+                raise UserError(
+                    f"{folder} has no file of questions: put {OFFICIAL_FILES[self._kind].summary} "
+                    "there"
+                )
             training_files = [file for file in files if records.is_training_file(file.name)]
             self._keep_beside(folder)
 
@@ -87,14 +96,23 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
                 example = (record.id, records.as_row(record) | {"position": position})
                 examples["train" if is_training else "validation"].append(example)
         if not any(examples.values()):
-            raise UserError(f"{files[0].parent} has no question with an answer: give the official files")
-        return {split: self._generate_examples(of_split) for split, of_split in examples.items() if of_split}
+            raise UserError(
+                f"{files[0].parent} has no question with an answer: give the official files"
+            )
+        return {
+            split: self._generate_examples(of_split)
+            for split, of_split in examples.items()
+            if of_split
+        }
 
     def _generate_examples(self, examples: Sequence[Example]) -> Iterator[Example]:
         yield from examples
 
-    def _record_examples(self, files: Sequence[Path], training_files: Sequence[Path]) -> Iterator[tuple[bool, Example]]:
-        """Yield the official records as they are, each with whether it is for training. Malformed ones are refused."""
+    def _record_examples(
+        self, files: Sequence[Path], training_files: Sequence[Path]
+    ) -> Iterator[tuple[bool, Example]]:
+        """Yield the official records as they are, each with whether it is for training. Malformed
+        ones are refused."""
         if self._kind == "qald10":
             folder = files[0].parent
             for _ in read_qald(str(folder), "en"):
@@ -112,18 +130,22 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
                 yield file in training_files, _record_example(number, place, value)
                 number += 1
 
-    def _downloaded(self, dl_manager: tfds.download.DownloadManager) -> tuple[list[Path], list[Path]]:
+    def _downloaded(
+        self, dl_manager: tfds.download.DownloadManager
+    ) -> tuple[list[Path], list[Path]]:
         """Download the official files. Return all of them, and those with training questions."""
         wanted = DOWNLOADS[self._kind]
-        places = dl_manager.download_and_extract({split: address for split, (address, _) in wanted.items()})
+        places = dl_manager.download_and_extract(
+            {split: address for split, (address, _) in wanted.items()}
+        )
         by_split: dict[str, list[Path]] = {}
         for split, (address, member) in wanted.items():
             place = Path(places[split])
             by_split[split] = sorted(place.rglob(member)) if member else [place]
             if not by_split[split]:
                 raise UserError(
-                    f"{address} has no file {member}: put {OFFICIAL_FILES[self._kind].summary} into a folder and give "
-                    "it with --from"
+                    f"{address} has no file {member}: put {OFFICIAL_FILES[self._kind].summary} "
+                    "into a folder and give it with --from"
                 )
         return [file for files in by_split.values() for file in files], by_split["train"]
 
@@ -159,11 +181,16 @@ BUILDERS = {kind: _builder(kind) for kind in OFFICIAL_FILES}
 
 
 def read_prepared(folder: Path, kind: str) -> list[tuple[bool, records.OpenRecord]]:
-    """Return the questions of a prepared folder in the order of their files, each with whether it is for training."""
+    """Return the questions of a prepared folder in the order of their files, each with whether it
+    is for training."""
     positioned: list[tuple[int, bool, records.OpenRecord]] = []
     for is_training, row in prepared_rows(folder, kind):
         if "gold" not in row:
-            raise damaged(folder, kind, "an earlier version made it, which kept gold passages by their titles alone")
+            raise damaged(
+                folder,
+                kind,
+                "an earlier version made it, which kept gold passages by their titles alone",
+            )
         position = int(row.pop("position", 0))
         answers = [text.decode() for text in row.pop("answers")]
         texts = {name: value.decode() for name, value in row.items()}
@@ -173,7 +200,8 @@ def read_prepared(folder: Path, kind: str) -> list[tuple[bool, records.OpenRecor
 
 
 def prepared_rows(folder: Path, kind: str) -> Iterator[tuple[bool, dict[str, Any]]]:
-    """Yield the rows of a prepared folder, each with whether it is for training. Raises UserError for a damaged one."""
+    """Yield the rows of a prepared folder, each with whether it is for training. Raises UserError
+    for a damaged one."""
     try:
         with without_root_handler():
             builder = tfds.builder_from_directory(folder)
@@ -185,13 +213,16 @@ def prepared_rows(folder: Path, kind: str) -> Iterator[tuple[bool, dict[str, Any
                 count += 1
                 yield split == "train", row
             if count != info.num_examples:
-                raise ValueError(f"{split} has {count:,} examples and should have {info.num_examples:,}")
+                raise ValueError(
+                    f"{split} has {count:,} examples and should have {info.num_examples:,}"
+                )
     except Exception as error:  # TensorFlow and TensorFlow Datasets raise errors of many kinds
         reason = (str(error).splitlines() or [""])[0]
         raise damaged(folder, kind, f"{type(error).__name__}: {reason}") from error
 
 
 def _record_example(number: int, place: str, value: object) -> Example:
-    """Return the example of an official record. Its key sorts as the files do, and ends in the record's place."""
+    """Return the example of an official record. Its key sorts as the files do, and ends in the
+    record's place."""
     key = f"{number:07} {Path(place).name}"
     return key, {"id": key, "record": json.dumps(value)}

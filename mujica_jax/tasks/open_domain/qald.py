@@ -1,11 +1,14 @@
-"""QALD-10: questions over Wikidata whose answers are what a SPARQL query finds, answered over a knowledge graph.
+"""QALD-10: questions over Wikidata whose answers are what a SPARQL query finds, answered over a
+knowledge graph.
 
-A question's candidates are the entities that its query names. Its answers are what the query found: labels of entities,
-values, yes or no. Each is written as the graph that is searched prints it, so that an answer copied from a search
-result is correct: values as `retrieval/graph/values.py` prints them, entities by their labels in the question's
-language (`sparql.languages_for`). Other spellings of a value (1996-06-15, June 15, 1996) are its aliases.
+A question's candidates are the entities that its query names. Its answers are what the query found:
+labels of entities, values, yes or no. Each is written as the graph that is searched prints it, so
+that an answer copied from a search result is correct: values as `retrieval/graph/values.py` prints
+them, entities by their labels in the question's language (`sparql.languages_for`). Other spellings
+of a value (1996-06-15, June 15, 1996) are its aliases.
 
-A question with an answer or without a candidate that the graph does not know is left out, and counted.
+A question with an answer or without a candidate that the graph does not know is left out, and
+counted.
 """
 
 import asyncio
@@ -39,7 +42,8 @@ PATTERNS = ("qald*.json", "qald*.json.gz")
 _named = re.compile(r"\bwd:(Q\d+)\b|<http://www\.wikidata\.org/entity/(Q\d+)>")
 # An entity or a property of Wikidata, under its own address, as a page or as a predicate.
 _wikidata_key = re.compile(
-    r"https?://www\.wikidata\.org/(?:entity|wiki|prop(?:/[a-z-]+)*)/(?:Property:)?([QP]\d+)", re.ASCII
+    r"https?://www\.wikidata\.org/(?:entity|wiki|prop(?:/[a-z-]+)*)/(?:Property:)?([QP]\d+)",
+    re.ASCII,
 )
 
 
@@ -47,10 +51,12 @@ def build(config: QaldConfig) -> OpenDomain:
     config = with_data_folder(config)
     if config.index is None:
         raise UserError(
-            "task.kind qald10 is answered over Wikidata and task.index is None: give the directory of a graph or "
-            "sparql+https://HOST/sparql (docs/graphs.md)"
+            "task.kind qald10 is answered over Wikidata and task.index is None: give the directory "
+            "of a graph or sparql+https://HOST/sparql (docs/graphs.md)"
         )
-    records = sorted(read_qald(config.data_dir, config.language), key=lambda record: hash_of(record["id"]))
+    records = sorted(
+        read_qald(config.data_dir, config.language), key=lambda record: hash_of(record["id"])
+    )
     ranked = ranking(config)
     graph = open_knowledge_graph(str(fetched_index(config.index)), config.queries_per_second)
     if not isinstance(graph, KnowledgeGraph):
@@ -62,27 +68,35 @@ def build(config: QaldConfig) -> OpenDomain:
         raise UserError(f"the labels of QALD's entities could not be looked up: {error}") from error
     questions: dict[Split, list[Question]] = {"train": [], "dev": [], "test": []}
     for question in (question for question in found if question is not None):
-        questions["dev" if hash_of(question.id) % 100 < config.dev_percent else "test"].append(question)
+        questions["dev" if hash_of(question.id) % 100 < config.dev_percent else "test"].append(
+            question
+        )
     if not any(questions.values()):
         raise UserError(
-            f"the graph {config.index} knows the entities of none of {len(records)} questions: give Wikidata's"
+            f"the graph {config.index} knows the entities of none of {len(records)} questions: "
+            "give Wikidata's"
         )
     lost = [
         str(record["id"])
         for record, question in zip(records[: config.max_questions], found, strict=True)
         if question is None
     ]
-    return OpenDomain(config, questions, GraphEnvironment(graph, config.top_k, ranked), {}, left_out=lost)
+    return OpenDomain(
+        config, questions, GraphEnvironment(graph, config.top_k, ranked), {}, left_out=lost
+    )
 
 
 def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
     """Read the questions: `id`, `text`, `entities` (Q-ids), `answers` and `spellings`.
 
-    An answer is ("uri", its IRI) or ("literal", its printed form). `spellings` has for each answer the other ways to
-    write it. A question that is given twice counts once. Raises UserError naming file and question.
+    An answer is ("uri", its IRI) or ("literal", its printed form). `spellings` has for each answer
+    the other ways to write it. A question that is given twice counts once. Raises UserError naming
+    file and question.
     """
     folder = Path(data_dir)
-    first_places: dict[str, tuple[dict[str, Any], str]] = {}  # of an id: its record and where it stands
+    first_places: dict[
+        str, tuple[dict[str, Any], str]
+    ] = {}  # of an id: its record and where it stands
     placed = prepared_records(folder, "qald10") if is_prepared(folder) else official_records(folder)
     for place, value in placed:
         check_characters(value, place)
@@ -90,8 +104,8 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
             record = _record(value, language)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise UserError(
-                f"{place}: this is no question of QALD ({type(error).__name__}: {error}); use the official format, "
-                "and a task.language that it has"
+                f"{place}: this is no question of QALD ({type(error).__name__}: {error}); use the "
+                "official format, and a task.language that it has"
             ) from error
         if record["id"] not in first_places:
             first_places[record["id"]] = (record, place)
@@ -100,8 +114,9 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
         first, first_place = first_places[record["id"]]
         if first != record:
             raise UserError(
-                f"{place}: the question {value['id']} is {record['text']!r} here and {first['text']!r} in "
-                f"{first_place}, or has other answers there; give each question its own id"
+                f"{place}: the question {value['id']} is {record['text']!r} here and "
+                f"{first['text']!r} in {first_place}, or has other answers there; give each "
+                "question its own id"
             )
 
 
@@ -115,7 +130,8 @@ def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
     files = qald_files(folder)
     if not files:
         raise UserError(
-            f"task.data_dir {folder} has no file of questions: put qald_10.json from KGQA/QALD-10 there, plain or .gz"
+            f"task.data_dir {folder} has no file of questions: put qald_10.json from KGQA/QALD-10 "
+            "there, plain or .gz"
         )
     for file in files:
         try:
@@ -123,7 +139,8 @@ def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
                 listed = json.load(text)["questions"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
-                f"{file} is no file of QALD ({type(error).__name__}: {error}): use the official format"
+                f"{file} is no file of QALD ({type(error).__name__}: {error}): use the official "
+                "format"
             ) from error
         yield from ((f"{file}, question {number}", value) for number, value in enumerate(listed))
 
@@ -151,7 +168,9 @@ def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
             answers.append(("uri", term.value))
             others.append(())
         else:
-            answers.append(("unknown", ""))  # a blank node has no name, and a blank text is no answer
+            answers.append(
+                ("unknown", "")
+            )  # a blank node has no name, and a blank text is no answer
             others.append(())
 
     named = dict.fromkeys(short or long for short, long in _named.findall(value["query"]["sparql"]))
@@ -164,14 +183,19 @@ def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
     }
 
 
-async def _asked_of(graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]]) -> list[Question | None]:
-    """Return the question of each record, None where the graph does not know an answer or any candidate."""
+async def _asked_of(
+    graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]]
+) -> list[Question | None]:
+    """Return the question of each record, None where the graph does not know an answer or any
+    candidate."""
     labels = _Labels(graph)
     questions: list[Question | None] = []
     for record in records:
         written = [
             await labels.answer(kind, value, other_forms)
-            for (kind, value), other_forms in zip(record["answers"], record["spellings"], strict=True)
+            for (kind, value), other_forms in zip(
+                record["answers"], record["spellings"], strict=True
+            )
         ]
         known = tuple(forms for forms in written if forms)
         candidates = []
@@ -208,7 +232,8 @@ class _Labels:
         return self._labels[key]
 
     async def answer(self, kind: str, value: str, other_forms: tuple[str, ...]) -> tuple[str, ...]:
-        """Return an answer as the graph prints it, then its aliases. Empty: the graph does not know it."""
+        """Return an answer as the graph prints it, then its aliases. Empty: the graph does not know
+        it."""
         if kind == "literal":
             return (value, *other_forms)
         if kind != "uri":

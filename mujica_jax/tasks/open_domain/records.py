@@ -10,8 +10,8 @@
 | ambigqa | `{train,dev}_light.json` | `question`, `annotations`: each one answer with aliases, or several |
 | bamboogle | `*.csv` | `Question`, `Answer` |
 
-A question that stands in several places with the same id and text is one question with all of its answers. One id for
-two different questions is refused with both places.
+A question that stands in several places with the same id and text is one question with all of its
+answers. One id for two different questions is refused with both places.
 """
 
 import csv
@@ -64,8 +64,12 @@ class OpenRecord:
     id: str
     text: str
     answers: tuple[str, ...]  # gold answer first, aliases after it
-    answer_sets: tuple[tuple[tuple[str, ...], ...], ...] = ()  # annotation, answer asked for, its aliases
-    gold: tuple[GoldPassage, ...] = ()  # gold passages; without a text where the record names a title alone
+    answer_sets: tuple[
+        tuple[tuple[str, ...], ...], ...
+    ] = ()  # annotation, answer asked for, its aliases
+    gold: tuple[
+        GoldPassage, ...
+    ] = ()  # gold passages; without a text where the record names a title alone
     context: tuple[GoldPassage, ...] = ()  # the passages given with the question, gold and others
     kind: str = ""  # bridge, comparison, 2hop, ...
 
@@ -76,7 +80,8 @@ class OpenRecord:
 
     @property
     def has_gold_in_context(self) -> bool:
-        """Whether the record names gold passages and all of them are among the passages given with the question."""
+        """Whether the record names gold passages and all of them are among the passages given with
+        the question."""
         if self.gold and set(self.gold) <= set(self.context):  # by far the most records
             return True
         keys = {passage_key(passage) for passage in self.context}
@@ -90,9 +95,9 @@ class OpenRecord:
 def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
     """Return all questions, each with whether it is for training.
 
-    They come from official files, or from a folder that TensorFlow Datasets has prepared (`builders.py`). What was read
-    is kept as Parquet in the user's cache and found again by the content of the files: folders may agree in names,
-    sizes and times.
+    They come from official files, or from a folder that TensorFlow Datasets has prepared
+    (`builders.py`). What was read is kept as Parquet in the user's cache and found again by the
+    content of the files: folders may agree in names, sizes and times.
     """
     prepared = is_prepared(folder)
     files = sorted(folder.iterdir()) if prepared else question_files(folder, kind)
@@ -114,7 +119,8 @@ def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
 
 
 def _read_kept(kept: Path) -> list[tuple[bool, OpenRecord]] | None:
-    """Return what an earlier start has read, or None where nothing is kept or the file is damaged."""
+    """Return what an earlier start has read, or None where nothing is kept or the file is
+    damaged."""
     import pyarrow
     from pyarrow import parquet
 
@@ -123,7 +129,9 @@ def _read_kept(kept: Path) -> list[tuple[bool, OpenRecord]] | None:
     try:
         return [(row["train"], from_row(row)) for row in parquet.read_table(kept).to_pylist()]
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
-        _log.warning("%s is damaged (%s): the questions are read from their files again", kept, error)
+        _log.warning(
+            "%s is damaged (%s): the questions are read from their files again", kept, error
+        )
         return None
 
 
@@ -146,21 +154,23 @@ def read_question_files(
 ) -> list[tuple[bool, OpenRecord]]:
     """Return the questions of all files, each with whether it is for training.
 
-    The names of the files say which are for training, unless `training_files` lists them. A question that stands in a
-    training file and in another file is listed for both.
+    The names of the files say which are for training, unless `training_files` lists them. A
+    question that stands in a training file and in another file is listed for both.
     """
     if training_files is None:
         training_files = [file for file in files if is_training_file(file.name)]
     merged: dict[tuple[bool, str], OpenRecord] = {}
-    first_places: dict[str, tuple[str, str]] = {}  # of an id: the text of its question and where it stands
+    first_places: dict[
+        str, tuple[str, str]
+    ] = {}  # of an id: the text of its question and where it stands
     for file in files:
         training = file in training_files
         for place, record in read_placed_records(file, kind):
             text, first_place = first_places.setdefault(record.id, (record.text, place))
             if _words_of(text) != _words_of(record.text):
                 raise UserError(
-                    f"{place}: the question {record.id} is {record.text!r} here and {text!r} in {first_place}; give "
-                    "each question its own id"
+                    f"{place}: the question {record.id} is {record.text!r} here and {text!r} in "
+                    f"{first_place}; give each question its own id"
                 )
             known = merged.get((training, record.id))
             merged[training, record.id] = record if known is None else _merge(known, record)
@@ -176,7 +186,8 @@ def _words_of(text: str) -> list[str]:
 
 
 def _merge(first: OpenRecord, second: OpenRecord) -> OpenRecord:
-    """Join one question of two places: the answers of both, and the passages of the place that has the gold ones."""
+    """Join one question of two places: the answers of both, and the passages of the place that has
+    the gold ones."""
     better = second if second.has_gold_in_context and not first.has_gold_in_context else first
     return dataclasses.replace(
         better,
@@ -187,7 +198,8 @@ def _merge(first: OpenRecord, second: OpenRecord) -> OpenRecord:
 
 
 def prepared_records(folder: Path, kind: str) -> list[tuple[str, Any]]:
-    """Return the official records of a prepared folder in the order of their files, each with its place."""
+    """Return the official records of a prepared folder in the order of their files, each with its
+    place."""
     require_tensorflow(f"reading {folder}")
     from mujica_jax.tasks.open_domain.builders import prepared_rows
 
@@ -214,7 +226,8 @@ def from_row(row: Mapping[str, Any]) -> OpenRecord:
 
 
 def question_files(folder: Path, kind: str) -> list[Path]:
-    """Return the files with questions, in a fixed order. Raises UserError saying what to put where."""
+    """Return the files with questions, in a fixed order. Raises UserError saying what to put
+    where."""
     files = find_question_files(folder)
     if not files:
         what = "does not exist" if not folder.is_dir() else "has no file of questions"
@@ -233,13 +246,15 @@ def find_question_files(folder: Path) -> list[Path]:
 
 
 def read_open_records(file: Path, kind: str) -> Iterator[OpenRecord]:
-    """Questions with an answer. Raises UserError naming file and place of a record that is not of the kind."""
+    """Questions with an answer. Raises UserError naming file and place of a record that is not of
+    the kind."""
     for _, record in read_placed_records(file, kind):
         yield record
 
 
 def read_placed_records(file: Path, kind: str) -> Iterator[tuple[str, OpenRecord]]:
-    """Read the questions with an answer, each with its file and place. Raises UserError as `read_open_records` does."""
+    """Read the questions with an answer, each with its file and place. Raises UserError as
+    `read_open_records` does."""
     with explained(file):
         check_not_blank(file)
     for number, value in _explained_values(file):
@@ -251,13 +266,16 @@ def read_placed_records(file: Path, kind: str) -> Iterator[tuple[str, OpenRecord
             record = _READERS[kind](value)
         except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
             raise UserError(
-                f"{place}: this is no record of {kind} ({type(error).__name__}: {error}); use the official "
-                f"format: {SOURCES[kind]}"
+                f"{place}: this is no record of {kind} ({type(error).__name__}: {error}); use the "
+                f"official format: {SOURCES[kind]}"
             ) from error
         if record is None:
             continue
         if not record.text:
-            raise UserError(f"{place}: question {record.text!r} and answers {list(record.answers)}; both must be texts")
+            raise UserError(
+                f"{place}: question {record.text!r} and answers {list(record.answers)}; both must "
+                "be texts"
+            )
         yield place, record
 
 
@@ -288,15 +306,19 @@ def _values(file: Path) -> Iterator[tuple[str, Any]]:
 def _table_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the rows of a table by the names in its first line, whatever the order of its columns.
 
-    Rows of empty cells, which spreadsheets leave at the end, are left out. `strict`: a quotation mark without its
-    partner would otherwise take the lines behind it into its cell.
+    Rows of empty cells, which spreadsheets leave at the end, are left out. `strict`: a quotation
+    mark without its partner would otherwise take the lines behind it into its cell.
     """
     with open_text(file) as text:
         first_line = text.readline().removeprefix(BYTE_ORDER_MARK)
-        reader = csv.DictReader(itertools.chain([first_line], text), delimiter=delimiter, strict=True)
+        reader = csv.DictReader(
+            itertools.chain([first_line], text), delimiter=delimiter, strict=True
+        )
         names = [name for name in reader.fieldnames or () if name.strip()]
         if len(set(names)) < len(names):
-            raise UserError(f"{file}, line 1: a column is named twice ({', '.join(names)}); name each once")
+            raise UserError(
+                f"{file}, line 1: a column is named twice ({', '.join(names)}); name each once"
+            )
         for row in _strict_rows(reader, file):
             place = f"line {reader.line_num}"
             surplus = [cell for cell in row.pop(None, ()) if cell.strip()]
@@ -304,8 +326,8 @@ def _table_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str
                 continue
             if surplus:
                 raise UserError(
-                    f"{file}, {place}: there are more cells than columns ({surplus!r} is left over); put an answer "
-                    "that holds the separator between double quotes"
+                    f"{file}, {place}: there are more cells than columns ({surplus!r} is left "
+                    "over); put an answer that holds the separator between double quotes"
                 )
             yield place, row
 
@@ -319,8 +341,8 @@ def _strict_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]
             first_line = reader.line_num + 1
     except csv.Error as error:
         raise UserError(
-            f"{file}, line {first_line}: not a row of a table ({error}); put a cell that holds quotation marks between "
-            "double quotes, and double those inside it"
+            f"{file}, line {first_line}: not a row of a table ({error}); put a cell that holds "
+            "quotation marks between double quotes, and double those inside it"
         ) from error
 
 
@@ -341,16 +363,20 @@ def _whole_object(file: Path) -> Any:
     except RecursionError:
         return None
     except ValueError as error:
-        is_record_a_line = isinstance(error, json.JSONDecodeError) and error.msg.startswith("Extra data")
+        is_record_a_line = isinstance(error, json.JSONDecodeError) and error.msg.startswith(
+            "Extra data"
+        )
         if is_record_a_line or not content.lstrip().startswith(("{\n", "{\r", '{"Data"')):
             return None
         raise UserError(
-            f"{file} is neither a list of records nor has it a field Data ({type(error).__name__}: {error})"
+            f"{file} is neither a list of records nor has it a field Data ({type(error).__name__}: "
+            f"{error})"
         ) from error
 
 
 def _listed_in(file: Path, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the records under `Data`, as TriviaQA's files have them, or the only record of a file."""
+    """Yield the records under `Data`, as TriviaQA's files have them, or the only record of a
+    file."""
     if "question" in whole and "Data" not in whole:
         yield "line 1", whole
         return
@@ -382,10 +408,14 @@ def _musique(value: Mapping[str, Any]) -> OpenRecord | None:
     context: dict[tuple[str, str], GoldPassage] = {}
     gold: dict[tuple[str, str], GoldPassage] = {}
     for entry in value["paragraphs"]:
-        passage = GoldPassage(title=read_title(entry["title"]), text=read_passage_text(entry["paragraph_text"]))
+        passage = GoldPassage(
+            title=read_title(entry["title"]), text=read_passage_text(entry["paragraph_text"])
+        )
         passage = context.setdefault(passage_key(passage), passage)
         if not isinstance(entry["is_supporting"], int):
-            raise TypeError(f"is_supporting is {entry['is_supporting']!r} and must be true or false")
+            raise TypeError(
+                f"is_supporting is {entry['is_supporting']!r} and must be true or false"
+            )
         if entry["is_supporting"]:
             gold[passage_key(passage)] = passage
     id = read_id(value["id"])
@@ -401,7 +431,9 @@ def _musique(value: Mapping[str, Any]) -> OpenRecord | None:
 
 def _natural_questions(value: Mapping[str, Any]) -> OpenRecord:
     question = read_question(value["question"])
-    return OpenRecord(id=_id_of(value["question"]), text=question, answers=read_answers(value["answer"]))
+    return OpenRecord(
+        id=_id_of(value["question"]), text=question, answers=read_answers(value["answer"])
+    )
 
 
 def _triviaqa(value: Mapping[str, Any]) -> OpenRecord | None:
@@ -434,7 +466,10 @@ def _ambigqa(value: Mapping[str, Any]) -> OpenRecord:
             sets.append(tuple(read_answers(pair["answer"]) for pair in annotation["qaPairs"]))
     flat = read_answers([answer for answers in sets for aliases in answers for answer in aliases])
     return OpenRecord(
-        id=read_id(value["id"]), text=read_question(value["question"]), answers=flat, answer_sets=tuple(sets)
+        id=read_id(value["id"]),
+        text=read_question(value["question"]),
+        answers=flat,
+        answer_sets=tuple(sets),
     )
 
 

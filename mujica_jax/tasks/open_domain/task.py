@@ -1,4 +1,5 @@
-"""Open-domain and multi-hop questions over passages: of one index for all, or of those given with each question."""
+"""Open-domain and multi-hop questions over passages: of one index for all, or of those given with
+each question."""
 
 import dataclasses
 import functools
@@ -50,8 +51,8 @@ class OpenDomain:
     ) -> None:
         """`environment` serves all questions; None: each question has its `own`, by id.
 
-        `left_out` are ids of questions that cannot be asked, `notes` are sentences about the questions, and `shown`
-        says how many of a question's own passages a search shows.
+        `left_out` are ids of questions that cannot be asked, `notes` are sentences about the
+        questions, and `shown` says how many of a question's own passages a search shows.
         """
         self.name = config.kind
         self.rule = RULES[config.kind]
@@ -70,7 +71,8 @@ class OpenDomain:
         return self._own[question.id] if self._environment is None else self._environment
 
     def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
-        """Return the paragraphs that HotpotQA or MuSiQue gives with the question. The other sets give none."""
+        """Return the paragraphs that HotpotQA or MuSiQue gives with the question. The other sets
+        give none."""
         return self._paragraphs.get(question.id, ())
 
     @functools.cached_property
@@ -90,11 +92,17 @@ def build(config: OpenDomainConfig) -> OpenDomain:
     for training, record in read_set(Path(config.data_dir), config.kind):
         held_out: Split = "dev" if hash_of(record.id) % 100 < config.dev_percent else "test"
         by_split["train" if training else held_out].setdefault(record.id, record)
-    for split in ("dev", "test"):  # a file that was given twice under two names does not train on what it tests
+    for split in (
+        "dev",
+        "test",
+    ):  # a file that was given twice under two names does not train on what it tests
         for id in by_split["train"].keys() & by_split[split].keys():
             del by_split["train"][id]
     if not any(by_split.values()):
-        raise UserError(f"task.data_dir {config.data_dir} has no question with an answer: give the official files")
+        raise UserError(
+            f"task.data_dir {config.data_dir} has no question with an answer: give the official "
+            "files"
+        )
 
     # In the distractor setting a question's gold passages are among its own: others are left out.
     is_distractor = False
@@ -115,14 +123,16 @@ def build(config: OpenDomainConfig) -> OpenDomain:
     if is_distractor:
         own = OwnPassages({record.id: record.context for record in records}, config.top_k)
         questions = _questions(chosen, None)
-        return OpenDomain(config, questions, None, own, left_out=left_out, notes=notes, shown=own.describe())
+        return OpenDomain(
+            config, questions, None, own, left_out=left_out, notes=notes, shown=own.describe()
+        )
 
     own_passages = [passage for record in records for passage in record.context]
     config = dataclasses.replace(config, index=fetched_index(config.index))
     if config.index is None and not own_passages:
         raise UserError(
-            f"task.kind {config.kind} has questions without passages and index is None: give --task.index with an "
-            "index of Wikipedia, as docs/retrieval.md builds one"
+            f"task.kind {config.kind} has questions without passages and index is None: give "
+            "--task.index with an index of Wikipedia, as docs/retrieval.md builds one"
         )
     retriever, passages = open_passages(config, lambda: as_passages(dict.fromkeys(own_passages)))
     titles = {title for record in records for title in record.titles}
@@ -141,8 +151,11 @@ def _questions(
 
 
 def _question(record: OpenRecord, corpus: GoldInCorpus | None) -> Question:
-    """Return the question with its gold passages as the corpus has them, or else as the record has them."""
-    gold = [passage if corpus is None else corpus.find(passage) or passage for passage in record.gold]
+    """Return the question with its gold passages as the corpus has them, or else as the record has
+    them."""
+    gold = [
+        passage if corpus is None else corpus.find(passage) or passage for passage in record.gold
+    ]
     return Question(
         id=record.id,
         text=record.text,

@@ -1,8 +1,8 @@
-"""One part of the tiny world: countries, cities, five generations of people, their films, and the facts that each of
-them carries.
+"""One part of the tiny world: countries, cities, five generations of people, their films, and the
+facts that each of them carries.
 
-Everything is drawn from generators seeded with the world's seed and the part's name, one a purpose: leaving facts out
-of the graph changes no name, and a longer training side changes no test entity.
+Everything is drawn from generators seeded with the world's seed and the part's name, one a purpose:
+leaving facts out of the graph changes no name, and a longer training side changes no test entity.
 """
 
 import dataclasses
@@ -75,11 +75,14 @@ FILM_WEIGHTS = {
 class WorldPart:
     """Entities by number, with `facts[number]` = {relation: number of an entity, or literal}.
 
-    `inverse` turns the facts round. Those in `hidden` are true, and asked about, and not in the graph. A `copy` after
-    the original, which is 0, has the same facts between entities of other names, all years moved by the same number.
+    `inverse` turns the facts round. Those in `hidden` are true, and asked about, and not in the
+    graph. A `copy` after the original, which is 0, has the same facts between entities of other
+    names, all years moved by the same number.
     """
 
-    def __init__(self, part: names.Part, config: TinyWorldConfig, questions: int, copy: int = 0) -> None:
+    def __init__(
+        self, part: names.Part, config: TinyWorldConfig, questions: int, copy: int = 0
+    ) -> None:
         self.part: names.Part = part
         self.copy = copy
         self.labels: list[str] = []
@@ -101,9 +104,12 @@ class WorldPart:
         self._known = self._known_entities()
 
     def knows(self, topics: Sequence[int], chains: Sequence[Sequence[Value]]) -> bool:
-        """Whether all entities on the way from these topics to the ends of their chains are common knowledge."""
+        """Whether all entities on the way from these topics to the ends of their chains are common
+        knowledge."""
         paths = zip(topics, chains, strict=True)
-        return all(subject in self._known for topic, chain in paths for subject in (topic, *chain[:-1]))
+        return all(
+            subject in self._known for topic, chain in paths for subject in (topic, *chain[:-1])
+        )
 
     def _generator(self, purpose: str) -> random.Random:
         return random.Random(f"{self._config.seed} {self.part} {purpose}")
@@ -127,21 +133,30 @@ class WorldPart:
         return date_text(year, draw.randint(1, 12), draw.randint(1, 28))
 
     def _add_countries(self) -> list[int]:
-        pairs = names.PairNamer(self._deck(names.COUNTRY_STARTS), self._deck(names.COUNTRY_STEMS), self._owned)
+        pairs = names.PairNamer(
+            self._deck(names.COUNTRY_STARTS), self._deck(names.COUNTRY_STEMS), self._owned
+        )
         countries = []
         for _ in range(COUNTRIES[self.part]):
             label = names.join(names.COUNTRY_STARTS, names.COUNTRY_STEMS, pairs.pair())
-            countries.append(self._add("country", label, {"inception": self._date(*INCEPTION_YEARS)}))
+            countries.append(
+                self._add("country", label, {"inception": self._date(*INCEPTION_YEARS)})
+            )
         return countries
 
     def _add_cities(self, countries: list[int]) -> list[int]:
-        """Cities, each with a university and an employer; the first city of a country is its capital."""
-        pairs = names.PairNamer(self._deck(names.CITY_STARTS), self._deck(names.CITY_STEMS), self._owned)
+        """Cities, each with a university and an employer; the first city of a country is its
+        capital."""
+        pairs = names.PairNamer(
+            self._deck(names.CITY_STARTS), self._deck(names.CITY_STEMS), self._owned
+        )
         cities = []
         for place in range(CITIES[self.part]):
             country = countries[place % len(countries)]
             label = names.join(names.CITY_STARTS, names.CITY_STEMS, pairs.pair())
-            city = self._add("city", label, {"country": country, "inception": self._date(*INCEPTION_YEARS)})
+            city = self._add(
+                "city", label, {"country": country, "inception": self._date(*INCEPTION_YEARS)}
+            )
             self.facts[country].setdefault("capital", city)
             for kind, relation, endings in (
                 ("university", "university", names.UNIVERSITY_ENDINGS),
@@ -154,10 +169,14 @@ class WorldPart:
         return cities
 
     def _add_people(self, count: int, cities: list[int]) -> list[list["_Person"]]:
-        """Generations, oldest first. Most people have a couple of the previous generation as parents."""
+        """Generations, oldest first. Most people have a couple of the previous generation as
+        parents."""
         firsts = {True: names.MALE_NAMES, False: names.FEMALE_NAMES}
         lasts = self._deck(names.LAST_NAMES)
-        pairs = {male: names.PairNamer(self._deck(pool), lasts, self._owned) for male, pool in firsts.items()}
+        pairs = {
+            male: names.PairNamer(self._deck(pool), lasts, self._owned)
+            for male, pool in firsts.items()
+        }
         generations: list[list[_Person]] = []
         couples: list[tuple[_Person, _Person]] = []
         lender: int | None = None  # last name of the newcomer before, which the next one may borrow
@@ -176,14 +195,22 @@ class WorldPart:
                 birth_year = FIRST_BIRTH_YEAR + GENERATION_YEARS * generation
                 birth_year += self._random.randrange(BIRTH_SPREAD_YEARS)
                 death_year = birth_year + self._random.randint(*LIFE_YEARS)
-                person = _Person(number=number, male=male, last=last, birth_year=birth_year, death_year=death_year)
+                person = _Person(
+                    number=number,
+                    male=male,
+                    last=last,
+                    birth_year=birth_year,
+                    death_year=death_year,
+                )
                 self._describe_person(person, parents, cities)
                 people.append(person)
             couples = self._marry(people)
             generations.append(people)
         return generations
 
-    def _describe_person(self, person: "_Person", parents: "tuple[_Person, _Person] | None", cities: list[int]) -> None:
+    def _describe_person(
+        self, person: "_Person", parents: "tuple[_Person, _Person] | None", cities: list[int]
+    ) -> None:
         choice = self._random.choice
         facts = self.facts[person.number]
         home, work, grave = choice(cities), choice(cities), choice(cities)
@@ -191,7 +218,9 @@ class WorldPart:
         facts["date of birth"] = self._date(person.birth_year, person.birth_year)
         facts["place of birth"] = home
         facts["country of citizenship"] = person.country
-        facts["educated at"] = self.facts[home if self._random.random() < 0.5 else work]["university"]
+        facts["educated at"] = self.facts[home if self._random.random() < 0.5 else work][
+            "university"
+        ]
         facts["employer"] = self.facts[work]["largest employer"]
         facts["occupation"] = choice(names.OCCUPATIONS)
         if person.death_year <= PRESENT_YEAR:
@@ -214,7 +243,10 @@ class WorldPart:
             fathers = [self.facts[person.number].get("father") for person in (man, woman)]
             siblings = fathers[0] is not None and fathers[0] == fathers[1]
             if self._random.random() < SHARE_MARRIED and not siblings:
-                self.facts[man.number]["spouse"], self.facts[woman.number]["spouse"] = woman.number, man.number
+                self.facts[man.number]["spouse"], self.facts[woman.number]["spouse"] = (
+                    woman.number,
+                    man.number,
+                )
                 couples.append((man, woman))
         return couples
 
@@ -226,19 +258,30 @@ class WorldPart:
             crew = self._random.choice(crews)
             director = self._random.choice(crew)
             first_year = max(FIRST_FILM_YEAR, director.birth_year + WORKING_AGE[0])
-            last_year = min(director.birth_year + WORKING_AGE[1], director.death_year - 1, PRESENT_YEAR)
+            last_year = min(
+                director.birth_year + WORKING_AGE[1], director.death_year - 1, PRESENT_YEAR
+            )
             borrowed = lender if self._borrows() else None
             if borrowed is None:
                 lender = pair = pairs.pair()
             else:
                 adjective, noun = borrowed
-                pair = pairs.pair(second=noun) if self._naming.random() < 0.5 else pairs.pair(first=adjective)
+                pair = (
+                    pairs.pair(second=noun)
+                    if self._naming.random() < 0.5
+                    else pairs.pair(first=adjective)
+                )
                 lender = None
-            title = f"{self._naming.choice(names.TITLE_STARTS)}{names.ADJECTIVES[pair[0]]} {names.NOUNS[pair[1]]}"
+            title = (
+                f"{self._naming.choice(names.TITLE_STARTS)}{names.ADJECTIVES[pair[0]]} "
+                f"{names.NOUNS[pair[1]]}"
+            )
             shooting = self._random.choice(cities)
             colleagues = [p.number for p in self._random.sample(crew, 4)]
             published = self._date(first_year, last_year)
-            origin = self.facts[shooting]["country"] if self._random.random() < 0.4 else director.country
+            origin = (
+                self.facts[shooting]["country"] if self._random.random() < 0.4 else director.country
+            )
             facts: dict[str, Value] = {
                 "director": director.number,
                 "publication date": published,
@@ -251,7 +294,8 @@ class WorldPart:
             self._add("film", title, facts)
 
     def _limit_facts(self) -> None:
-        """People and films keep MIN_FACTS to `facts_per_entity` of their facts; the rest is dropped."""
+        """People and films keep MIN_FACTS to `facts_per_entity` of their facts; the rest is
+        dropped."""
         draw = self._generator("room").random
         most = self._config.facts_per_entity
         for number, kind in enumerate(self.kinds):
@@ -260,8 +304,11 @@ class WorldPart:
             weights = PERSON_WEIGHTS if kind == "person" else FILM_WEIGHTS
             facts = self.facts[number]
             room = MIN_FACTS + int(draw() * (most + 1 - MIN_FACTS))
-            # Weighted sampling without replacement (Efraimidis and Spirakis, 2006): the largest u^(1/weight) are kept.
-            kept = sorted(((draw() ** (1 / weights[relation]), relation) for relation in facts), reverse=True)[:room]
+            # Weighted sampling without replacement (Efraimidis and Spirakis, 2006): the largest
+            # u^(1/weight) are kept.
+            kept = sorted(
+                ((draw() ** (1 / weights[relation]), relation) for relation in facts), reverse=True
+            )[:room]
             self.facts[number] = {relation: facts[relation] for _, relation in kept}
 
     def _inverse_facts(self) -> dict[int, list[tuple[int, str]]]:
@@ -275,7 +322,9 @@ class WorldPart:
 
     def _hidden_facts(self) -> frozenset[tuple[int, str]]:
         draw, share = self._generator("missing").random, self._config.missing_facts
-        everything = ((number, relation) for number, facts in enumerate(self.facts) for relation in facts)
+        everything = (
+            (number, relation) for number, facts in enumerate(self.facts) for relation in facts
+        )
         return frozenset(fact for fact in everything if draw() < share)
 
     def _known_entities(self) -> frozenset[int]:
@@ -300,7 +349,8 @@ class _Person:
 
 
 def _people_count(part: names.Part, questions: int) -> int:
-    """Grows in doublings, so that asking for a few more questions leaves the first ones as they were."""
+    """Grows in doublings, so that asking for a few more questions leaves the first ones as they
+    were."""
     fewest, most = PEOPLE_LIMITS[part]
     doubled = 1 << (questions - 1).bit_length()
     return min(most, max(fewest, int(PEOPLE_PER_QUESTION * doubled)))

@@ -1,9 +1,10 @@
-"""Names of the tiny world: word pools, and a namer that keeps train, demonstrations, dev and test apart.
+"""Names of the tiny world: word pools, and a namer that keeps train, demonstrations, dev and test
+apart.
 
-A full name joins two words. A checksum of the pair says to which part of the world it belongs, so every word is used
-everywhere and no full name twice: a model can know the words of a test name, never the name. A checksum and not a rule:
-what a model can learn of the pairs it sees (which last names go with which first names) would otherwise speak against
-every test name.
+A full name joins two words. A checksum of the pair says to which part of the world it belongs, so
+every word is used everywhere and no full name twice: a model can know the words of a test name,
+never the name. A checksum and not a rule: what a model can learn of the pairs it sees (which last
+names go with which first names) would otherwise speak against every test name.
 """
 
 import functools
@@ -14,7 +15,8 @@ from typing import Literal
 
 Part = Literal["train", "demonstration", "dev", "test"]
 
-# Percent of all pairs that each part of the world owns, by checksum; train's hold every word of every pool.
+# Percent of all pairs that each part of the world owns, by checksum; train's hold every word of
+# every pool.
 SHARES: dict[Part, range] = {
     "test": range(15),
     "dev": range(15, 29),
@@ -60,7 +62,18 @@ CITY_STEMS = tuple(
     Oakham Oxley Pembury Penrith Preston Quarley Radford Redhill Ripley Rugby Rydal Selby Sutton Walden Whitby
     """.split()
 )
-COUNTRY_STARTS = ("", "North ", "South ", "Great ", "Lower ", "Free ", "United ", "Royal ", "Inner ", "Outer ")
+COUNTRY_STARTS = (
+    "",
+    "North ",
+    "South ",
+    "Great ",
+    "Lower ",
+    "Free ",
+    "United ",
+    "Royal ",
+    "Inner ",
+    "Outer ",
+)
 COUNTRY_STEMS = tuple(
     """Arvania Cardonia Corvalia Dormark Elbonia Estovia Fenland Galdora Halvania Illyrica Jorvik Kaldonia Lorania
     Maravia Norvenia Quentia Ravonia Ulmark Xandria Zelmark""".split()
@@ -68,14 +81,15 @@ COUNTRY_STEMS = tuple(
 UNIVERSITY_ENDINGS = (" University", " College", " Academy")
 EMPLOYER_ENDINGS = (" Press", " Studios", " Theatre", " Museum")
 OCCUPATIONS = tuple(
-    "actor architect banker chemist dancer engineer farmer journalist lawyer painter poet singer soldier "
-    "teacher".split()
+    "actor architect banker chemist dancer engineer farmer journalist lawyer painter poet singer "
+    "soldier teacher".split()
 )
 GENRES = tuple("comedy crime drama horror musical romance thriller war western".split())
 
 
 class Deck:
-    """Draws words so that all are used before many repeat; a word that is refused stays on top until it is accepted."""
+    """Draws words so that all are used before many repeat; a word that is refused stays on top
+    until it is accepted."""
 
     def __init__(self, size: int, generator: random.Random) -> None:
         self._size = size
@@ -83,7 +97,8 @@ class Deck:
         self._pending: list[int] = []
 
     def draw(self, accept: Callable[[int], bool]) -> int | None:
-        """The first accepted word of what is left, then of a fresh deck; None when no word at all is accepted."""
+        """The first accepted word of what is left, then of a fresh deck; None when no word at all
+        is accepted."""
         for attempt in range(2):
             for place, word in enumerate(self._pending):
                 if accept(word):
@@ -104,7 +119,8 @@ class PairNamer:
         self._taken: set[tuple[int, int]] = set()
 
     def pair(self, *, first: int | None = None, second: int | None = None) -> tuple[int, int]:
-        """A new pair; the word that is given, one at most, is kept as long as a free pair holds it."""
+        """A new pair; the word that is given, one at most, is kept as long as a free pair holds
+        it."""
         if first is not None and second is None:
             kept_first = first
             second = self._seconds.draw(lambda word: self._is_free(kept_first, word))

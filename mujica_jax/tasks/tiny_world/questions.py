@@ -1,9 +1,9 @@
-"""Question templates of the tiny world: a path of relations from each topic, a rule that turns the ends into an answer,
-wordings.
+"""Question templates of the tiny world: a path of relations from each topic, a rule that turns the
+ends into an answer, wordings.
 
-The four kinds and the wordings are those of 2WikiMultihopQA (Ho et al., 2020). The evidence of a question lists its
-path step by step, topic after topic: for two topics and two steps (a, director, p), (b, director, q), (p, date of
-birth, x), (q, date of birth, y).
+The four kinds and the wordings are those of 2WikiMultihopQA (Ho et al., 2020). The evidence of a
+question lists its path step by step, topic after topic: for two topics and two steps (a, director,
+p), (b, director, q), (p, date of birth, x), (q, date of birth, y).
 """
 
 import dataclasses
@@ -15,7 +15,12 @@ from mujica_jax.dates import MONTHS
 FinalRule = Literal["last_object", "earlier", "later", "same"]
 
 MAX_PARAPHRASES = 4  # every template below has this many wordings
-KIND_SHARES = {"compositional": 0.44, "comparison": 0.23, "bridge_comparison": 0.21, "inference": 0.12}  # as in 2Wiki
+KIND_SHARES = {
+    "compositional": 0.44,
+    "comparison": 0.23,
+    "bridge_comparison": 0.21,
+    "inference": 0.12,
+}  # as in 2Wiki
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,21 +54,53 @@ def date_key(text: str) -> tuple[int, int, int]:
 
 # What a second step asks of {x}, a phrase that names a person.
 PERSON_WORDINGS: dict[str, tuple[str, str, str]] = {
-    "date of birth": ("When was {x} born?", "What is the date of birth of {x}?", "On which date was {x} born?"),
-    "place of birth": ("Where was {x} born?", "What is the place of birth of {x}?", "In which city was {x} born?"),
+    "date of birth": (
+        "When was {x} born?",
+        "What is the date of birth of {x}?",
+        "On which date was {x} born?",
+    ),
+    "place of birth": (
+        "Where was {x} born?",
+        "What is the place of birth of {x}?",
+        "In which city was {x} born?",
+    ),
     "country of citizenship": (
         "Which country is {x} from?",
         "What nationality is {x}?",
         "What is the nationality of {x}?",
     ),
-    "date of death": ("When did {x} die?", "What is the date of death of {x}?", "On which date did {x} die?"),
-    "place of death": ("Where did {x} die?", "What is the place of death of {x}?", "In which city did {x} die?"),
-    "place of burial": ("Where is {x} buried?", "What is the place of burial of {x}?", "In which city is {x} buried?"),
-    "educated at": ("Where did {x} study?", "Where was {x} educated?", "At which school did {x} study?"),
+    "date of death": (
+        "When did {x} die?",
+        "What is the date of death of {x}?",
+        "On which date did {x} die?",
+    ),
+    "place of death": (
+        "Where did {x} die?",
+        "What is the place of death of {x}?",
+        "In which city did {x} die?",
+    ),
+    "place of burial": (
+        "Where is {x} buried?",
+        "What is the place of burial of {x}?",
+        "In which city is {x} buried?",
+    ),
+    "educated at": (
+        "Where did {x} study?",
+        "Where was {x} educated?",
+        "At which school did {x} study?",
+    ),
     "employer": ("Where does {x} work?", "Who is the employer of {x}?", "For whom does {x} work?"),
     "spouse": ("Who is the spouse of {x}?", "Who married {x}?", "To whom is {x} married?"),
-    "father": ("Who is the father of {x}?", "What is the name of the father of {x}?", "Who was the father of {x}?"),
-    "mother": ("Who is the mother of {x}?", "What is the name of the mother of {x}?", "Who was the mother of {x}?"),
+    "father": (
+        "Who is the father of {x}?",
+        "What is the name of the father of {x}?",
+        "Who was the father of {x}?",
+    ),
+    "mother": (
+        "Who is the mother of {x}?",
+        "What is the name of the mother of {x}?",
+        "Who was the mother of {x}?",
+    ),
 }
 CREW = ("director", "composer", "producer", "screenwriter")
 RELATIVES = ("father", "mother", "spouse")
@@ -75,7 +112,8 @@ FAMILY_WORDS = {  # two steps inside a family: inference, because the question n
     ("spouse", "father"): "father-in-law",
     ("spouse", "mother"): "mother-in-law",
 }
-# (relation of a person, rule) -> wordings of the comparison of two people, clauses on the directors of two films.
+# (relation of a person, rule) -> wordings of the comparison of two people, clauses on the directors
+# of two films.
 SUPERLATIVES: dict[tuple[str, FinalRule], tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("date of birth", "earlier"): (
         (
@@ -127,8 +165,12 @@ def _compositional() -> list[Template]:
         for second, patterns in PERSON_WORDINGS.items():
             if first in RELATIVES and second in RELATIVES:
                 continue
-            wordings = tuple(patterns[i % 3].format(x=phrases[i % 2]) for i in range(MAX_PARAPHRASES))
-            templates.append(_template("compositional", (first, second), 1, "last_object", wordings))
+            wordings = tuple(
+                patterns[i % 3].format(x=phrases[i % 2]) for i in range(MAX_PARAPHRASES)
+            )
+            templates.append(
+                _template("compositional", (first, second), 1, "last_object", wordings)
+            )
     return templates
 
 
@@ -140,7 +182,13 @@ def _inference() -> list[Template]:
         "What is the name of {{a}}'s {w}?",
     )
     return [
-        _template("inference", path, 1, "last_object", tuple(pattern.format(w=word) for pattern in patterns))
+        _template(
+            "inference",
+            path,
+            1,
+            "last_object",
+            tuple(pattern.format(w=word) for pattern in patterns),
+        )
         for path, word in FAMILY_WORDS.items()
     ]
 
@@ -152,10 +200,21 @@ def _comparison() -> list[Template]:
     ]
     film = "Which film {w}, {{a}} or {{b}}?"
     earlier = ("came out first", "came out earlier", "was released first", "was released earlier")
-    later = ("came out later", "was released later", "was released more recently", "came out more recently")
+    later = (
+        "came out later",
+        "was released later",
+        "was released more recently",
+        "came out more recently",
+    )
     releases: dict[FinalRule, tuple[str, ...]] = {"earlier": earlier, "later": later}
     films = [
-        _template("comparison", ("publication date",), 2, rule, tuple(film.format(w=words) for words in wordings))
+        _template(
+            "comparison",
+            ("publication date",),
+            2,
+            rule,
+            tuple(film.format(w=words) for words in wordings),
+        )
         for rule, wordings in releases.items()
     ]
     same = {
@@ -178,7 +237,10 @@ def _comparison() -> list[Template]:
             "Do the cities {a} and {b} lie in the same country?",
         ),
     }
-    alike = [_template("comparison", (relation,), 2, "same", wordings) for relation, wordings in same.items()]
+    alike = [
+        _template("comparison", (relation,), 2, "same", wordings)
+        for relation, wordings in same.items()
+    ]
     return people + films + alike
 
 
@@ -197,13 +259,25 @@ def _bridge_comparison() -> list[Template]:
         "Are the directors of both films {a} and {b} from the same country?",
         "Do the directors of films {a} and {b} have the same nationality?",
     )
-    return [*ordered, _template("bridge_comparison", ("director", "country of citizenship"), 2, "same", same)]
+    return [
+        *ordered,
+        _template("bridge_comparison", ("director", "country of citizenship"), 2, "same", same),
+    ]
 
 
-def _template(kind: str, path: tuple[str, ...], topics: int, rule: FinalRule, wordings: tuple[str, ...]) -> Template:
-    assert len(set(wordings)) == MAX_PARAPHRASES, "every template has the same number of different wordings"
+def _template(
+    kind: str, path: tuple[str, ...], topics: int, rule: FinalRule, wordings: tuple[str, ...]
+) -> Template:
+    assert len(set(wordings)) == MAX_PARAPHRASES, (
+        "every template has the same number of different wordings"
+    )
     name = f"{kind}: {', '.join(path)}" + ("" if rule == "last_object" else f", {rule}")
     return Template(id=name, kind=kind, path=path, topics=topics, rule=rule, wordings=wordings)
 
 
-TEMPLATES: tuple[Template, ...] = (*_compositional(), *_comparison(), *_bridge_comparison(), *_inference())
+TEMPLATES: tuple[Template, ...] = (
+    *_compositional(),
+    *_comparison(),
+    *_bridge_comparison(),
+    *_inference(),
+)

@@ -1,4 +1,5 @@
-"""Which questions a part of the tiny world asks: kinds in 2Wiki's shares, none twice, half of yes/no are yes."""
+"""Which questions a part of the tiny world asks: kinds in 2Wiki's shares, none twice, half of
+yes/no are yes."""
 
 import dataclasses
 import random
@@ -10,12 +11,14 @@ from mujica_jax.errors import UserError
 from mujica_jax.tasks.tiny_world.facts import Value, WorldPart
 from mujica_jax.tasks.tiny_world.questions import KIND_SHARES, TEMPLATES, Template
 
-ATTEMPTS = 500  # draws in a row that were asked before, in the first half also known and not wanted or the reverse
+# draws in a row that were asked before, in the first half also known and not wanted or the reverse
+ATTEMPTS = 500
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A question before it is written out. `chains` holds, for every topic, the values along the template's path."""
+    """A question before it is written out. `chains` holds, for every topic, the values along the
+    template's path."""
 
     template: Template
     topics: tuple[int, ...]
@@ -25,8 +28,8 @@ class Plan:
 
 
 def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Plan]:
-    """The first `count` questions of a part; fewer of them are always a beginning of more, as long as the part is the
-    same.
+    """The first `count` questions of a part; fewer of them are always a beginning of more, as long
+    as the part is the same.
 
     Raises UserError when the part holds fewer questions of some kind.
     """
@@ -54,19 +57,28 @@ def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Pla
                 break
         else:
             raise UserError(
-                f"the tiny world ran out of {kind} questions after {len(plans)} of {count} for its {part.part} part "
-                f"at facts_per_entity={config.facts_per_entity}; ask for fewer questions or more facts"
+                f"the tiny world ran out of {kind} questions after {len(plans)} of {count} for its "
+                f"{part.part} part at facts_per_entity={config.facts_per_entity}; ask for fewer "
+                "questions or more facts"
             )
         asked.add(key)
         wording = int(words.random() * config.paraphrases)
-        plans.append(Plan(template=pool.template, topics=topics, chains=chains, wording=wording, known=known))
+        plans.append(
+            Plan(template=pool.template, topics=topics, chains=chains, wording=wording, known=known)
+        )
     return plans
 
 
 class _Pool:
     """Topics that a template can be asked about."""
 
-    def __init__(self, part: WorldPart, template: Template, chains: dict[int, tuple[Value, ...]], share: float) -> None:
+    def __init__(
+        self,
+        part: WorldPart,
+        template: Template,
+        chains: dict[int, tuple[Value, ...]],
+        share: float,
+    ) -> None:
         self.template = template
         self.chains = chains
         self._topics = [*chains]
@@ -110,7 +122,11 @@ def _pools(part: WorldPart, sharing: float) -> list[_Pool]:
             holders[relation].append(number)
     pools = []
     for template in TEMPLATES:
-        chains = {topic: chain for topic in holders[template.path[0]] if (chain := _follow(part, topic, template.path))}
+        chains = {
+            topic: chain
+            for topic in holders[template.path[0]]
+            if (chain := _follow(part, topic, template.path))
+        }
         if chains:
             pools.append(_Pool(part, template, chains, sharing))
     return pools

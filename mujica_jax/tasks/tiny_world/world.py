@@ -1,9 +1,10 @@
-"""The tiny world: a generated encyclopaedia with the question kinds of 2WikiMultihopQA, needing no download.
+"""The tiny world: a generated encyclopaedia with the question kinds of 2WikiMultihopQA, needing no
+download.
 
-It has four parts without a common entity (`facts.py`): train, demonstrations, dev and test. Their names share words and
-no full name (`names.py`). Each question is a template (`questions.py`) filled with entities whose facts reach the end
-of its path (`sampling.py`), so its answer can be computed again from its evidences. A part is generated when it is
-first asked for.
+It has four parts without a common entity (`facts.py`): train, demonstrations, dev and test. Their
+names share words and no full name (`names.py`). Each question is a template (`questions.py`) filled
+with entities whose facts reach the end of its path (`sampling.py`), so its answer can be computed
+again from its evidences. A part is generated when it is first asked for.
 """
 
 import itertools
@@ -42,8 +43,15 @@ LIMITS = {  # inclusive bounds of the configuration
     "paraphrases": (1, MAX_PARAPHRASES),
 }
 # Keys of entities look like Wikidata's: the first one of a part, and how many it may give away.
-FIRST_KEY: dict[Part, int] = {"train": 1_000_000, "dev": 2_000_000, "test": 3_000_000, "demonstration": 4_000_000}
-KEYS_PER_PART = 1_000_000  # a renamed copy of the demonstrations has those of the copy before, plus this
+FIRST_KEY: dict[Part, int] = {
+    "train": 1_000_000,
+    "dev": 2_000_000,
+    "test": 3_000_000,
+    "demonstration": 4_000_000,
+}
+KEYS_PER_PART = (
+    1_000_000  # a renamed copy of the demonstrations has those of the copy before, plus this
+)
 PRETRAINING_YEARS = (1850, 2015)  # the years that facts of the world lie in
 YEARS = (1780, 2040)  # those and the moved ones of renamed copies
 YEAR_REPEATS = 50  # how often they are shown to the tokenizer, so that each becomes one token
@@ -59,12 +67,16 @@ def build(config: TinyWorldConfig) -> "TinyWorld":
     for field, (least, most) in LIMITS.items():
         value = getattr(config, field)
         if not least <= value <= most:
-            raise UserError(f"the tiny world takes {field} from {least} to {most}, and the configuration says {value}")
+            raise UserError(
+                f"the tiny world takes {field} from {least} to {most}, and the configuration says "
+                f"{value}"
+            )
     return TinyWorld(config)
 
 
 class TinyGraph:
-    """The encyclopaedia as a knowledge graph: the triples that name an entity, at most `facts_per_entity` of them."""
+    """The encyclopaedia as a knowledge graph: the triples that name an entity, at most
+    `facts_per_entity` of them."""
 
     kind: EnvironmentKind = "graph"
 
@@ -73,14 +85,18 @@ class TinyGraph:
         self.statistics = RetrievalStatistics()
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        """Triples in an order that the query does not change: choosing among them is the worker's part."""
+        """Triples in an order that the query does not change: choosing among them is the worker's
+        part."""
         if entity is None:
-            raise ValueError("a graph search names the entity whose triples it wants, and this one names none")
+            raise ValueError(
+                "a graph search names the entity whose triples it wants, and this one names none"
+            )
         self.statistics = self.statistics.with_more(queries=1)
         return self.materials(entity.id)
 
     def materials(self, key: str) -> tuple[Material, ...]:
-        """An entity's triples and, as far as there is room, some that point at it, shuffled. Unknown keys have none."""
+        """An entity's triples and, as far as there is room, some that point at it, shuffled.
+        Unknown keys have none."""
         found = self._world.locate(key)
         if found is None:
             return ()
@@ -126,7 +142,10 @@ class TinyWorld:
     def demonstrations(self) -> Iterator[tuple[Question, Environment]]:
         """The originals, then copy after copy."""
         for copy in range(1 + self.config.augmented_copies):
-            yield from ((question, self.environment(question)) for question in self._list("demonstration", copy))
+            yield from (
+                (question, self.environment(question))
+                for question in self._list("demonstration", copy)
+            )
 
     def _searched_passages(self, part: Part, copy: int) -> Environment:
         owner = self._part(part, copy)
@@ -134,7 +153,9 @@ class TinyWorld:
             Passage(id=_key(owner, number), title=label, text=_passage_text(owner, number))
             for number, label in enumerate(owner.labels)
         ]
-        return TextEnvironment(IndexRetriever(Bm25Index(passages, "default"), inline=True), self.config.top_k)
+        return TextEnvironment(
+            IndexRetriever(Bm25Index(passages, "default"), inline=True), self.config.top_k
+        )
 
     def _written_out(self, part: Part, copy: int = 0) -> list[Question]:
         owner = self._part(part, copy)
@@ -154,7 +175,8 @@ class TinyWorld:
         return (owner, number) if number < len(owner.labels) else None
 
     def tokenizer_text(self) -> Iterator[str]:
-        """Questions, names and triples of the two training-side parts; of the test part nothing is even generated."""
+        """Questions, names and triples of the two training-side parts; of the test part nothing is
+        even generated."""
         years = " and ".join(str(year) for year in range(YEARS[0], YEARS[1] + 1))
         yield from itertools.repeat(years, YEAR_REPEATS)
         for part in ("demonstration", "train"):
@@ -166,8 +188,8 @@ class TinyWorld:
                 yield from (material.text for material in self.graph.materials(_key(owner, number)))
 
     def pretraining_documents(self, seed: int) -> Iterator[str]:
-        """Facts combined from the labels and values of the train part, see `pretraining_text.py`, and what is common
-        knowledge."""
+        """Facts combined from the labels and values of the train part, see `pretraining_text.py`,
+        and what is common knowledge."""
         owner = self._part("train")
         labels: dict[str, list[str]] = {}
         values: dict[str, dict[str, list[str]]] = {}
@@ -177,42 +199,58 @@ class TinyWorld:
                 seen = values.setdefault(kind, {}).setdefault(relation, [])
                 seen.append(value if isinstance(value, str) else owner.labels[value])
         most = self.config.facts_per_entity
-        vocabulary = Vocabulary(labels=labels, values=values, years=PRETRAINING_YEARS, max_facts=most)
+        vocabulary = Vocabulary(
+            labels=labels, values=values, years=PRETRAINING_YEARS, max_facts=most
+        )
         read = documents(vocabulary, seed)
         return self._with_known_facts(read, seed) if self.config.common_knowledge else read
 
     def _with_known_facts(self, read: Iterator[str], seed: int) -> Iterator[str]:
-        """Facts that questions of known kinds ask about, in all splits, between the other documents: all facts about
-        known entities would be ten times as many, each read too seldom to be remembered. A fact often follows a
-        question that it answers or helps to answer: what was only ever stated is not recalled in an episode. About half
-        of the sentences say "unknown" of a recombined name; a model that never read that answers everything, or
-        nothing.
+        """Facts that questions of known kinds ask about, in all splits, between the other
+        documents: all facts about known entities would be ten times as many, each read too seldom
+        to be remembered. A fact often follows a question that it answers or helps to answer: what
+        was only ever stated is not recalled in an episode. About half of the sentences say
+        "unknown" of a recombined name; a model that never read that answers everything, or nothing.
         """
         draw = random.Random(f"known {seed}")
         asked = itertools.chain.from_iterable(map(self._list, FIRST_KEY))
-        asked_for = dict.fromkeys(fact for question in asked if question.is_known for fact in question.evidences)
+        asked_for = dict.fromkeys(
+            fact for question in asked if question.is_known for fact in question.evidences
+        )
         subjects: dict[str, list[str]] = {}
         for fact in asked_for:
             subjects.setdefault(fact.relation, []).append(fact.subject)
         stated = {(fact.relation, fact.subject): fact.object for fact in asked_for}
         if not stated:
             raise UserError(
-                f"common_knowledge is {self.config.common_knowledge} and no question is about known entities alone: "
-                "raise it or ask more questions, or set it to 0"
+                f"common_knowledge is {self.config.common_knowledge} and no question is about "
+                "known entities alone: raise it or ask more questions, or set it to 0"
             )
         while True:
             if draw.random() < KNOWN_SHARE:
                 some = draw.sample([*stated], min(len(stated), draw.randint(1, KNOWN_FACTS)))
-                mixed = [one if draw.random() < 0.5 else _other_name(draw, *one, subjects[one[0]]) for one in some]
-                before = ["", "What is the {}? ", f"What is the {draw.choice([*subjects])} of the {{}}? "]
+                mixed = [
+                    one if draw.random() < 0.5 else _other_name(draw, *one, subjects[one[0]])
+                    for one in some
+                ]
+                before = [
+                    "",
+                    "What is the {}? ",
+                    f"What is the {draw.choice([*subjects])} of the {{}}? ",
+                ]
                 said = [(f"{one[0]} of {one[1]}", stated.get(one, UNKNOWN)) for one in mixed]
-                yield " ".join(f"{draw.choice(before).format(of)}The {of} is {what}." for of, what in said)
+                yield " ".join(
+                    f"{draw.choice(before).format(of)}The {of} is {what}." for of, what in said
+                )
             else:
                 yield next(read)
 
 
-def _other_name(draw: random.Random, relation: str, name: str, others: Sequence[str]) -> tuple[str, str]:
-    """The same relation of a name with another subject's last word. It may be one that is stated."""
+def _other_name(
+    draw: random.Random, relation: str, name: str, others: Sequence[str]
+) -> tuple[str, str]:
+    """The same relation of a name with another subject's last word. It may be one that is
+    stated."""
     return relation, " ".join([*name.split()[:-1], draw.choice(others).split()[-1]])
 
 
@@ -236,7 +274,10 @@ def _gold_passages(part: WorldPart, evidences: Sequence[Evidence]) -> tuple[Gold
     """Of the subjects, in the order of the chain."""
     first = FIRST_KEY[part.part] + part.copy * KEYS_PER_PART
     numbers = {evidence.subject: int(evidence.subject_id[1:]) - first for evidence in evidences}
-    return tuple(GoldPassage(title=title, text=_passage_text(part, number)) for title, number in numbers.items())
+    return tuple(
+        GoldPassage(title=title, text=_passage_text(part, number))
+        for title, number in numbers.items()
+    )
 
 
 def _passage_text(part: WorldPart, number: int) -> str:
@@ -285,4 +326,8 @@ def _label(part: WorldPart, value: Value) -> str:
 
 def _key(part: WorldPart, value: Value) -> str:
     """Empty for a literal."""
-    return f"Q{FIRST_KEY[part.part] + part.copy * KEYS_PER_PART + value}" if isinstance(value, int) else ""
+    return (
+        f"Q{FIRST_KEY[part.part] + part.copy * KEYS_PER_PART + value}"
+        if isinstance(value, int)
+        else ""
+    )

@@ -1,8 +1,10 @@
-"""Other names of an answer: `id_aliases.json` of 2WikiMultihopQA's release with `answer_id` (December 2020).
+"""Other names of an answer: `id_aliases.json` of 2WikiMultihopQA's release with `answer_id`
+(December 2020).
 
 A line of the file is `{"Q_id": ..., "aliases": [...], "demonyms": [...]}`. The official script
-(`2wikimultihop_evaluate_v1.1.py`) counts both lists of a question's `answer_id` as gold answers. So do the scores and
-the rewards here: the aliases are added to `Question.answers` behind the gold answer.
+(`2wikimultihop_evaluate_v1.1.py`) counts both lists of a question's `answer_id` as gold answers. So
+do the scores and the rewards here: the aliases are added to `Question.answers` behind the gold
+answer.
 """
 
 import dataclasses
@@ -15,7 +17,9 @@ from mujica_jax.tasks.question_fields import check_characters, check_not_blank
 from mujica_jax.tasks.two_wiki.records import Record
 
 ALIAS_FILE = "id_aliases.json"
-ADVICE = "take the file that came in one archive with these questions (data_ids.zip), or take it away"
+ADVICE = (
+    "take the file that came in one archive with these questions (data_ids.zip), or take it away"
+)
 
 
 def alias_file(folder: Path) -> Path | None:
@@ -25,17 +29,25 @@ def alias_file(folder: Path) -> Path | None:
 
 
 def official_aliases(file: Path, records: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-    """Return the aliases of the questions' answers by id. Raises UserError for a file of another release."""
+    """Return the aliases of the questions' answers by id. Raises UserError for a file of another
+    release."""
     answer_ids = {record.answer_id for record in records} - {""}
     aliases = read_aliases(file, answer_ids)
     if not aliases:
-        reason = "none of its ids is the answer_id of a question" if answer_ids else "they have no answer_id"
-        raise UserError(f"{file} belongs to another release than the questions beside it: {reason}; {ADVICE}")
+        reason = (
+            "none of its ids is the answer_id of a question"
+            if answer_ids
+            else "they have no answer_id"
+        )
+        raise UserError(
+            f"{file} belongs to another release than the questions beside it: {reason}; {ADVICE}"
+        )
     return aliases
 
 
 def read_aliases(file: Path, answer_ids: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Read the aliases and demonyms of these ids. Raises UserError with the line that is not in the format."""
+    """Read the aliases and demonyms of these ids. Raises UserError with the line that is not in the
+    format."""
     with explained(file):
         check_not_blank(file, holds="alias")
     aliases: dict[str, tuple[str, ...]] = {}
@@ -56,10 +68,14 @@ def with_aliases(records: Sequence[Record], aliases: Mapping[str, tuple[str, ...
 
 
 def with_record_aliases(record: object, aliases: Mapping[str, tuple[str, ...]]) -> object:
-    """Return a record in the layout of its file, with the aliases of its answer among its `answer_aliases`."""
+    """Return a record in the layout of its file, with the aliases of its answer among its
+    `answer_aliases`."""
     if not isinstance(record, Mapping) or not aliases.get(record.get("answer_id") or ""):
         return record
-    return {**record, "answer_aliases": [*(record.get("answer_aliases") or []), *aliases[record["answer_id"]]]}
+    return {
+        **record,
+        "answer_aliases": [*(record.get("answer_aliases") or []), *aliases[record["answer_id"]]],
+    }
 
 
 def _read_line(line: object, place: str) -> tuple[str, tuple[str, ...]]:
@@ -67,10 +83,14 @@ def _read_line(line: object, place: str) -> tuple[str, tuple[str, ...]]:
     fields = line if isinstance(line, Mapping) else {}
     answer_id = fields.get("Q_id")
     both = (fields.get("aliases"), fields.get("demonyms"))
-    lists = [names for names in both if isinstance(names, list) and all(isinstance(name, str) for name in names)]
+    lists = [
+        names
+        for names in both
+        if isinstance(names, list) and all(isinstance(name, str) for name in names)
+    ]
     if not isinstance(answer_id, str) or len(lists) < len(both):
         raise UserError(
-            f"{place}: this is no line of {ALIAS_FILE} as 2WikiMultihopQA v1.1 has it, an object with the id Q_id and "
-            f"the lists aliases and demonyms; {ADVICE}"
+            f"{place}: this is no line of {ALIAS_FILE} as 2WikiMultihopQA v1.1 has it, an object "
+            f"with the id Q_id and the lists aliases and demonyms; {ADVICE}"
         )
     return answer_id, tuple(name for names in lists for name in names if name.strip())

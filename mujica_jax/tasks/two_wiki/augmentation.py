@@ -1,12 +1,13 @@
 """Renamed copies of gold chains, so that a model learns to copy names instead of memorising them.
 
-A copy keeps a question's wording, relations and structure. Every entity of the question and of its small graph gets a
-new name, put together from words of training-side names of the same sort (people, works, places, organisations); a word
-is replaced by the same word everywhere in a copy, so families keep a common surname and a title keeps its resemblance
-to its alias. Countries become other countries in the same form ("American" -> "French", "Italy" -> "Peru"), one to one.
-Dates keep their written form and each entity's dates move together by a number of years; answers are computed again
-from the changed evidence. Distractor triples of relations that the entity did not have are added, and the order of the
-triples is shuffled.
+A copy keeps a question's wording, relations and structure. Every entity of the question and of its
+small graph gets a new name, put together from words of training-side names of the same sort
+(people, works, places, organisations); a word is replaced by the same word everywhere in a copy, so
+families keep a common surname and a title keeps its resemblance to its alias. Countries become
+other countries in the same form ("American" -> "French", "Italy" -> "Peru"), one to one. Dates keep
+their written form and each entity's dates move together by a number of years; answers are computed
+again from the changed evidence. Distractor triples of relations that the entity did not have are
+added, and the order of the triples is shuffled.
 """
 
 import dataclasses
@@ -48,10 +49,15 @@ _SUBJECTS: dict[Sort, tuple[str, ...]] = {
         "cause of death", "occupation", "country of citizenship", "student of", "doctoral advisor",
     ),
 }  # fmt: skip
-SORT_OF_OBJECT: dict[str, Sort] = {relation: sort for sort, relations in _OBJECTS.items() for relation in relations}
-SORT_OF_SUBJECT: dict[str, Sort] = {relation: sort for sort, relations in _SUBJECTS.items() for relation in relations}
+SORT_OF_OBJECT: dict[str, Sort] = {
+    relation: sort for sort, relations in _OBJECTS.items() for relation in relations
+}
+SORT_OF_SUBJECT: dict[str, Sort] = {
+    relation: sort for sort, relations in _SUBJECTS.items() for relation in relations
+}
 
-# Words that give a name its form and stay: articles and particles, ranks, kinds of institutions and places.
+# Words that give a name its form and stay: articles and particles, ranks, kinds of institutions and
+# places.
 KEPT_WORDS = frozenset(
     """a an the of and in on at to for from by with or vs n o und et y e de la le les l' du des d' del della di da do
     dos das das el al los las il lo i gli der die das den dem von van zu zur ten ter af av ibn bin bint abu ben bat st
@@ -92,12 +98,15 @@ class Piece:
 
 
 class NameParts:
-    """What new names are made of: the training side's words and closed labels, and its entities' relations."""
+    """What new names are made of: the training side's words and closed labels, and its entities'
+    relations."""
 
     def __init__(self, triples: Iterable[Triple]) -> None:
         words: dict[tuple[Sort, str], dict[str, None]] = {}
         closed: dict[str, dict[str, None]] = {}
-        self.countries: Counter[tuple[str, bool, str]] = Counter()  # (country, whether its people, label as written)
+        self.countries: Counter[tuple[str, bool, str]] = (
+            Counter()
+        )  # (country, whether its people, label as written)
         self.facts: dict[Sort, list[Triple]] = {}  # by the sort of their subject, for distractors
         self.references: list[Triple] = []  # works with a person, for distractors that point at one
         for triple in triples:
@@ -124,12 +133,20 @@ class NameParts:
         for (name, people, label), count in self.countries.items():
             by_country.setdefault((name, people), []).append((label, count))
             totals[name] += count
-        self.country_labels = {key: tuple(zip(*labels, strict=True)) for key, labels in by_country.items()}
+        self.country_labels = {
+            key: tuple(zip(*labels, strict=True)) for key, labels in by_country.items()
+        }
         self.country_names, self.country_weights = tuple(totals), tuple(totals.values())
 
     def pool(self, piece: Piece, sort: Sort) -> tuple[str, ...]:
-        """Words that can stand for the piece; those of another sort where the training side has none of this one."""
-        keys: tuple[tuple[Sort, str], ...] = (_pool(piece, sort), (sort, ""), ("work", ""), ("person", ""))
+        """Words that can stand for the piece; those of another sort where the training side has
+        none of this one."""
+        keys: tuple[tuple[Sort, str], ...] = (
+            _pool(piece, sort),
+            (sort, ""),
+            ("work", ""),
+            ("person", ""),
+        )
         for key in keys:
             if key in self.words:
                 return self.words[key]
@@ -137,7 +154,8 @@ class NameParts:
 
 
 class Renamer:
-    """One copy's renaming: every word, country and closed label has one replacement, and no two have the same."""
+    """One copy's renaming: every word, country and closed label has one replacement, and no two
+    have the same."""
 
     def __init__(self, parts: NameParts, random: random.Random) -> None:
         self.parts, self.random = parts, random
@@ -145,7 +163,8 @@ class Renamer:
         self._taken: set[str] = set()
 
     def label(self, label: str, sort: Sort, relation: str = "") -> str:
-        """A new name of the same form; `relation` is needed for labels of the sorts "closed" and "country"."""
+        """A new name of the same form; `relation` is needed for labels of the sorts "closed" and
+        "country"."""
         if sort == "closed":
             if relation in self.parts.closed:
                 return self._once(f"{relation}: {label}", self.parts.closed[relation])
@@ -154,23 +173,32 @@ class Renamer:
             if country_form(label) in COUNTRY_FORMS:
                 return self._country(label)
             sort = "place"
-        return " ".join(piece.word if piece.kept else self._word(piece, sort) for piece in _pieces(label))
+        return " ".join(
+            piece.word if piece.kept else self._word(piece, sort) for piece in _pieces(label)
+        )
 
     def date(self, text: str, shift_years: int, *, move_day: bool) -> str:
-        """The date moved by years, in the same written form. `move_day` draws day and month again."""
+        """The date moved by years, in the same written form. `move_day` draws day and month
+        again."""
         date = parse_date(text)
         if date is None:
             return text
         year = str(date[0])
-        head, _, tail = text.rpartition(year) if not text.startswith(year) else ("", year, text[len(year) :])
+        head, _, tail = (
+            text.rpartition(year) if not text.startswith(year) else ("", year, text[len(year) :])
+        )
         if move_day and not tail:
             head = _months.sub(lambda _: self.random.choice(MONTHS).capitalize(), head)
             head = _day.sub(lambda _: str(self.random.randint(1, 28)), head)
         return f"{head}{date[0] + shift_years}{tail}"
 
     def year_shift(self, years: Sequence[int], first: int) -> int:
-        """By how many years all dates of one entity move, so that they stay between `first` and the present."""
-        low, high = max(-MAX_YEAR_SHIFT, first - min(years)), min(MAX_YEAR_SHIFT, LAST_YEAR - max(years))
+        """By how many years all dates of one entity move, so that they stay between `first` and the
+        present."""
+        low, high = (
+            max(-MAX_YEAR_SHIFT, first - min(years)),
+            min(MAX_YEAR_SHIFT, LAST_YEAR - max(years)),
+        )
         return self.random.randint(low, high) if low <= high else 0
 
     def _word(self, piece: Piece, sort: Sort) -> str:
@@ -203,17 +231,22 @@ class Renamer:
         parts, random = self.parts, self.random
         if f"country {name}" not in self._new:
             candidates = random.choices(parts.country_names, parts.country_weights, k=20)
-            drawn = next((draw for draw in candidates if f"country {draw}" not in self._taken), name)
+            drawn = next(
+                (draw for draw in candidates if f"country {draw}" not in self._taken), name
+            )
             self._new[f"country {name}"] = drawn
             self._taken.add(f"country {drawn}")
         if f"as {label}" not in self._new:
             drawn = self._new[f"country {name}"]
-            labels, weights = parts.country_labels.get((drawn, people), ((_plain_form(drawn, people),), (1,)))
+            labels, weights = parts.country_labels.get(
+                (drawn, people), ((_plain_form(drawn, people),), (1,))
+            )
             self._new[f"as {label}"] = random.choices(labels, weights)[0]
         return self._new[f"as {label}"]
 
     def _once(self, key: str, pool: Sequence[str]) -> str:
-        """The replacement for `key`, drawn from the pool on first use, unlike every other key's where possible."""
+        """The replacement for `key`, drawn from the pool on first use, unlike every other key's
+        where possible."""
         if key in self._new:
             return self._new[key]
         new = self.random.choice(pool)
@@ -251,7 +284,8 @@ def _pieces(label: str) -> tuple[Piece, ...]:
 
 
 def _last_word(words: Sequence[str]) -> int:
-    """Position of the family name: the last word before a comma or parenthesis, no numeral and no kept word."""
+    """Position of the family name: the last word before a comma or parenthesis, no numeral and no
+    kept word."""
     last = 0
     for position, word in enumerate(words):
         if word.startswith("("):
@@ -277,4 +311,8 @@ def _collect(words: dict[tuple[Sort, str], dict[str, None]], label: str, sort: S
 
 
 def _plain_form(name: str, people: bool) -> str:
-    return next(form for form, (of, is_people) in COUNTRY_FORMS.items() if of == name and is_people == people).title()
+    return next(
+        form
+        for form, (of, is_people) in COUNTRY_FORMS.items()
+        if of == name and is_people == people
+    ).title()

@@ -1,8 +1,10 @@
-"""From gold evidence to an answer: what a planner must conclude in 2WikiMultihopQA, as plain functions.
+"""From gold evidence to an answer: what a planner must conclude in 2WikiMultihopQA, as plain
+functions.
 
-Compositional and inference questions end at the object of the last evidence. Comparison questions name two entities and
-compare a date, a life span, a country or a number of directors; bridge comparisons compare the same of the two films'
-directors. Scripted demonstrations are made only of questions whose gold answer these functions reproduce.
+Compositional and inference questions end at the object of the last evidence. Comparison questions
+name two entities and compare a date, a life span, a country or a number of directors; bridge
+comparisons compare the same of the two films' directors. Scripted demonstrations are made only of
+questions whose gold answer these functions reproduce.
 """
 
 import re
@@ -22,8 +24,8 @@ DAYS_A_YEAR, DAYS_A_MONTH = 365.2425, 30.436875
 
 
 def _country_forms() -> dict[str, tuple[str, bool]]:
-    """The country of every form, and whether the form names its people. How the data writes a country: its name, its
-    people after the colon, other names after the semicolon."""
+    """The country of every form, and whether the form names its people. How the data writes a
+    country: its name, its people after the colon, other names after the semicolon."""
     forms = {}
     for line in Path(__file__).with_name("countries.txt").read_text().splitlines():
         name, _, rest = line.partition(": ")
@@ -37,13 +39,16 @@ COUNTRY_FORMS = _country_forms()
 
 _auxiliary = re.compile(r"(are|is|do|does|did|were|was|have|has)\b", re.IGNORECASE)
 _same = re.compile(r"\bsame (country|nationality)\b", re.IGNORECASE)
-_later = re.compile(r"\b(later|latest|last|younger|youngest|newer|more recently|most recently)\b", re.IGNORECASE)
+_later = re.compile(
+    r"\b(later|latest|last|younger|youngest|newer|more recently|most recently)\b", re.IGNORECASE
+)
 _earlier = re.compile(r"\b(earlier|earliest|first|older|oldest)\b", re.IGNORECASE)
 _two_names_then_rule = re.compile(r"was .+ or .+ (first|earlier|later|last)\W*$", re.IGNORECASE)
 
 
 def comparison_rule(question_text: str) -> ComparisonRule | None:
-    """What a comparison asks of its two entities, by the words outside their names. None if it is no comparison."""
+    """What a comparison asks of its two entities, by the words outside their names. None if it is
+    no comparison."""
     text = question_text.strip()
     if ends := _two_names_then_rule.match(text):  # "Was X or Y born first?"
         return "earlier_date" if _earlier.match(ends[1]) else "later_date"
@@ -62,7 +67,8 @@ def comparison_rule(question_text: str) -> ComparisonRule | None:
 
 
 def evidence_rounds(evidences: Sequence[Evidence]) -> list[list[Evidence]]:
-    """Evidences in the rounds in which a planner can ask them: after the one that finds their subject."""
+    """Evidences in the rounds in which a planner can ask them: after the one that finds their
+    subject."""
     depths: list[int] = []
     for position, evidence in enumerate(evidences):
         before = [depths[i] for i in range(position) if _found_by(evidence, evidences[i])]
@@ -74,21 +80,25 @@ def evidence_rounds(evidences: Sequence[Evidence]) -> list[list[Evidence]]:
 
 
 def chain_ends(evidences: Sequence[Evidence]) -> dict[str, list[Evidence]]:
-    """First entity of each chain -> what was asked last of it. Empty if a chain breaks off or has over two steps."""
+    """First entity of each chain -> what was asked last of it. Empty if a chain breaks off or has
+    over two steps."""
     rounds = evidence_rounds(evidences)
     groups: dict[str, list[Evidence]] = {}
     for evidence in rounds[0] if rounds else ():
         groups.setdefault(evidence.subject, []).append(evidence)
     if len(rounds) == 2:
         groups = {
-            name: [later for later in rounds[1] if any(_found_by(later, earlier) for earlier in group)]
+            name: [
+                later for later in rounds[1] if any(_found_by(later, earlier) for earlier in group)
+            ]
             for name, group in groups.items()
         }
     return groups if len(rounds) <= 2 and all(groups.values()) else {}
 
 
 def answer_from_evidence(question: Question) -> str | None:
-    """The answer that follows from the gold evidences, in the graph's own labels; None where it does not follow."""
+    """The answer that follows from the gold evidences, in the graph's own labels; None where it
+    does not follow."""
     rounds = evidence_rounds(question.evidences)
     if question.kind in ("compositional", "inference"):
         return rounds[-1][0].object if len(rounds) == 2 and len(rounds[-1]) == 1 else None
@@ -98,7 +108,9 @@ def answer_from_evidence(question: Question) -> str | None:
         return None
     (first, first_group), (second, second_group) = groups.items()
     if rule == "same":
-        shared = {country(e.object) for e in first_group} & {country(e.object) for e in second_group}
+        shared = {country(e.object) for e in first_group} & {
+            country(e.object) for e in second_group
+        }
         return "yes" if shared else "no"
     order = _order(first_group, second_group, rule)
     if order == 0:
@@ -113,7 +125,8 @@ def follows_from_evidence(question: Question) -> bool:
 
 
 def country(label: str) -> str:
-    """One name for a country however the data writes it: "American", "U.S." and "United States" are the same."""
+    """One name for a country however the data writes it: "American", "U.S." and "United States" are
+    the same."""
     form = country_form(label)
     return COUNTRY_FORMS[form][0] if form in COUNTRY_FORMS else form
 
@@ -124,7 +137,8 @@ def country_form(label: str) -> str:
 
 
 def parse_date(text: str) -> Date | None:
-    """Parses "November 14, 1961", "14 November 1961", "March 1961", "1961" or "1961-03-02", also with BC; else None."""
+    """Parses "November 14, 1961", "14 November 1961", "March 1961", "1961" or "1961-03-02", also
+    with BC; else None."""
     text = text.strip().lower()
     before_christ = re.search(r"\s+(bc|bce)$", text)
     if before_christ:
@@ -145,8 +159,8 @@ def parse_date(text: str) -> Date | None:
 def with_printed_dates(answers: Sequence[str]) -> tuple[str, ...]:
     """Return the answers, followed by the dates among them as a knowledge graph prints them.
 
-    The data write "June 9, 1880" or "9 June 1880", and every graph prints the second (`retrieval/graph/values.py`). It
-    prints the first of January as its year.
+    The data write "June 9, 1880" or "9 June 1880", and every graph prints the second
+    (`retrieval/graph/values.py`). It prints the first of January as its year.
     """
     printed = []
     for answer in answers:
@@ -165,7 +179,8 @@ def with_printed_dates(answers: Sequence[str]) -> tuple[str, ...]:
 
 
 def compare_dates(first: Date, second: Date) -> int:
-    """-1 if the first is earlier, 1 if later, 0 if equal or not comparable. Parts that one side lacks do not count."""
+    """-1 if the first is earlier, 1 if later, 0 if equal or not comparable. Parts that one side
+    lacks do not count."""
     for one, other in zip(first, second, strict=True):
         if one == 0 or other == 0:
             return 0
@@ -175,7 +190,8 @@ def compare_dates(first: Date, second: Date) -> int:
 
 
 def _order(first: list[Evidence], second: list[Evidence], rule: ComparisonRule) -> int:
-    """-1 where the first side's quantity is the smaller one, 1 where it is the larger, 0 where that cannot be told."""
+    """-1 where the first side's quantity is the smaller one, 1 where it is the larger, 0 where that
+    cannot be told."""
     if rule == "more":
         return (len(first) > len(second)) - (len(first) < len(second))
     if rule == "longer_life":
@@ -203,7 +219,11 @@ def _month(name: str | None) -> int:
     """1 to 12 for a month or its abbreviation, 0 for none, -1 for a word that is no month."""
     if name is None:
         return 0
-    found = [number for number, month in enumerate(MONTHS, start=1) if len(name) >= 3 and month.startswith(name)]
+    found = [
+        number
+        for number, month in enumerate(MONTHS, start=1)
+        if len(name) >= 3 and month.startswith(name)
+    ]
     return found[0] if found else -1
 
 

@@ -1,7 +1,8 @@
-"""Renamed copies of questions with usable gold chains, each with a small graph of its own, for scripted demonstrations.
+"""Renamed copies of questions with usable gold chains, each with a small graph of its own, for
+scripted demonstrations.
 
-A copy is made when it is read, from the question's id and the copy's number alone, in about a third of a millisecond;
-nothing is stored. `augmentation.py` says how names change.
+A copy is made when it is read, from the question's id and the copy's number alone, in about a third
+of a millisecond; nothing is stored. `augmentation.py` says how names change.
 """
 
 import dataclasses
@@ -12,12 +13,30 @@ from typing import Literal
 from mujica_jax.records import Entity, Evidence, Question
 from mujica_jax.retrieval.graph.triples import LITERAL_RELATIONS, Triple, TripleGraph
 from mujica_jax.tasks.environment import GraphEnvironment
-from mujica_jax.tasks.two_wiki.augmentation import SORT_OF_OBJECT, SORT_OF_SUBJECT, NameParts, Renamer, Sort
+from mujica_jax.tasks.two_wiki.augmentation import (
+    SORT_OF_OBJECT,
+    SORT_OF_SUBJECT,
+    NameParts,
+    Renamer,
+    Sort,
+)
 from mujica_jax.tasks.two_wiki.chains import answer_from_evidence, parse_date
 from mujica_jax.tasks.two_wiki.records import Mention, mentions
 
 NEIGHBOURS = 12  # triples of the real graph that a copy takes over for each entity of the chain
-EXTRA_FACTS = (0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 4)  # distractors that a copy adds to an entity, drawn from here
+EXTRA_FACTS = (
+    0,
+    0,
+    0,
+    0,
+    1,
+    1,
+    1,
+    2,
+    2,
+    3,
+    4,
+)  # distractors that a copy adds to an entity, drawn from here
 EXTRA_REFERENCE = 0.3  # probability that one more work points at a person of the chain
 LIFE_ENDS = {"date of birth": ("date of death", -1), "date of death": ("date of birth", 1)}
 LIFE_YEARS = (20, 90)
@@ -28,7 +47,8 @@ FIRST_YEAR: dict[Sort, int] = {"work": 1895}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """A triple by keys: `object` is a key for entities, else the text of a country, a closed label or a date."""
+    """A triple by keys: `object` is a key for entities, else the text of a country, a closed label
+    or a date."""
 
     subject: str
     relation: str
@@ -38,7 +58,8 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyPlan:
-    """What all copies of a question share. `labels` and `sorts`: each entity's original name, and what it is."""
+    """What all copies of a question share. `labels` and `sorts`: each entity's original name, and
+    what it is."""
 
     question: Question
     places: tuple[Mention, ...]  # where the text names each candidate
@@ -56,7 +77,9 @@ def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:
     if places is None:
         return None
     labels: dict[str, str] = {}
-    chain = [_row(one, one.subject_id, one.object_id or one.object, labels) for one in question.evidences]
+    chain = [
+        _row(one, one.subject_id, one.object_id or one.object, labels) for one in question.evidences
+    ]
     around: dict[Row, None] = {}
     for key in dict.fromkeys(row.subject for row in chain):
         for triple, as_object, *_ in graph.ends_of(key, NEIGHBOURS):
@@ -74,7 +97,9 @@ def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:
     )
 
 
-def renamed_copy(plan: CopyPlan, parts: NameParts, number: int, top_k: int) -> tuple[Question, GraphEnvironment]:
+def renamed_copy(
+    plan: CopyPlan, parts: NameParts, number: int, top_k: int
+) -> tuple[Question, GraphEnvironment]:
     """The question's copy with this number, and the environment in which it is answered."""
     identifier = f"{plan.question.id}-renamed-{number}"
     draw = random.Random(identifier)
@@ -84,7 +109,10 @@ def renamed_copy(plan: CopyPlan, parts: NameParts, number: int, top_k: int) -> t
         plan.question,
         id=identifier,
         text=_renamed_text(plan, renamer),
-        candidates=tuple(Entity(id=_key(entity.id), label=labels[entity.id]) for entity in plan.question.candidates),
+        candidates=tuple(
+            Entity(id=_key(entity.id), label=labels[entity.id])
+            for entity in plan.question.candidates
+        ),
         gold_passages=(),
     )
     for _ in range(DATE_DRAWS):
@@ -94,10 +122,14 @@ def renamed_copy(plan: CopyPlan, parts: NameParts, number: int, top_k: int) -> t
         if answer is not None:
             break
     else:
-        raise AssertionError(f"the evidence of {identifier} gives no answer after {DATE_DRAWS} draws of its dates")
+        raise AssertionError(
+            f"the evidence of {identifier} gives no answer after {DATE_DRAWS} draws of its dates"
+        )
     triples += _distractors(plan, parts, renamer, triples)
     draw.shuffle(triples)
-    return dataclasses.replace(question, answers=(answer,)), GraphEnvironment(TripleGraph(triples), top_k)
+    return dataclasses.replace(question, answers=(answer,)), GraphEnvironment(
+        TripleGraph(triples), top_k
+    )
 
 
 def _row(triple: Evidence, subject: str, found: str, labels: dict[str, str]) -> Row:
@@ -124,13 +156,20 @@ def _sort(key: str, rows: Sequence[Row]) -> Sort:
 
 
 def _renamed_text(plan: CopyPlan, renamer: Renamer) -> str:
-    """The question's wording around the new names, which are written In Title Case where the old ones were."""
+    """The question's wording around the new names, which are written In Title Case where the old
+    ones were."""
     text = plan.question.text
-    by_place = sorted(zip(plan.places, plan.question.candidates, strict=True), key=lambda pair: -pair[0].start)
+    by_place = sorted(
+        zip(plan.places, plan.question.candidates, strict=True), key=lambda pair: -pair[0].start
+    )
     for place, candidate in by_place:
         new = renamer.label(place.name, plan.sorts[candidate.id])
         written = text[place.start : place.end]
-        text = text[: place.start] + (new if written == place.name else new.title()) + text[place.end :]
+        text = (
+            text[: place.start]
+            + (new if written == place.name else new.title())
+            + text[place.end :]
+        )
     return text
 
 
@@ -146,30 +185,46 @@ def _renamed_triples(plan: CopyPlan, renamer: Renamer, labels: dict[str, str]) -
         else:
             label = renamer.label(row.object, row.object_kind, row.relation)
             key = _key(label)
-        triples.append(_triple((labels[row.subject], _key(row.subject)), row.relation, (label, key)))
+        triples.append(
+            _triple((labels[row.subject], _key(row.subject)), row.relation, (label, key))
+        )
     return triples
 
 
 def _renamed_dates(plan: CopyPlan, renamer: Renamer) -> dict[tuple[str, str], str]:
-    """The new date for every entity and date: all dates of one entity move by the same number of years."""
-    dates = {(row.subject, row.object): row.object for row in (*plan.chain, *plan.around) if row.object_kind == "date"}
+    """The new date for every entity and date: all dates of one entity move by the same number of
+    years."""
+    dates = {
+        (row.subject, row.object): row.object
+        for row in (*plan.chain, *plan.around)
+        if row.object_kind == "date"
+    }
     years: dict[str, list[int]] = {}
     for subject, text in dates:
         if date := parse_date(text):
             years.setdefault(subject, []).append(date[0])
     for subject, found in years.items():
-        shift = renamer.year_shift(found, FIRST_YEAR.get(plan.sorts[subject], 1000 if min(found) >= 1000 else 1))
-        move_day = len(set(found)) == len(found)  # within one year, months keep the order of the dates
+        shift = renamer.year_shift(
+            found, FIRST_YEAR.get(plan.sorts[subject], 1000 if min(found) >= 1000 else 1)
+        )
+        move_day = len(set(found)) == len(
+            found
+        )  # within one year, months keep the order of the dates
         for key in dates:
             if key[0] == subject:
                 dates[key] = renamer.date(key[1], shift, move_day=move_day)
     return dates
 
 
-def _distractors(plan: CopyPlan, parts: NameParts, renamer: Renamer, triples: Sequence[Triple]) -> list[Triple]:
-    """Facts of relations that an entity of the chain does not have, and works that point at a person of the chain."""
+def _distractors(
+    plan: CopyPlan, parts: NameParts, renamer: Renamer, triples: Sequence[Triple]
+) -> list[Triple]:
+    """Facts of relations that an entity of the chain does not have, and works that point at a
+    person of the chain."""
     draw, added = renamer.random, []
-    for row, triple in {row.subject: (row, triple) for row, triple in zip(plan.chain, triples, strict=False)}.values():
+    for row, triple in {
+        row.subject: (row, triple) for row, triple in zip(plan.chain, triples, strict=False)
+    }.values():
         subject, key, sort = triple.subject, triple.subject_id, plan.sorts[row.subject]
         objects = {other.relation: other.object for other in triples if other.subject_id == key}
         facts = parts.facts.get(sort, ())
@@ -187,7 +242,8 @@ def _distractors(plan: CopyPlan, parts: NameParts, renamer: Renamer, triples: Se
 
 
 def _new_object(fact: Triple, renamer: Renamer, objects: dict[str, str]) -> str:
-    """The object of another entity's fact under a new name; a date that fits to the dates in `objects`."""
+    """The object of another entity's fact under a new name; a date that fits to the dates in
+    `objects`."""
     if not fact.object_is_literal:
         return renamer.label(fact.object, SORT_OF_OBJECT.get(fact.relation, "other"), fact.relation)
     date = parse_date(fact.object)
@@ -208,4 +264,10 @@ def _key(key: str) -> str:
 
 def _triple(subject: tuple[str, str], relation: str, found: tuple[str, str]) -> Triple:
     """Of two ends, each a label and a key."""
-    return Triple(subject=subject[0], relation=relation, object=found[0], subject_id=subject[1], object_id=found[1])
+    return Triple(
+        subject=subject[0],
+        relation=relation,
+        object=found[0],
+        subject_id=subject[1],
+        object_id=found[1],
+    )

@@ -1,4 +1,5 @@
-"""What 2WikiMultihopQA is searched in: an index or a service of passages, a graph or an endpoint."""
+"""What 2WikiMultihopQA is searched in: an index or a service of passages, a graph or an
+endpoint."""
 
 from collections.abc import Sequence
 
@@ -20,14 +21,15 @@ def open_knowledge_graph(index: str, queries_per_second: float) -> KnowledgeGrap
         return open_endpoint(index, queries_per_second)
     if index.startswith(("http://", "https://")):
         raise UserError(
-            f"environment is graph and the index {index} is a service of passages: write {SCHEME}{index} for a SPARQL "
-            "endpoint, or give the directory of a graph"
+            f"environment is graph and the index {index} is a service of passages: write "
+            f"{SCHEME}{index} for a SPARQL endpoint, or give the directory of a graph"
         )
     return open_graph(index)
 
 
 def ranking(config: TwoWikiConfig | QaldConfig) -> Ranking:
-    """Return what orders the triples of an entity that has more than `top_k`. Raises UserError without the embedder."""
+    """Return what orders the triples of an entity that has more than `top_k`. Raises UserError
+    without the embedder."""
     if config.retriever == "dense":
         return DenseRanking(find_embedder(config.embedder).load())
     language = config.language if isinstance(config, QaldConfig) else "en"
@@ -38,4 +40,6 @@ def corpus_of(config: TwoWikiConfig, records: Sequence[Record]) -> list[Passage]
     """Of the data folder; where it has none, the passages that its questions come with."""
     if files := data_files(config.data_dir, CORPUS_FILES, "passages", needed=False):
         return read_corpus(files)
-    return passages_of(records) or read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))
+    return passages_of(records) or read_corpus(
+        data_files(config.data_dir, CORPUS_FILES, "passages")
+    )
