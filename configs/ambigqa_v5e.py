@@ -8,7 +8,7 @@
 DecEx-RAG, table 1, EM and F1: Search-R1 49.2 and 60.4 (its checkpoint), direct 11.6 and 22.4, chain
 of thought 27.6 and 38.1, rag 44.3 and 56.7, Iter-RetGen 47.0 and 58.8, IRCoT 24.5 and 40.6, FLARE
 40.6 and 50.1, Search-o1 42.5 and 53.4. Three passages a search and four searches are the paper's.
-Rows by flags: its other sets are the files `*_qwen3_4b_v5e.py` with --task.top-k 3.
+Rows by flags: its other sets are those of `nq_qwen3_4b_v5e.py`, with --task.top-k 3.
 
 Not run. Index and all that is not task, model or style are those of `nq_qwen3_4b_v5e.py`.
 """

@@ -8,9 +8,22 @@
 Learning When to Search, table 1, share of answers that a judge accepts (--judge.base-url ...,
 docs/evaluation.md): 0.32 without search (direct), 0.55 with one (rag), 0.57 after both stages with
 1.07 searches a question; Qwen3-8B 0.39, 0.62 and 0.64 with 1.13. Trained policies are given as
---checkpoint. Rows by flags: Qwen3-8B and Qwen2.5-7B are other values of --init, whose engine fits
-too; the prompt-based rows of DecEx-RAG, table 1, are --task.top-k 3 --agents direct
-chain_of_thought rag iter_retgen ircot flare search_o1, and Search-R1 is --agent.style search_r1.
+--checkpoint.
+
+Rows by flags:
+
+- the paper's other sets, by --task.kind with --task.data-dir DIR and --eval.questions 20000. Each
+  has direct, rag, and both stages with their searches a question, first of Qwen3-4B, then of 8B:
+
+      triviaqa    0.48  0.73  0.83  1.03     0.61  0.70  0.81  1.01
+      popqa       0.20  0.51  0.54  1.06     0.25  0.52  0.53  1.01
+      hotpotqa    0.28  0.56  0.55  1.11     0.35  0.54  0.55  1.15
+      musique     0.12  0.19  0.24  1.25     0.14  0.18  0.27  2.15
+      bamboogle   0.37  0.50  0.61  1.44     0.48  0.54  0.56  1.22
+
+- Qwen3-8B and Qwen2.5-7B are other values of --init, whose engine fits too;
+- the prompt-based rows of DecEx-RAG, table 1, are --task.top-k 3 --agents direct chain_of_thought
+  rag iter_retgen ircot flare search_o1, and Search-R1 is --agent.style search_r1.
 
 Not run. It is for evaluation: a training step does not fit four chips. Limits are those of the
 paper's table 5, the embedder that of DecEx-RAG; its 21 million embeddings are searched by ScaNN in

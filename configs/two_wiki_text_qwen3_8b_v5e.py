@@ -5,7 +5,7 @@
         --task.index INDEX
 
 No paper has this row: Mujica-MyGO trains Qwen2.5-7B and Llama-3.1-8B, and of Learning When to
-Search Qwen3-8B is scored by the files `*_qwen3_4b_v5e.py`.
+Search Qwen3-8B is scored by `nq_qwen3_4b_v5e.py` and `two_wiki_text_qwen3_4b_v5e.py`.
 
 Not run; learning takes about 1.3 hours by its operations (docs/evaluation.md). The training step
 compiles for this topology and fits (`tests/test_tpu_compile.py`). The engine splits Qwen3-8B's

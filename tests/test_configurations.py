@@ -109,7 +109,7 @@ def test_a_row_out_of_domain_is_scored_with_the_policy_of_another_run(tmp_path):
     assert found.trained_otherwise(trained.agent) == []
     named = CONFIGS["musique_v5e"].agent
     assert found.trained_otherwise(named) == ["agent.prompt was 'brief' and is now 'zero_shot'"]
-    single = CONFIGS["musique_qwen3_4b_v5e"].agent
+    single = CONFIGS["nq_qwen3_4b_v5e"].agent
     assert found.trained_otherwise(single) == ["agent.kind was 'mujica' and is now 'single'"]
 
 

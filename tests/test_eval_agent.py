@@ -45,12 +45,20 @@ def test_a_policy_plays_the_agent_that_it_was_trained_as_on_the_task_of_a_config
 
 
 @pytest.mark.parametrize(
-    "name", ["nq_qwen3_4b_v5e", "popqa_qwen3_4b_v5e", "bamboogle_qwen3_4b_v5e", "ambigqa_v5e"]
+    "words",
+    [
+        ["nq_qwen3_4b_v5e"],
+        ["nq_qwen3_4b_v5e", "--task.kind", "popqa"],
+        ["nq_qwen3_4b_v5e", "--task.kind", "bamboogle"],
+        ["ambigqa_v5e"],
+    ],
 )
-def test_the_documented_command_plays_decex_on_the_other_sets_of_its_paper(run, name):
+def test_the_documented_command_plays_decex_on_the_other_sets_of_its_paper(run, words):
     """docs/evaluation.md: policies that another method has trained, `--checkpoint RUN`."""
-    assert load_config(name).agent.kind != "decex"
-    assert played(name, "--checkpoint", run).agent == DECEX
+    assert load_config(words[0]).agent.kind != "decex"
+    config = played(*words, "--checkpoint", run)
+    assert config.agent == DECEX
+    assert config.task.kind == (words[2] if len(words) > 1 else load_config(words[0]).task.kind)
 
 
 def test_further_agents_are_compared_with_the_agent_that_it_was_trained_as(run):

@@ -114,7 +114,9 @@ def evaluate(
         flags = command(
             endpoint.base_url, tokenizer, "--agent.kind", "direct", "--sampled", "False", *task
         )
-        status = evaluation.main(["bamboogle_qwen3_4b_v5e", *flags[1:], "--eval.split", "test"])
+        status = evaluation.main(
+            ["nq_qwen3_4b_v5e", "--task.kind", "bamboogle", *flags[1:], "--eval.split", "test"]
+        )
     assert status == 0
     return json.loads((tmp_path / "eval" / "bamboogle-text-direct-test.json").read_text())["greedy"]
 
