@@ -249,6 +249,28 @@ async def test_pieces_are_the_tokens_of_the_turn():
     )
 
 
+class HalfACharacter(Told):
+    """Writes a byte that is no whole character in the place of each `~`."""
+
+    async def generate(self, *arguments, **options):
+        written = await super().generate(*arguments, **options)
+        words = tokenizer()
+        byte = next(id for id in range(words.vocab_size) if words.token_bytes(id) == b"\xa2")
+        ids = tuple(byte if words.decode([id]) == "~" else id for id in written.token_ids)
+        return dataclasses.replace(written, token_ids=ids)
+
+
+async def test_half_a_character_in_a_sub_question_or_query_can_be_searched_and_stored():
+    """A byte-level model may write any bytes; files and requests hold whole text alone."""
+    told = HalfACharacter([WHO.replace("Amber", "A~mber"), " A~ </search>"])
+    chain = agent().begin(attempt(QUESTION), world(), told)
+    await chain.decide()
+    assert chain.asked == "Who made A\ufffdmber Tide?"
+    await chain.solve("search")
+    assert [search.query for search in chain.searches] == ["A\ufffd"]
+    assert chain.record().turns[1].text.count("\ufffd") == 2
+
+
 async def test_what_is_sampled_beyond_a_piece_is_counted_and_left_out():
     chain = agent().begin(attempt(QUESTION), world(), Told([TURNS[0]]))
     before = chain.tokens

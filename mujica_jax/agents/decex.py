@@ -500,6 +500,11 @@ def _spelled(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     return b"".join(map(tokenizer.token_bytes, ids)).decode("utf-8", "surrogateescape")
 
 
+def _readable(spelled: str) -> str:
+    """Return spelled text with U+FFFD for each part of a character that is not whole."""
+    return spelled.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def _tokens_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
     """Return how many of the first tokens spell `text`, which is the beginning of what they say.
 
@@ -577,7 +582,10 @@ class _PartOfTurn:
             else completion.token_ids
         )
         text = _spelled(self._tokenizer, ids)
-        self.piece = piece = read(text)
+        piece = read(text)
+        if piece is not None:
+            # Places count in the spelled text, but what is searched and stored must be whole text.
+            self.piece = dataclasses.replace(piece, text=_readable(piece.text))
         if piece is None or piece.kind in ("search", "answer"):
             return completion
         if (
