@@ -8,13 +8,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fake_bucket import serving
-from launch.gcloud import end_units
 from packed_rows import MODEL
 from test_launch import LAUNCH, Cloud
+from test_launch_rehearsal import machines
 from tiny_embedder import WORDS, tiny_embedder
 from tiny_models import filled_decoder
-from whole_runs import ENVIRONMENT, SECONDS, free_port
+from whole_runs import SECONDS
 
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
@@ -70,22 +69,8 @@ def write_checkpoint(folder: Path) -> None:
 
 @pytest.fixture
 def cloud(tmp_path):
-    with serving() as bucket:
-        made = Cloud(tmp_path / "cloud")
-        made.environment = (
-            ENVIRONMENT
-            | bucket.environment
-            | {
-                **{name: made.environment[name] for name in ("PATH", "STUB_CLOUD", "STUB_PYTHON")},
-                "XDG_CACHE_HOME": str(tmp_path / "cache"),
-                "JAX_NUM_CPU_DEVICES": "1",
-                "STUB_PORT": str(free_port()),
-            }
-        )
-        made.bucket = bucket
+    with machines(tmp_path) as made:
         yield made
-        for home in made.folder.glob("worker-*"):
-            end_units(home)
 
 
 def long(cloud: Cloud, script: str, *words: str) -> str:

@@ -1,10 +1,13 @@
 """From nothing to a trained policy and back, by the scripts as a user calls them: the machines are
 folders here, ssh runs a shell, and the slice is lost in the middle."""
 
+import contextlib
 import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from fake_bucket import serving
@@ -20,8 +23,9 @@ WORDS = """configs/tiny_world.py --trainer.fsdp 2 --trainer.rows-per-step 8 --ta
     --eval.questions 8""".split()
 
 
-@pytest.fixture
-def cloud(tmp_path):
+@contextlib.contextmanager
+def machines(tmp_path: Path) -> Iterator[Cloud]:
+    """A cloud whose workers are folders here, with a bucket behind an address of its own."""
     with serving() as bucket:
         made = Cloud(tmp_path / "cloud")
         made.environment = (
@@ -34,12 +38,18 @@ def cloud(tmp_path):
                 "STUB_PORT": str(free_port()),
             }
         )
-        made.set(PLATFORM="cpu", EXTRAS="", POLL_SECONDS="1")
-        (made.folder / "workers").write_text("2")
         made.bucket = bucket
         yield made
         for home in made.folder.glob("worker-*"):
             end_units(home)
+
+
+@pytest.fixture
+def cloud(tmp_path):
+    with machines(tmp_path) as made:
+        made.set(PLATFORM="cpu", EXTRAS="", POLL_SECONDS="1")
+        (made.folder / "workers").write_text("2")
+        yield made
 
 
 @pytest.mark.slow
