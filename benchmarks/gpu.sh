@@ -63,6 +63,5 @@ for size in 0.5b 1.5b 7b; do
     step "rollout-$size" "$PYTHON" benchmarks/rollout.py --checkpoint "benchmarks/shapes/qwen2.5-$size" --dtype bfloat16
 done
 step rollout-7b-256 "$PYTHON" benchmarks/rollout.py --checkpoint $seven --dtype bfloat16 --sessions 256 --slots 256
-step attention "$PYTHON" benchmarks/attention_parity.py
 step search "$PYTHON" benchmarks/exact_search.py
 exit $status

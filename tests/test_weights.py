@@ -1,14 +1,19 @@
 """Checkpoints come back as they were written, and each way in which one can be wrong is named."""
 
+import dataclasses
 import json
 import os
+import re
+import sys
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from packed_rows import MODEL, tiny_decoder
 from safetensors.numpy import load_file, save_file
 from tiny_models import filled_decoder
+from whole_runs import ROOT, finished
 
 from mujica_jax.errors import UserError
 from mujica_jax.models import weights
@@ -185,3 +190,26 @@ def test_bfloat16_tensors_are_read_as_float32(decoder, directory):
     loaded = load_checkpoint(directory)
     assert loaded.embedding[...].dtype == np.float32
     np.testing.assert_allclose(loaded.embedding[...], decoder.embedding[...], rtol=1e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
+def test_importing_peaks_below_1_3_times_the_weights(tmp_path):
+    wide = dataclasses.replace(
+        MODEL,
+        vocab_size=100_000,
+        hidden_size=384,
+        intermediate_size=1536,
+        num_layers=12,
+        num_heads=6,
+        head_dim=64,
+    )
+    save_checkpoint(tiny_decoder(wide), tmp_path / "model")
+    measured = re.search(
+        r"([\d.]+) MiB of weights, peak ([\d.]+) times",
+        finished(
+            [sys.executable, str(ROOT / "tests" / "import_memory.py"), str(tmp_path / "model")]
+        ),
+    )
+    assert measured is not None and float(measured[1]) > 200
+    assert 1.0 <= float(measured[2]) < 1.3

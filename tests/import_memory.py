@@ -1,6 +1,6 @@
-"""Peak memory of importing a Hugging Face checkpoint, as a multiple of the weights it becomes.
+"""Measure the peak memory of importing a Hugging Face checkpoint, as a multiple of its weights.
 
-    python benchmarks/import_memory.py DIRECTORY
+    python tests/import_memory.py DIRECTORY
 
 Prints one line; resident memory counts, mapped files included. Linux only.
 """
