@@ -4,6 +4,7 @@
 # make test-faults  a whole run, and one for each kind of fault: SIGKILL, SIGTERM, a full disk, a failing bucket, a lost process
 # make test-crashes  SIGKILL and SIGTERM in every phase, full disks, failing buckets, jobs that lose a process
 # make test-slow all that takes longer: the crash matrix, several hosts, eight devices against one, programs of 7B models compiled for TPUs
+# make check     format, lint, types, and the tests of what has changed
 # make lint      install, then ruff and pyright
 # make clean     remove .venv and all caches; runs/ stays
 #
@@ -30,7 +31,7 @@ define CHECK_PYTHON
 import sys; (3, 11) <= sys.version_info[:2] <= (3, 13) or sys.exit("mujica_jax needs Python 3.11 to 3.13 and $(PYTHON) is %d.%d: name another one, as in make install PYTHON=python3.12" % sys.version_info[:2])
 endef
 
-.PHONY: train install test test-faults test-crashes test-slow lint clean
+.PHONY: train install check test test-faults test-crashes test-slow lint clean
 
 $(RUNTIME): requirements.txt pyproject.toml
 	@test -x $(VENV)/bin/pip || $(PYTHON) -c '$(CHECK_PYTHON)'
@@ -67,6 +68,15 @@ test-crashes: install
 
 test-slow: install $(COMPILER)
 	$(TEST) -m slow $(ARGS)
+
+# Since which revision files count as changed: make check SINCE=main
+SINCE ?= HEAD
+check: install
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/pyright
+	changed=$$($(VENV)/bin/python tests/changed.py $(SINCE)) && \
+		if [ -n "$$changed" ]; then $(TEST) -m 'not slow' $$changed; fi
 
 lint: install
 	$(VENV)/bin/ruff check .
