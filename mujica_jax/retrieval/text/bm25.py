@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.manifest import again, read_json
+from mujica_jax.retrieval.manifest import read_json, rebuild_advice
 from mujica_jax.retrieval.text.corpus import Index, Passage
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class Bm25Index(Index):
         if loaded._has_pairs and read_json(folder / WORDS_FILE) != WORDS:
             raise UserError(
                 f"{folder / WORDS_FILE} describes words that this release does not make: "
-                f"{again(folder.parent)}, or use the release that built it"
+                f"{rebuild_advice(folder.parent)}, or use the release that built it"
             )
         return loaded
 

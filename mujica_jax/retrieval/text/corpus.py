@@ -34,7 +34,7 @@ import numpy as np
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import Skipped
-from mujica_jax.retrieval.manifest import again
+from mujica_jax.retrieval.manifest import rebuild_advice
 from mujica_jax.retrieval.text.corpus_records import FORMATS, check_text, in_one_form, records_of
 
 Hits = list[tuple[int, float]]  # positions of passages and their scores, best first
@@ -128,7 +128,7 @@ class PassageFile(Sequence[Passage]):
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(
                 f"{path} cannot be read as an Arrow file ({error}): it is damaged, so "
-                f"{again(path.parent)}"
+                f"{rebuild_advice(path.parent)}"
             ) from error
 
     def __len__(self) -> int:

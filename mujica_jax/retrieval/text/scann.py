@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.manifest import again, read_json, write_json
+from mujica_jax.retrieval.manifest import read_json, rebuild_advice, write_json
 from mujica_jax.retrieval.text.embeddings import Embeddings
 from mujica_jax.storage.local import sync
 
@@ -131,7 +131,7 @@ class ScannSearch:
             searcher.set_num_threads(len(os.sched_getaffinity(0)))
         except (RuntimeError, ValueError, OSError) as error:
             raise UserError(
-                f"{folder} cannot be loaded by ScaNN ({error}): {again(folder.parent)}"
+                f"{folder} cannot be loaded by ScaNN ({error}): {rebuild_advice(folder.parent)}"
             ) from error
 
         # The allocator would keep what loading needed: 4% of the index.
