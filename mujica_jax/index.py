@@ -213,7 +213,6 @@ def query(arguments: argparse.Namespace) -> None:
     kind = GRAPH if arguments.index.startswith(SCHEME) else read_kind(arguments.index)
     _refuse_unread(arguments, kind)
 
-    # Search.
     results = _search_graph(arguments) if kind == GRAPH else _search_passages(arguments)
 
     # Print JSON lines into a file or a pipe, and a numbered list on a terminal.
@@ -295,7 +294,6 @@ def serve(arguments: argparse.Namespace) -> None:
     server_socket = open_port(arguments.host, arguments.port)
     with contextlib.closing(server_socket):
         index = _open_index(arguments)
-        # A search by words costs no more than a look into the cache.
         cache = None if kind == "bm25" else SearchCache(cache_folder("searches"), index.version)
         retriever = IndexRetriever(
             index,
@@ -504,6 +502,7 @@ def _add_command(
 
 
 def _add_estimate_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only `estimate` has."""
     parser.add_argument("--corpus", nargs="+", required=True, metavar="FILE")
     parser.add_argument(
         "--passages", type=int, help="as if it had so many (default: all are counted)"
@@ -515,6 +514,7 @@ def _add_estimate_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_build_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only `build` has."""
     parser.add_argument(
         "--corpus",
         nargs="+",
@@ -560,6 +560,7 @@ def _add_content_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_recall_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only `recall` has."""
     parser.add_argument(
         "--questions",
         required=True,
@@ -570,6 +571,7 @@ def _add_recall_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_query_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only `query` has."""
     parser.add_argument("text", metavar="QUERY", help="of a graph: a Q-id, a label or an alias")
     parser.add_argument(
         "--k", type=int, help=f"at most so many ({DEFAULT_K} passages, all triples)"
@@ -577,6 +579,7 @@ def _add_query_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only `serve` has."""
     parser.add_argument(
         "--host",
         default="127.0.0.1",

@@ -97,7 +97,7 @@ class RemoteRetriever(Counted):
             start_time = time.monotonic()
             answer = await self._client.post({"queries": queries, "k": k})
             self.count(batches=1, search_seconds=time.monotonic() - start_time)
-            return self._read(answer, len(queries), k)
+            return self._read(answer, queries=len(queries), k=k)
 
         try:
             with as_retrieval_errors():

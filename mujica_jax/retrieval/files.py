@@ -42,7 +42,10 @@ class Skipped:
 
 
 def open_file(path: str | Path) -> IO[bytes]:
-    """Open a local file or an object in a bucket. Raises FileNotFoundError, OSError or UserError."""
+    """Open a local file or an object in a bucket.
+
+    Raises FileNotFoundError, OSError or UserError.
+    """
     if not _is_in_bucket(path):
         return open(path, "rb")
     return cast(IO[bytes], io.BufferedReader(BucketFile(str(path)), RANGE_BYTES))

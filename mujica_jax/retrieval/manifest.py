@@ -159,7 +159,7 @@ def building(folder: Path, plan: Mapping[str, Any]) -> Iterator[bool]:
         yield (folder / MANIFEST).exists()
 
 
-def commit(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
+def commit(folder: Path, description: Mapping[str, Any]) -> dict[str, Any]:
     """Write the manifest over all files of the directory, and return it.
 
     Nothing may be written there afterwards.
@@ -167,9 +167,15 @@ def commit(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
     names = [name for name in local.names(folder, "") if name not in (PLAN, MANIFEST)]
     for name in names:
         local.sync(folder / name)
+
     files = [describe_file(folder / name, name) for name in names]
-    content = {name: value for name, value in about.items() if name not in NOT_CONTENT}
-    manifest = {"format": FORMAT, "version": _version(content, files), **about, "files": files}
+    content = {name: value for name, value in description.items() if name not in NOT_CONTENT}
+    manifest = {
+        "format": FORMAT,
+        "version": _version(content, files),
+        **description,
+        "files": files,
+    }
     write_json(folder / MANIFEST, manifest)
     return manifest
 

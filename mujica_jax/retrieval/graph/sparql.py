@@ -235,31 +235,11 @@ def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) 
 
     Those with the entity as subject come first, then the order is by property and by label.
     """
-    # Collect the statements and all labels of what they name.
-    ranked_labels: dict[str, set[tuple[int, str]]] = {}
-    statements: dict[tuple[bool, str, Any], None] = {}  # (inverse, property, other), in order
+    rows = list(rows)
+    statements = _statements(rows)
+    labels = _best_labels(rows, entity, languages)
 
-    def note_label(iri: str, label: Any) -> None:
-        if label is not None:
-            ranked_labels.setdefault(iri, set()).add(_ranked_label(label, languages))
-
-    for row in rows:
-        if row["own"] is not None:
-            note_label(entity.value, row["own"])
-        if row["property"] is None:
-            continue
-        note_label(row["property"].value, row["name"])
-        other = row["other"]
-        is_blank_node = not hasattr(other, "value")
-        if is_blank_node:
-            continue
-        inverse = row["inverse"].value in ("1", "true")
-        statements[inverse, row["property"].value, other] = None
-        if not _is_literal(other):
-            note_label(other.value, row["label"])
-
-    # Write each statement as a triple with its best labels.
-    labels = {iri: min(names)[1] for iri, names in ranked_labels.items()}
+    # Write each statement as a triple.
     sortable_ends = []
     for inverse, iri, other in statements:
         sortable_end = _sortable_end(inverse, iri, other, entity=entity.value, labels=labels)
@@ -272,6 +252,39 @@ def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) 
     for _, end in sortable_ends:
         ends.setdefault(end.triple.text, end)
     return list(ends.values())
+
+
+def _statements(rows: Iterable[Row]) -> list[tuple[bool, str, Any]]:
+    """Return the statements of the rows as (inverse, property, other end), no two alike.
+
+    An end without a value, such as a quoted triple, makes no statement.
+    """
+    statements: dict[tuple[bool, str, Any], None] = {}  # as an ordered set
+    for row in rows:
+        if row["property"] is not None and hasattr(row["other"], "value"):
+            inverse = row["inverse"].value in ("1", "true")
+            statements[inverse, row["property"].value, row["other"]] = None
+    return list(statements)
+
+
+def _best_labels(
+    rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]
+) -> dict[str, str]:
+    """Return the label of each IRI in the first of `languages` that has one."""
+    ranked_labels: dict[str, set[tuple[int, str]]] = {}
+
+    def note_label(iri: str, label: Any) -> None:
+        if label is not None:
+            ranked_labels.setdefault(iri, set()).add(_ranked_label(label, languages))
+
+    for row in rows:
+        note_label(entity.value, row["own"])
+        if row["property"] is None:
+            continue
+        note_label(row["property"].value, row["name"])
+        if hasattr(row["other"], "value") and not _is_literal(row["other"]):
+            note_label(row["other"].value, row["label"])
+    return {iri: min(labels)[1] for iri, labels in ranked_labels.items()}
 
 
 def _sortable_end(

@@ -6,7 +6,8 @@ data set.
 | `xsd:dateTime`, `xsd:date` | `1961-11-14T00:00:00Z` | 14 November 1961 |
 | the same, on the first of January | `1961-01-01T00:00:00Z` | 1961 |
 | `xsd:gYearMonth`, `xsd:gYear` | `1961-11`, `-0043` | November 1961, 44 BC |
-| `xsd:gMonthDay`, `xsd:gMonth`, `xsd:gDay` | `--11-14`, `--11`, `---14` | 14 November, November, 14 |
+| `xsd:gMonthDay`, `xsd:gMonth` | `--11-14`, `--11` | 14 November, November |
+| `xsd:gDay` | `---14` | 14 |
 | numbers | `+157`, `5.0`, `1.0E3` | 157, 5, 1000 |
 | `xsd:boolean` | `true`, `0` | yes, no |
 | `geo:wktLiteral` | `Point(114.054 22.535)` | 22.535 N, 114.054 E |

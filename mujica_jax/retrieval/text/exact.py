@@ -7,6 +7,7 @@ the k best of a block come from `jax.lax.approx_max_k` (Chern et al., 2022), whi
 without a sort and other platforms exactly.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -113,84 +114,97 @@ def layout(rows: int, devices: int) -> tuple[int, int]:
 def search_program(
     mesh: Mesh, block_rows: int, k: int, recall_target: float | None
 ) -> Callable[..., Any]:
-    """Return the jitted search for the k best rows.
+    """Return the jitted search for the k best rows, compiled once for each shape of queries.
 
     It maps (vectors [rows, dimension], scales [rows] or None, queries [queries, dimension], number
     of rows that count) to scores and positions, both [queries, k].
     """
-    # Products of float32: a bfloat16 vector is exact in it, and so is an integer. Approximate
-    # search may round queries too.
-    precision = jax.lax.Precision.HIGHEST if recall_target is None else jax.lax.Precision.DEFAULT
+    return jax.jit(_Program(mesh, block_rows, k=k, recall_target=recall_target).search)
 
-    def best_of(scores: Array, positions: Array, count: int) -> tuple[Array, Array]:
-        """Return the `count` best scores of each query with their positions."""
-        best_scores, places = jax.lax.top_k(scores, count)
-        return best_scores, jnp.take_along_axis(positions, places, axis=1)
 
-    def search_device(
-        vectors: Array, scales: Array | None, queries: Array, count: Array
-    ) -> tuple[Array, Array]:
-        """Return the k best rows of one device, block by block."""
-        device_rows = vectors.shape[0]
-        first_row = jax.lax.axis_index(ROWS) * device_rows
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The search for the k best rows: block by block on each device, then over all devices."""
 
-        def search_block(block: Array) -> tuple[Array, Array]:
-            """Return the scores and positions of one block, [queries, at most k]."""
-            start = block * block_rows
-            rows = jax.lax.dynamic_slice_in_dim(vectors, start, block_rows).astype(jnp.float32)
-            scores = jnp.matmul(queries, rows.T, precision=precision)
-            if scales is not None:
-                scores = scores * jax.lax.dynamic_slice_in_dim(scales, start, block_rows)
-
-            # Padding never wins.
-            positions = first_row + start + jnp.arange(block_rows, dtype=jnp.int32)
-            scores = jnp.where(positions < count, scores, -jnp.inf)
-
-            block_k = min(k, block_rows)
-            if recall_target is None:
-                best_scores, places = jax.lax.top_k(scores, block_k)
-            else:
-                best_scores, places = jax.lax.approx_max_k(
-                    scores, block_k, recall_target=recall_target
-                )
-            return best_scores, positions[places]
-
-        def add_block(best: tuple[Array, Array], block: Array) -> tuple[tuple[Array, Array], None]:
-            """Merge the best of one block into the best so far."""
-            best_scores, best_positions = best
-            block_scores, block_positions = search_block(block)
-            # A block stands behind the earlier ones: of equal scores the first position wins.
-            scores = jnp.concatenate([best_scores, block_scores], axis=1)
-            positions = jnp.concatenate([best_positions, block_positions], axis=1)
-            return best_of(scores, positions, count=k), None
-
-        shape = (queries.shape[0], k)
-        no_rows = (jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32))
-        # Each device has its own best.
-        no_rows = jax.lax.pcast(no_rows, (ROWS,), to="varying")
-        best, _ = jax.lax.scan(add_block, no_rows, jnp.arange(device_rows // block_rows))
-        return best
+    mesh: Mesh
+    block_rows: int
+    k: int
+    recall_target: float | None  # None: exact search
 
     def search(
+        self,
         vectors: Array,
         scales: Array | None,
         queries: Float[Array, "queries dimension"],
         count: Array,
     ) -> tuple[Float[Array, "queries k"], Int[Array, "queries k"]]:
-        """Return the k best rows of all devices."""
+        """Return the k best of the first `count` rows over all devices."""
         by_rows = PartitionSpec(ROWS)
         on_all_devices = PartitionSpec()
         search_devices = jax.shard_map(
-            search_device,
-            mesh=mesh,
+            self._search_device,
+            mesh=self.mesh,
             in_specs=(by_rows, by_rows, on_all_devices, on_all_devices),
             out_specs=PartitionSpec(None, ROWS),
         )
         best = search_devices(vectors, scales, queries, count)
 
         # Gather the best of every device, and merge them.
-        best = jax.lax.with_sharding_constraint(best, NamedSharding(mesh, on_all_devices))
+        best = jax.lax.with_sharding_constraint(best, NamedSharding(self.mesh, on_all_devices))
         scores, positions = best
-        return best_of(scores, positions, count=k)
+        return _best_of(scores, positions, k=self.k)
 
-    return jax.jit(search)
+    def _search_device(
+        self, vectors: Array, scales: Array | None, queries: Array, count: Array
+    ) -> tuple[Array, Array]:
+        """Return the k best rows of one device, [queries, k]."""
+        device_rows = vectors.shape[0]
+        first_row = jax.lax.axis_index(ROWS) * device_rows
+
+        def add_block(best: tuple[Array, Array], block: Array) -> tuple[tuple[Array, Array], None]:
+            """Merge the best of one block into the best so far."""
+            start = block * self.block_rows
+            rows = jax.lax.dynamic_slice_in_dim(vectors, start, self.block_rows)
+            scores = self._scores(queries, rows.astype(jnp.float32))
+            if scales is not None:
+                scores = scores * jax.lax.dynamic_slice_in_dim(scales, start, self.block_rows)
+
+            # Padding never wins.
+            positions = first_row + start + jnp.arange(self.block_rows, dtype=jnp.int32)
+            scores = jnp.where(positions < count, scores, -jnp.inf)
+
+            # A block stands behind the earlier ones: of equal scores the first position wins.
+            block_scores, places = self._best_of_block(scores)
+            all_scores = jnp.concatenate([best[0], block_scores], axis=1)
+            all_positions = jnp.concatenate([best[1], positions[places]], axis=1)
+            return _best_of(all_scores, all_positions, k=self.k), None
+
+        shape = (queries.shape[0], self.k)
+        no_rows = (jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32))
+        # Each device has its own best.
+        no_rows = jax.lax.pcast(no_rows, (ROWS,), to="varying")
+        best, _ = jax.lax.scan(add_block, no_rows, jnp.arange(device_rows // self.block_rows))
+        return best
+
+    def _scores(self, queries: Array, rows: Array) -> Array:
+        """Return the inner products, [queries, rows].
+
+        Products are of float32: a bfloat16 vector is exact in it, and so is an integer. Approximate
+        search may round queries too.
+        """
+        is_exact = self.recall_target is None
+        precision = jax.lax.Precision.HIGHEST if is_exact else jax.lax.Precision.DEFAULT
+        return jnp.matmul(queries, rows.T, precision=precision)
+
+    def _best_of_block(self, scores: Array) -> tuple[Array, Array]:
+        """Return the best scores of a block with their places in it, [queries, at most k]."""
+        block_k = min(self.k, self.block_rows)
+        if self.recall_target is None:
+            return jax.lax.top_k(scores, block_k)
+        return jax.lax.approx_max_k(scores, block_k, recall_target=self.recall_target)
+
+
+def _best_of(scores: Array, positions: Array, k: int) -> tuple[Array, Array]:
+    """Return the k best scores of each query with their positions."""
+    best_scores, places = jax.lax.top_k(scores, k)
+    return best_scores, jnp.take_along_axis(positions, places, axis=1)

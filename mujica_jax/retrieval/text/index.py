@@ -170,7 +170,8 @@ def _build(
     description: dict[str, Any] = {**plan, **counts}
     if kind == "bm25":
         with reporter.stage("indexing words", total=len(passages), unit="passages") as stage:
-            Bm25Index(passages, spec.tokeniser, stage.update).save(folder / BM25_FOLDER)
+            index = Bm25Index(passages, spec.tokeniser, on_passages=stage.update)
+            index.save(folder / BM25_FOLDER)
     else:
         embeddings = _embed(folder, passages, plan, spec, reporter)
         if kind == "scann":
@@ -219,9 +220,11 @@ def open_index(
                 f"a recall target is given and the index {folder} is of kind scann, which has its "
                 "own: leave it out"
             )
-        vectors = _load_scann(folder, manifest, len(passages))
+        vectors = _load_scann(folder, manifest, rows=len(passages))
     else:
-        vectors = _load_exact(folder, manifest, len(passages), recall_target, rows)
+        vectors = _load_exact(
+            folder, manifest, rows=len(passages), recall_target=recall_target, rows_on=rows
+        )
         if recall_target is not None:
             version += f"-{recall_target}"
     return DenseIndex(passages, embedder_folder.load(), vectors, version=version)
@@ -308,7 +311,7 @@ def _write_corpus(folder: Path, spec: IndexSpec, reporter: Reporter) -> dict[str
     skipped = Skipped()
     with reporter.stage("reading the corpus", unit="passages") as stage:
         passages = stream_corpus(spec.corpus, skipped if spec.skip else None)
-        rows = write_passages(passages, unfinished, stage.update)
+        rows = write_passages(passages, unfinished, on_rows=stage.update)
     if rows == 0:
         raise UserError(
             f"{', '.join(spec.corpus)}: there is no passage in it; give a corpus with at least one"
@@ -333,7 +336,7 @@ def _embed(
     assert spec.embedder is not None, "what is taken from another index is whole"
     with reporter.stage("embedding", total=len(passages), unit="passages") as stage:
         embedder = spec.embedder.load(_data_mesh())
-        return encode(passages, embedder, folder, spec.storage, stage.update)
+        return encode(passages, embedder, folder, storage=spec.storage, on_rows=stage.update)
 
 
 def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict[str, Any]:
@@ -347,7 +350,7 @@ def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict
         with reporter.stage(
             "building ScaNN's partitions", total=len(embeddings), unit="passages"
         ) as stage:
-            index = write_scann(embeddings, parameters, unfinished, stage.update)
+            index = write_scann(embeddings, parameters, unfinished, on_rows=stage.update)
             index.replace(folder / SCANN_FOLDER)
     shutil.rmtree(unfinished, ignore_errors=True)
     return dataclasses.asdict(parameters)
@@ -380,7 +383,7 @@ def _measure(folder: Path, manifest: dict[str, Any], reporter: Reporter) -> dict
     except ScannMissing as missing:
         return {**manifest, RECALL: {"unmeasured": missing.reason}}
     with reporter.stage("measuring recall", total=len(embeddings), unit="passages") as stage:
-        recall = measure_beside_exact(search, embeddings, stage.update)
+        recall = measure_beside_exact(search, embeddings, on_rows=stage.update)
     return add_recall(folder, manifest, recall)
 
 
@@ -413,4 +416,6 @@ def _data_mesh() -> Any:
     from mujica_jax.models.sharding import make_mesh
 
     devices = jax.local_devices()
-    return make_mesh(len(devices), 1, 1, devices) if len(devices) > 1 else None
+    if len(devices) == 1:
+        return None
+    return make_mesh(data=len(devices), fsdp=1, tensor=1, devices=devices)
