@@ -30,8 +30,10 @@ class Batcher(Generic[Result]):
         deadline_seconds: float,
         late: str,
     ) -> None:
-        """`answer(queries, k)` gets up to `max_queries`; `concurrency` calls of it run at the same
-        time. `late` is the sentence for a query without an answer within `deadline_seconds`.
+        """Batch queries for `answer(queries, k)`, which gets up to `max_queries` at once.
+
+        `concurrency` calls of it run at the same time. `late` is the error message of a query
+        without an answer within `deadline_seconds`.
         """
         self._answer = answer
         self._counted = counted

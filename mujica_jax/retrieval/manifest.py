@@ -199,8 +199,10 @@ class Reporter(Protocol):
         ...
 
     def stage(self, name: str, *, total: int | None = None, unit: str) -> Any:
-        """A context manager that gives a stage; `update` of that is called with the number of units
-        done."""
+        """Return a context manager that yields a stage.
+
+        The stage's `update` is called with the number of units done.
+        """
         ...
 
 

@@ -64,7 +64,7 @@ class SparqlEndpoint(KnowledgeGraph):
         concurrency: int = 4,
         policy: RetryPolicy = PUBLIC_POLICY,
     ) -> None:
-        """`address` with or without SCHEME."""
+        """Make no request yet. The address may begin with SCHEME."""
         url = address.removeprefix(SCHEME)
         super().__init__(version=url, languages=languages)
         self._client = HttpClient(

@@ -210,7 +210,7 @@ def _remove(folder: Path, names: str) -> None:
 
 
 def _read_up_to(loaded: Loaded, piece: Piece) -> Loaded:
-    """Note that a file is read up to the end of a piece."""
+    """Record in `loaded` that a file is read up to the end of a piece, and return it."""
     loaded.bytes = piece.end
     loaded.lines = piece.first_line + len(piece.lines) - 1
     return loaded

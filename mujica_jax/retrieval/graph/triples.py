@@ -33,8 +33,10 @@ _closing_parenthesis = re.compile(r"\s*\([^()]*\)$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Triple(Evidence):
-    """`subject_id` and `object_id` are Q-ids or empty; a literal object (a date) is no entity, and
-    known by its relation, by its id, or because the source says so (`literal`).
+    """A statement of a graph. `subject_id` and `object_id` are Q-ids or empty.
+
+    A literal object (a date) is no entity. It is known by its relation, by its id, or because the
+    source says so (`literal`).
     """
 
     literal: bool = False
@@ -68,8 +70,10 @@ class End(NamedTuple):
 
 
 class TripleGraph(Counted):
-    """Triples with an index by entity; about 20 microseconds a triple to build, a few to look an
-    entity up."""
+    """Triples with an index by entity.
+
+    It takes about 20 microseconds a triple to build, and a few to look an entity up.
+    """
 
     def __init__(self, triples: Iterable[Triple]) -> None:
         super().__init__()

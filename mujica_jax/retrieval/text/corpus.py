@@ -75,9 +75,10 @@ class Index(Protocol):
     def search_encoded(self, queries: Any, k: int) -> list[Hits]: ...
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """For each query the positions and scores of the k best passages, best first, ties in
-        corpus order; `check_k` says which k it can be. By words they can be fewer: a passage that
-        shares none with the query is never returned.
+        """Return the positions and scores of the k best passages of each query, best first.
+
+        Ties are in corpus order, and `check_k` checks k. A search by words may return fewer: a
+        passage that shares no word with the query is never returned.
         """
         return self.search_encoded(self.encode(queries), k)
 
