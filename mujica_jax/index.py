@@ -1,8 +1,10 @@
 """Indexes from the command line: build one, measure its recall, ask it.
 
-    python -m mujica_jax.index build --corpus FILE [FILE ...] [--kind auto|scann|exact|bm25] [--embedder NAME] --out DIR
+    python -m mujica_jax.index build --corpus FILE [FILE ...] [--kind auto|scann|exact|bm25] \\
+        [--embedder NAME] --out DIR
     python -m mujica_jax.index build --embeddings INDEX --kind scann --out DIR
-    python -m mujica_jax.index build --corpus FILE [FILE ...] --kind graph [--languages en] [--properties P57] --out DIR
+    python -m mujica_jax.index build --corpus FILE [FILE ...] --kind graph [--languages en] \\
+        [--properties P57] --out DIR
     python -m mujica_jax.index estimate --corpus FILE [FILE ...] [--kind KIND] [--passages N]
     python -m mujica_jax.index recall --index DIR --questions FILE [--k 2 5 20]
     python -m mujica_jax.index query --index DIR "Who directed The Purple Shore?"
@@ -58,7 +60,8 @@ from mujica_jax.runtime.standard_output import run_program
 PROGRAM = "python -m mujica_jax.index"
 GRAPH = "graph"  # the kind of index that holds triples
 KINDS = (AUTO, "exact", "bm25", "scann", GRAPH)
-KIND_THAT_READS = {  # flags that no index of kind auto reads
+# Flags that no index of kind auto reads, and the kind that does.
+KIND_THAT_READS = {
     "languages": GRAPH,
     "properties": GRAPH,
     "tokenizer": "bm25",
@@ -71,61 +74,91 @@ DEFAULT_K = 5
 MAX_NAMESAKES = 5  # other entities of one name that are shown
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done; 2 a user's mistake; 130 interrupted (a build goes on with the same
-    command)."""
-    given = _parser().parse_args(arguments)
+def main(command_line: Sequence[str] | None = None) -> int:
+    """Run one command, and return the exit status.
+
+    It is 0 when the command is done, 2 for a user's mistake, and 130 when it was interrupted (a
+    build continues with the same command).
+    """
+    arguments = _parser().parse_args(command_line)
     try:
-        given.run(given)
+        arguments.run(arguments)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(
-            "interrupted" + ": the same command goes on where this one was" * (given.run is build),
-            file=sys.stderr,
-        )
+        message = "interrupted"
+        if arguments.run is build:
+            message += ": the same command goes on where this one was"
+        print(message, file=sys.stderr)
         return 130
     return 0
 
 
-def build(given: argparse.Namespace) -> None:
-    if "://" in given.out:
+def build(arguments: argparse.Namespace) -> None:
+    """Build an index of passages or a graph, and print what it holds."""
+    if "://" in arguments.out:
         raise UserError(
-            f"an index is built on local disk and --out is {given.out}: give a directory, and copy "
-            "it there afterwards"
+            f"an index is built on local disk and --out is {arguments.out}: give a directory, and "
+            "copy it there afterwards"
         )
-    _refuse_unread(given, given.kind)
+    _refuse_unread(arguments, arguments.kind)
     progress = Progress(sys.stderr)
-    if given.kind == GRAPH:
-        if given.corpus is None:
-            raise UserError("a graph is made of files of triples: give --corpus")
-        manifest, found = graphs.build(Path(given.out), _graph_spec(given), progress)
-        # Tables name entities in their triples.
-        names = f" and {manifest['names']:,} names" if manifest["names"] else ""
-        what, left_out = f"{manifest['triples']:,} triples{names}", "lines"
+    if arguments.kind == GRAPH:
+        _build_graph(arguments, progress)
     else:
-        if (given.corpus is None) == (given.embeddings is None) or (
-            given.skip and given.corpus is None
-        ):
-            raise UserError(
-                "an index is made of passages: give --corpus with or without --skip, or "
-                "--embeddings alone"
-            )
-        manifest, found = indexes.build(Path(given.out), _index_spec(given), progress)
-        what, left_out = f"{manifest['passages']:,} passages", "passages"
-    if manifest["skipped"]:
-        progress.line(
-            f"{manifest['skipped']:,} {left_out} were left out; the first one: "
-            f"{manifest['first_skipped']}"
+        _build_passages(arguments, progress)
+
+
+def _build_graph(arguments: argparse.Namespace, progress: Progress) -> None:
+    """Build a graph, and print what it holds."""
+    if arguments.corpus is None:
+        raise UserError("a graph is made of files of triples: give --corpus")
+    manifest, was_there = graphs.build(Path(arguments.out), _graph_spec(arguments), progress)
+
+    _print_left_out(manifest, "lines", progress)
+    content = f"{manifest['triples']:,} triples"
+    # Tables name entities in their triples.
+    if manifest["names"]:
+        content += f" and {manifest['names']:,} names"
+    progress.line(_index_sentence(arguments.out, content, manifest, was_there))
+
+
+def _build_passages(arguments: argparse.Namespace, progress: Progress) -> None:
+    """Build an index of passages, and print what it holds."""
+    has_corpus = arguments.corpus is not None
+    has_embeddings = arguments.embeddings is not None
+    if has_corpus == has_embeddings or (arguments.skip and not has_corpus):
+        raise UserError(
+            "an index is made of passages: give --corpus with or without --skip, or "
+            "--embeddings alone"
         )
-    if given.kind == AUTO and found:
-        progress.line(f"{given.out} is an index of kind {manifest['kind']}")
+    manifest, was_there = indexes.build(Path(arguments.out), _index_spec(arguments), progress)
+
+    _print_left_out(manifest, "passages", progress)
+    if arguments.kind == AUTO and was_there:
+        progress.line(f"{arguments.out} is an index of kind {manifest['kind']}")
     if manifest["kind"] == "scann":
         progress.line(_recall_sentence(manifest[RECALL]))
-    progress.line(
-        f"{given.out}: {what}, version {manifest['version']}{' (was there already)' * found}"
-    )
+    content = f"{manifest['passages']:,} passages"
+    progress.line(_index_sentence(arguments.out, content, manifest, was_there))
+
+
+def _print_left_out(manifest: dict[str, Any], unit: str, progress: Progress) -> None:
+    """Say how many lines or passages were left out, if any."""
+    if manifest["skipped"]:
+        progress.line(
+            f"{manifest['skipped']:,} {unit} were left out; the first one: "
+            f"{manifest['first_skipped']}"
+        )
+
+
+def _index_sentence(folder: str, content: str, manifest: dict[str, Any], was_there: bool) -> str:
+    """Say what an index holds, and which version it is."""
+    sentence = f"{folder}: {content}, version {manifest['version']}"
+    if was_there:
+        sentence += " (was there already)"
+    return sentence
 
 
 def _recall_sentence(recall: dict[str, Any]) -> str:
@@ -138,143 +171,188 @@ def _recall_sentence(recall: dict[str, Any]) -> str:
     )
 
 
-def estimate(given: argparse.Namespace) -> None:
-    _refuse_unread(given, given.kind)
-    if given.kind != GRAPH:
+def estimate(arguments: argparse.Namespace) -> None:
+    """Print the bytes and seconds that an index will take."""
+    _refuse_unread(arguments, arguments.kind)
+    if arguments.kind != GRAPH:
         for name in ("hosts", "devices"):
-            if (number := getattr(given, name)) is not None and number < 1:
+            number = getattr(arguments, name)
+            if number is not None and number < 1:
                 raise UserError(f"--{name} is {number}: give at least 1")
-        found = estimate_corpus(_index_spec(given), given.passages, given.hosts or 1, given.devices)
-    elif given.passages is None:
-        found = estimate_graph(_graph_spec(given))
-    else:
-        raise UserError(f"--passages is {given.passages} and a graph has none: leave it out")
-    print(json.dumps(found))
-
-
-def recall(given: argparse.Namespace) -> None:
-    questions = read_questions(given.questions)
-    _refuse_unread(given, read_kind(given.index))
-    print(
-        json.dumps(measure_recall(_opened(given), given.index, questions, given.questions, given.k))
-    )
-
-
-def query(given: argparse.Namespace) -> None:
-    check_text(given.text)
-    if not given.text.strip():
-        raise UserError(f"the query is {given.text!r}: write what is searched for between quotes")
-    kind = GRAPH if given.index.startswith(SCHEME) else read_kind(given.index)
-    _refuse_unread(given, kind)
-    if kind == GRAPH:
-        if given.k is not None and given.k < 1:
-            raise UserError(f"k is {given.k}: give at least 1")
-        graph = (
-            open_endpoint(given.index)
-            if given.index.startswith(SCHEME)
-            else graphs.open_graph(given.index)
+        amounts = estimate_corpus(
+            _index_spec(arguments),
+            arguments.passages,
+            hosts=arguments.hosts or 1,
+            devices=arguments.devices,
         )
-        try:
-            found = asyncio.run(_triples(graph, given.index, given.text, given.k))
-        except RetrievalError as error:
-            raise UserError(str(error)) from error
+    elif arguments.passages is None:
+        amounts = estimate_graph(_graph_spec(arguments))
     else:
-        index = _opened(given)
-        k = min(DEFAULT_K, len(index.passages)) if given.k is None else given.k
-        check_k(k, index.passages)
-        found = [
-            {
-                "score": round(score, 4),
-                "position": position,
-                **dataclasses.asdict(index.passages[position]),
-            }
-            for position, score in index.search([given.text], k)[0]
-        ]
+        raise UserError(f"--passages is {arguments.passages} and a graph has none: leave it out")
+    print(json.dumps(amounts))
+
+
+def recall(arguments: argparse.Namespace) -> None:
+    """Print the recall of gold titles."""
+    questions = read_questions(arguments.questions)
+    _refuse_unread(arguments, read_kind(arguments.index))
+    index = _open_index(arguments)
+    result = measure_recall(
+        index, arguments.index, questions, file=arguments.questions, ks=arguments.k
+    )
+    print(json.dumps(result))
+
+
+def query(arguments: argparse.Namespace) -> None:
+    """Print the passages of one query, or the triples of one entity."""
+    check_text(arguments.text)
+    if not arguments.text.strip():
+        raise UserError(
+            f"the query is {arguments.text!r}: write what is searched for between quotes"
+        )
+    kind = GRAPH if arguments.index.startswith(SCHEME) else read_kind(arguments.index)
+    _refuse_unread(arguments, kind)
+
+    results = _search_graph(arguments) if kind == GRAPH else _search_passages(arguments)
+
+    # Print JSON lines into a file or a pipe, and a numbered list on a terminal.
     if not sys.stdout.isatty():
-        for one in found:
-            print(json.dumps(one, ensure_ascii=False))
+        for result in results:
+            print(json.dumps(result, ensure_ascii=False))
         return
+    for number, result in enumerate(results, start=1):
+        lines = _triple_lines(result) if kind == GRAPH else _passage_lines(result)
+        print(f"{number:>3}. {lines[0]}")
+        for line in lines[1:]:
+            print(f"     {line}")
+
+
+def _search_graph(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the triples of the entity that the query names."""
+    if arguments.k is not None and arguments.k < 1:
+        raise UserError(f"k is {arguments.k}: give at least 1")
+    if arguments.index.startswith(SCHEME):
+        graph = open_endpoint(arguments.index)
+    else:
+        graph = graphs.open_graph(arguments.index)
+    try:
+        return asyncio.run(_triples(graph, arguments.index, name=arguments.text, limit=arguments.k))
+    except RetrievalError as error:
+        raise UserError(str(error)) from error
+
+
+def _search_passages(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the best passages of the query with their scores."""
+    index = _open_index(arguments)
+    k = min(DEFAULT_K, len(index.passages)) if arguments.k is None else arguments.k
+    check_k(k, index.passages)
+    (hits,) = index.search([arguments.text], k)
+    results = []
+    for position, score in hits:
+        passage = dataclasses.asdict(index.passages[position])
+        results.append({"score": round(score, 4), "position": position, **passage})
+    return results
+
+
+def _triple_lines(triple: dict[str, Any]) -> list[str]:
+    """Return a triple as a terminal shows it."""
+    return [f"{triple['subject']} | {triple['relation']} | {triple['object']}"]
+
+
+def _passage_lines(passage: dict[str, Any]) -> list[str]:
+    """Return a passage as a terminal shows it: its title, then its text in lines."""
     width = shutil.get_terminal_size().columns
-    for number, one in enumerate(found, start=1):
-        if kind == GRAPH:
-            lines = [f"{one['subject']} | {one['relation']} | {one['object']}"]
-        else:
-            text = textwrap.fill(one["text"], max(width - 4, 20))
-            lines = [
-                f"{one['title'] or 'untitled'} (id {one['id']}, score {one['score']})",
-                *text.splitlines(),
-            ]
-        print("\n".join([f"{number:>3}. {lines[0]}", *(f"     {line}" for line in lines[1:])]))
+    title = f"{passage['title'] or 'untitled'} (id {passage['id']}, score {passage['score']})"
+    text = textwrap.fill(passage["text"], max(width - 4, 20))
+    return [title, *text.splitlines()]
 
 
-def serve(given: argparse.Namespace) -> None:
+def serve(arguments: argparse.Namespace) -> None:
+    """Serve an index of passages over HTTP until SIGTERM or SIGINT."""
     # Imported here: what serves takes half a second.
     from mujica_jax.retrieval.service import address_of, make_app, open_port, serve_until_told
 
-    if given.max_waiting < 1:
+    if arguments.max_waiting < 1:
         raise UserError(
-            f"--max-waiting is {given.max_waiting}: give at least 1, or nobody is answered"
+            f"--max-waiting is {arguments.max_waiting}: give at least 1, or nobody is answered"
         )
-    if not 0 < given.deadline_seconds < math.inf:
+    if not 0 < arguments.deadline_seconds < math.inf:
         raise UserError(
-            f"--deadline-seconds is {given.deadline_seconds:g}: give a number of seconds above 0"
+            f"--deadline-seconds is {arguments.deadline_seconds:g}: give a number of seconds "
+            "above 0"
         )
-    kind = read_kind(given.index)
-    _refuse_unread(given, kind)
+    kind = read_kind(arguments.index)
+    _refuse_unread(arguments, kind)
     if kind == GRAPH:
         raise UserError(
-            f"{given.index} is a graph, which a SPARQL server serves: `pip install oxigraph`, then "
-            f"`oxigraph serve-read-only --location {given.index}/graph --bind "
-            f"{given.host}:{given.port}`, and give --task.index "
-            f"sparql+http://HOST:{given.port}/query"
+            f"{arguments.index} is a graph, which a SPARQL server serves: `pip install oxigraph`, "
+            f"then `oxigraph serve-read-only --location {arguments.index}/graph --bind "
+            f"{arguments.host}:{arguments.port}`, and give --task.index "
+            f"sparql+http://HOST:{arguments.port}/query"
         )
-    opened = open_port(given.host, given.port)
-    with contextlib.closing(opened):
-        index = _opened(given)
+
+    server_socket = open_port(arguments.host, arguments.port)
+    with contextlib.closing(server_socket):
+        index = _open_index(arguments)
+        cache = None if kind == "bm25" else SearchCache(cache_folder("searches"), index.version)
         retriever = IndexRetriever(
             index,
-            cache=None if kind == "bm25" else SearchCache(cache_folder("searches"), index.version),
-            max_waiting=given.max_waiting,
-            deadline_seconds=given.deadline_seconds,
+            cache=cache,
+            max_waiting=arguments.max_waiting,
+            deadline_seconds=arguments.deadline_seconds,
         )
-        told = f"serving {given.index} (version {index.version}) at {address_of(opened)}"
-        serve_until_told(make_app(retriever, kind), opened, told)
+        address = address_of(server_socket)
+        serve_until_told(
+            make_app(retriever, kind),
+            server_socket,
+            f"serving {arguments.index} (version {index.version}) at {address}",
+        )
     print(retriever.statistics.sentence(), flush=True)
 
 
-def _refuse_unread(given: argparse.Namespace, kind: str) -> None:
-    """Flags that a command knows and an index of this kind does not read."""
-    dense, taken = kind not in ("bm25", GRAPH), getattr(given, "embeddings", None) is not None
-    files = getattr(given, "corpus", None) if kind == GRAPH else None
-    tables = bool(files) and all(map(is_table, files))
-    read = {
-        "languages": kind == GRAPH and not tables,
-        "properties": kind == GRAPH and not tables,
+def _refuse_unread(arguments: argparse.Namespace, kind: str) -> None:
+    """Refuse flags that a command knows and an index of this kind does not read."""
+    is_dense = kind not in ("bm25", GRAPH)
+    has_source = getattr(arguments, "embeddings", None) is not None
+    embeds = is_dense and not has_source
+    files = getattr(arguments, "corpus", None) if kind == GRAPH else None
+    is_of_tables = bool(files) and all(map(is_table, files))
+    chooses_triples = kind == GRAPH and not is_of_tables
+    is_read = {
+        "languages": chooses_triples,
+        "properties": chooses_triples,
         "tokenizer": kind == "bm25",
-        "embedder": dense and not taken,
-        "prefixes": dense and not taken,
-        "storage": dense and not taken,
-        "embeddings": dense,
+        "embedder": embeds,
+        "prefixes": embeds,
+        "storage": embeds,
+        "embeddings": is_dense,
         "hosts": kind == "exact",
         "devices": kind == "exact",
         "recall_target": kind not in ("bm25", "scann", GRAPH, AUTO),
     }
-    for name, is_read in read.items():
-        if not is_read and (value := getattr(given, name, None)) is not None:
-            what = f"kind {kind}" + (
-                " with --embeddings" if dense and taken else " from tables" if tables else ""
-            )
-            shown = " ".join(value) if isinstance(value, list) else value
-            flag = name.replace("_", "-")
-            instead = (
-                f", or give --kind {KIND_THAT_READS[name]}"
-                if kind == AUTO and name in KIND_THAT_READS
-                else ""
-            )
-            raise UserError(
-                f"--{flag} is {shown} and an index of {what} does not read it: leave it "
-                f"out{instead}"
-            )
+    unread_names = [
+        name for name in is_read if not is_read[name] and getattr(arguments, name, None) is not None
+    ]
+    if not unread_names:
+        return
+
+    # Say which kind does not read the first of them, and which one does.
+    name = unread_names[0]
+    value = getattr(arguments, name)
+    shown_value = " ".join(value) if isinstance(value, list) else value
+    flag = name.replace("_", "-")
+    source = ""
+    if is_dense and has_source:
+        source = " with --embeddings"
+    elif is_of_tables:
+        source = " from tables"
+    advice = ""
+    if kind == AUTO and name in KIND_THAT_READS:
+        advice = f", or give --kind {KIND_THAT_READS[name]}"
+    raise UserError(
+        f"--{flag} is {shown_value} and an index of kind {kind}{source} does not read it: leave it "
+        f"out{advice}"
+    )
 
 
 def _refuse_triples(files: Sequence[str]) -> None:
@@ -287,42 +365,50 @@ def _refuse_triples(files: Sequence[str]) -> None:
             )
 
 
-def _index_spec(given: argparse.Namespace) -> IndexSpec:
-    if given.kind == AUTO:
-        _refuse_triples(given.corpus or ())
-    source = getattr(given, "embeddings", None)
-    embeds = given.kind != "bm25" and source is None
+def _index_spec(arguments: argparse.Namespace) -> IndexSpec:
+    """Return what an index of passages is made of."""
+    if arguments.kind == AUTO:
+        _refuse_triples(arguments.corpus or ())
+    source = getattr(arguments, "embeddings", None)
+    embedder = None
+    if arguments.kind != "bm25" and source is None:
+        embedder = find_embedder(arguments.embedder or DEFAULT_EMBEDDER, arguments.prefixes)
     return IndexSpec(
-        kind=given.kind,
-        corpus=tuple(given.corpus or ()),
+        kind=arguments.kind,
+        corpus=tuple(arguments.corpus or ()),
         source=source,
-        skip=given.skip,
-        tokeniser=given.tokenizer or "default",
-        embedder=find_embedder(given.embedder or DEFAULT_EMBEDDER, given.prefixes)
-        if embeds
-        else None,
-        storage=given.storage or "bfloat16",
-        recall_target=getattr(given, "recall_target", None),
+        skip=arguments.skip,
+        tokeniser=arguments.tokenizer or "default",
+        embedder=embedder,
+        storage=arguments.storage or "bfloat16",
+        recall_target=getattr(arguments, "recall_target", None),
     )
 
 
-def _graph_spec(given: argparse.Namespace) -> GraphSpec:
+def _graph_spec(arguments: argparse.Namespace) -> GraphSpec:
+    """Return what a graph is made of."""
     return GraphSpec(
-        files=tuple(given.corpus),
-        languages=tuple(tag.lower() for tag in given.languages or sparql.LANGUAGES),
-        properties=tuple(dict.fromkeys(given.properties or ())),
-        skip=given.skip,
+        files=tuple(arguments.corpus),
+        languages=tuple(tag.lower() for tag in arguments.languages or sparql.LANGUAGES),
+        properties=tuple(dict.fromkeys(arguments.properties or ())),
+        skip=arguments.skip,
     )
 
 
-def _opened(given: argparse.Namespace) -> Index:
-    return open_index(given.index, given.embedder, given.prefixes, given.recall_target)
+def _open_index(arguments: argparse.Namespace) -> Index:
+    """Open the index of passages that a command names."""
+    return open_index(
+        arguments.index,
+        arguments.embedder,
+        prefixes=arguments.prefixes,
+        recall_target=arguments.recall_target,
+    )
 
 
 async def _triples(
     graph: KnowledgeGraph, index: str, name: str, limit: int | None
 ) -> list[dict[str, Any]]:
-    """Of the likeliest entity of this name. Raises RetrievalError."""
+    """Return the triples of the likeliest entity of this name. Raises RetrievalError."""
     keys = await graph.find(name)
     if not keys:
         raise UserError(
@@ -330,16 +416,19 @@ async def _triples(
             f"writes it (in {', '.join(graph.languages)})"
         )
     if len(keys) > 1:
-        others = ", ".join(keys[1 : 1 + MAX_NAMESAKES]) + ", ..." * (len(keys) > 1 + MAX_NAMESAKES)
-        said = (
+        namesakes = ", ".join(keys[1 : 1 + MAX_NAMESAKES])
+        if len(keys) > 1 + MAX_NAMESAKES:
+            namesakes += ", ..."
+        print(
             f"{len(keys)} entities are called {name!r}: these are the triples of {keys[0]}, not of "
-            f"{others}"
+            f"{namesakes}",
+            file=sys.stderr,
         )
-        print(said, file=sys.stderr)
     return [dataclasses.asdict(triple) for triple in await graph.triples_of(keys[0], limit)]
 
 
 def _kind(text: str) -> str:
+    """Return a kind of index. Raise argparse's error where there is none of this name."""
     if text not in KINDS:
         raise argparse.ArgumentTypeError(
             f"there is no kind {text}: {nearest(FORMER_KINDS.get(text, text), KINDS)}"
@@ -348,99 +437,173 @@ def _kind(text: str) -> str:
 
 
 def _share(text: str) -> float:
+    """Return a number between 0 and 1. Raise argparse's error for any other text."""
     with contextlib.suppress(ValueError):
-        if 0 < (value := float(text)) < 1:
+        value = float(text)
+        if 0 < value < 1:
             return value
     raise argparse.ArgumentTypeError(f"{text} is no number between 0 and 1")
 
 
 def _parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line, with one sub-command for each function above."""
     parser = argparse.ArgumentParser(
         prog=PROGRAM, description="Build, measure and ask indexes of passages and graphs."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def command(run: Callable[[argparse.Namespace], None], summary: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(run.__name__, help=summary, description=summary)
-        made.set_defaults(run=run)
-        return made
+    # The order of the commands is that of the help text.
+    estimate_parser = _add_command(
+        commands, estimate, "Bytes and seconds that an index will take, as one JSON line."
+    )
+    build_parser = _add_command(
+        commands, build, "Build an index of a corpus. A killed build goes on with the same command."
+    )
+    recall_parser = _add_command(commands, recall, "Recall of gold titles, as one JSON line.")
+    query_parser = _add_command(
+        commands,
+        query,
+        "The passages found for one query, or the triples of an entity of a graph.",
+    )
+    serve_parser = _add_command(
+        commands, serve, "An HTTP service of passages: POST /search, GET /healthz, GET /metrics."
+    )
 
-    estimated = command(estimate, "Bytes and seconds that an index will take, as one JSON line.")
-    estimated.add_argument("--corpus", nargs="+", required=True, metavar="FILE")
-    estimated.add_argument(
+    _add_estimate_flags(estimate_parser)
+    _add_build_flags(build_parser)
+    for command_parser in (build_parser, estimate_parser):
+        _add_content_flags(command_parser)
+    _add_recall_flags(recall_parser)
+    _add_query_flags(query_parser)
+    _add_serve_flags(serve_parser)
+    for command_parser in (recall_parser, query_parser, serve_parser):
+        command_parser.add_argument("--index", required=True, metavar="DIR")
+    for command_parser in (build_parser, estimate_parser):
+        _add_embedder_flags(command_parser, default=f"default {DEFAULT_EMBEDDER}")
+    for command_parser in (recall_parser, query_parser, serve_parser):
+        _add_embedder_flags(command_parser, default="default: the one it was built with")
+    for command_parser in (build_parser, recall_parser, query_parser, serve_parser):
+        command_parser.add_argument(
+            "--recall-target",
+            type=_share,
+            metavar="SHARE",
+            help="search approximately: the share of the k best that it should find",
+        )
+    return parser
+
+
+def _add_command(
+    commands: Any, run: Callable[[argparse.Namespace], None], summary: str
+) -> argparse.ArgumentParser:
+    """Add a sub-command of a function's name that calls this function."""
+    command_parser = commands.add_parser(run.__name__, help=summary, description=summary)
+    command_parser.set_defaults(run=run)
+    return command_parser
+
+
+def _add_estimate_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only `estimate` has."""
+    parser.add_argument("--corpus", nargs="+", required=True, metavar="FILE")
+    parser.add_argument(
         "--passages", type=int, help="as if it had so many (default: all are counted)"
     )
-    estimated.add_argument(
+    parser.add_argument(
         "--hosts", type=int, help="of the job that searches an index of kind exact (1)"
     )
-    estimated.add_argument("--devices", type=int, help="of each of these hosts (as many as here)")
-    built = command(
-        build, "Build an index of a corpus. A killed build goes on with the same command."
-    )
-    built.add_argument(
+    parser.add_argument("--devices", type=int, help="of each of these hosts (as many as here)")
+
+
+def _add_build_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only `build` has."""
+    parser.add_argument(
         "--corpus",
         nargs="+",
         metavar="FILE",
         help="JSON arrays, JSON Lines, Parquet, tar; .tsv and .nt for graphs",
     )
-    text = "a dense index whose passages and embeddings are taken instead"
-    built.add_argument("--embeddings", metavar="INDEX", help=text)
-    built.add_argument("--out", required=True, metavar="DIR", help="directory of the index")
-    for made in (built, estimated):
-        text = f"auto: exact up to {MAX_EXACT_PASSAGES:,} passages, scann above (auto)"
-        made.add_argument(
-            "--kind", type=_kind, default=AUTO, metavar=f"{{{','.join(KINDS)}}}", help=text
-        )
-        made.add_argument("--tokenizer", choices=("default", "elasticsearch"), help="of bm25")
-        text = "of a graph: labels and texts in these, the first before the others (en mul)"
-        made.add_argument("--languages", nargs="+", metavar="TAG", help=text)
-        text = "of a graph: only these, as P57 or full addresses (all)"
-        made.add_argument("--properties", nargs="+", metavar="NAME", help=text)
-        made.add_argument(
-            "--storage", choices=("bfloat16", "int8"), help="of embeddings on disk (bfloat16)"
-        )
-        made.add_argument(
-            "--skip", action="store_true", help="leave out and count what would be refused"
-        )
+    parser.add_argument(
+        "--embeddings",
+        metavar="INDEX",
+        help="a dense index whose passages and embeddings are taken instead",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="directory of the index")
 
-    measured = command(recall, "Recall of gold titles, as one JSON line.")
-    text = "records with question and supporting_facts"
-    measured.add_argument("--questions", required=True, metavar="FILE", help=text)
-    measured.add_argument("--k", type=int, nargs="+", default=[2, 5, 20])
-    asked = command(
-        query, "The passages found for one query, or the triples of an entity of a graph."
+
+def _add_content_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say what an index is made of."""
+    parser.add_argument(
+        "--kind",
+        type=_kind,
+        default=AUTO,
+        metavar=f"{{{','.join(KINDS)}}}",
+        help=f"auto: exact up to {MAX_EXACT_PASSAGES:,} passages, scann above (auto)",
     )
-    asked.add_argument("text", metavar="QUERY", help="of a graph: a Q-id, a label or an alias")
-    asked.add_argument("--k", type=int, help=f"at most so many ({DEFAULT_K} passages, all triples)")
-    served = command(
-        serve, "An HTTP service of passages: POST /search, GET /healthz, GET /metrics."
+    parser.add_argument("--tokenizer", choices=("default", "elasticsearch"), help="of bm25")
+    parser.add_argument(
+        "--languages",
+        nargs="+",
+        metavar="TAG",
+        help="of a graph: labels and texts in these, the first before the others (en mul)",
     )
-    served.add_argument(
+    parser.add_argument(
+        "--properties",
+        nargs="+",
+        metavar="NAME",
+        help="of a graph: only these, as P57 or full addresses (all)",
+    )
+    parser.add_argument(
+        "--storage", choices=("bfloat16", "int8"), help="of embeddings on disk (bfloat16)"
+    )
+    parser.add_argument(
+        "--skip", action="store_true", help="leave out and count what would be refused"
+    )
+
+
+def _add_recall_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only `recall` has."""
+    parser.add_argument(
+        "--questions",
+        required=True,
+        metavar="FILE",
+        help="records with question and supporting_facts",
+    )
+    parser.add_argument("--k", type=int, nargs="+", default=[2, 5, 20])
+
+
+def _add_query_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only `query` has."""
+    parser.add_argument("text", metavar="QUERY", help="of a graph: a Q-id, a label or an alias")
+    parser.add_argument(
+        "--k", type=int, help=f"at most so many ({DEFAULT_K} passages, all triples)"
+    )
+
+
+def _add_serve_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only `serve` has."""
+    parser.add_argument(
         "--host",
         default="127.0.0.1",
         help="address to listen at (127.0.0.1; 0.0.0.0 for other hosts)",
     )
-    served.add_argument("--port", type=int, default=8600)
-    served.add_argument(
+    parser.add_argument("--port", type=int, default=8600)
+    parser.add_argument(
         "--max-waiting", type=int, default=1024, help="queries in line before others get 429"
     )
-    served.add_argument("--deadline-seconds", type=float, default=30.0, help="for one query")
-    for made in (measured, asked, served):
-        made.add_argument("--index", required=True, metavar="DIR")
-    for made in (built, estimated, measured, asked, served):
-        default = (
-            f"default {DEFAULT_EMBEDDER}"
-            if made in (built, estimated)
-            else "default: the one it was built with"
-        )
-        text = f"a folder, minilm, or a Hugging Face name ({default})"
-        made.add_argument("--embedder", metavar="NAME", help=text)
-        text = "instead of those that follow from the name"
-        made.add_argument("--prefixes", choices=("none", "bge", "e5"), help=text)
-        if made is not estimated:
-            text = "search approximately: the share of the k best that it should find"
-            made.add_argument("--recall-target", type=_share, metavar="SHARE", help=text)
-    return parser
+    parser.add_argument("--deadline-seconds", type=float, default=30.0, help="for one query")
+
+
+def _add_embedder_flags(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the flags that name the embedder; `default` says which one it is without them."""
+    parser.add_argument(
+        "--embedder",
+        metavar="NAME",
+        help=f"a folder, minilm, or a Hugging Face name ({default})",
+    )
+    parser.add_argument(
+        "--prefixes",
+        choices=("none", "bge", "e5"),
+        help="instead of those that follow from the name",
+    )
 
 
 if __name__ == "__main__":

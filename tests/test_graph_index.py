@@ -337,7 +337,7 @@ if where != "nowhere":
     slowly(graph_dumps.Lines, "load")
     slowly(graph_tables.Table, "statements")
     slowly(graph_tables.Table, "names")
-    slowly(graph_index, "_at")
+    slowly(graph_index, "_read_up_to")
     slowly(graph_index, "_remove", 0.5)
 raise SystemExit(index.main(sys.argv[1:]))
 """

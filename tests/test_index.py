@@ -189,7 +189,7 @@ def test_only_a_build_goes_on_where_it_was(folder, capsys, monkeypatch):
     def interrupted(_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(index, "_opened", interrupted)
+    monkeypatch.setattr(index, "_open_index", interrupted)
     assert index.main(["query", "--index", str(folder / "bm25"), "who?"]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 

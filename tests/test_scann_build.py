@@ -85,9 +85,9 @@ def test_what_was_learned_for_something_else_is_learned_again(embeddings, tmp_pa
 def test_a_file_has_all_its_room_before_a_row_is_written(tmp_path):
     """A full disk is an error there, where a mapped page without room would end the process."""
     rows, path = np.ones((10, 1024), np.int8), tmp_path / "rows.npy"
-    scann._put(path, rows, 0, 1000)
+    scann._write_rows(path, rows, 0, 1000)
     assert path.stat().st_blocks * 512 >= path.stat().st_size > 1000 * 1024
-    scann._put(path, 2 * rows, 10, 1000)
+    scann._write_rows(path, 2 * rows, 10, 1000)
     np.testing.assert_array_equal(np.load(path)[:30, 0], np.repeat([1, 2, 0], 10))
 
 
@@ -107,7 +107,7 @@ def command(exact: Path, out: Path) -> list[str]:
 
 MOMENTS = [
     ("text.scann.write_json", 1, 0),  # trained, and that is not said yet
-    ("text.scann._put", 2, 0),  # the first chunk's codes are written, its partitions are not
+    ("text.scann._write_rows", 2, 0),  # the first chunk's codes are written, its partitions are not
     (
         "text.scann.write_json",
         3,

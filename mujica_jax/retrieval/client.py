@@ -37,7 +37,7 @@ class RemoteRetriever(Counted):
     def __init__(self, url: str, *, concurrency: int = 8, policy: RetryPolicy = POLICY) -> None:
         super().__init__()
         self.url = url.rstrip("/")
-        # Of the index, as the first answer says it. Another one later is refused: results would
+        # The index's version in the first answer. Another one later is refused: results would
         # change in a run.
         self.version: str | None = None
         self._client = HttpClient(
@@ -46,7 +46,8 @@ class RemoteRetriever(Counted):
             connections=concurrency,
             max_answer_bytes=MAX_ANSWER_BYTES + 2**20,  # with commas and brackets
         )
-        self._policy, self._random = policy, random.Random(0)
+        self._policy = policy
+        self._random = random.Random(0)
         self._batcher = Batcher[list[Passage]](
             self._answer,
             self,
@@ -57,23 +58,29 @@ class RemoteRetriever(Counted):
         )
 
     async def search(self, query: str, k: int) -> list[Passage]:
+        """Return at most k passages, best first. Raises RetrievalError."""
         with self.counted_search():
             return await self._batcher.ask(query, k)
 
     def check(self) -> Health:
-        """The service's own health, asked once and at once; for the start of a run, before there is
-        an event loop."""
+        """Return the service's own health from one request without retries.
+
+        It is for the start of a run, before there is an event loop.
+        """
         import httpx
 
         try:
             response = httpx.get(f"{self.url}/healthz", timeout=HEALTH_SECONDS)
-            said = response.json()
+            content = response.json()
             if response.status_code != 200:
                 raise RetrieverUnavailable(
-                    f"{self.url} is not well (status {response.status_code}: {said})"
+                    f"{self.url} is not well (status {response.status_code}: {content})"
                 )
             health = Health(
-                **{name: said[name] for name in ("version", "passages", "seconds", "kind")}
+                version=content["version"],
+                passages=content["passages"],
+                seconds=content["seconds"],
+                kind=content["kind"],
             )
         except (httpx.HTTPError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise RetrieverUnavailable(
@@ -84,11 +91,13 @@ class RemoteRetriever(Counted):
         return health
 
     async def _answer(self, queries: list[str], k: int) -> list[list[Passage]]:
+        """Return the passages of each query, from one request or from two halves of it."""
+
         async def attempt() -> list[list[Passage]]:
-            began = time.monotonic()
+            start_time = time.monotonic()
             answer = await self._client.post({"queries": queries, "k": k})
-            self.count(batches=1, search_seconds=time.monotonic() - began)
-            return self._read(answer, len(queries), k)
+            self.count(batches=1, search_seconds=time.monotonic() - start_time)
+            return self._read(answer, queries=len(queries), k=k)
 
         try:
             with as_retrieval_errors():
@@ -103,34 +112,38 @@ class RemoteRetriever(Counted):
         except RetrieverRefused as refused:
             if len(queries) == 1 or not isinstance(refused.__cause__, PayloadTooLarge):
                 raise
+
         half = len(queries) // 2
-        return [*await self._answer(queries[:half], k), *await self._answer(queries[half:], k)]
+        first_half = await self._answer(queries[:half], k)
+        second_half = await self._answer(queries[half:], k)
+        return [*first_half, *second_half]
 
     def _read(self, answer: dict[str, Any], queries: int, k: int) -> list[list[Passage]]:
-        """Raises TransientError for what is no answer to this request."""
+        """Return the passages of an answer. Raise TransientError where it is none to this
+        request.
+        """
         try:
-            version, results = answer["version"], answer["results"]
-            found = [
-                [Passage(id=hit["id"], title=hit["title"], text=hit["text"]) for hit in hits]
-                for hits in results
-            ]
+            version = answer["version"]
+            results = [_passages(hits) for hits in answer["results"]]
         except (KeyError, TypeError) as error:
             raise TransientError(
                 f"an answer that is none ({type(error).__name__}: {error})"
             ) from error
-        well_formed = all(
-            len(hits) <= k
-            and all(isinstance(text, str) for hit in hits for text in (hit.id, hit.title, hit.text))
-            for hits in found
-        )
-        if len(found) != queries or not well_formed or not isinstance(version, str):
+
+        is_well_formed = all(len(passages) <= k for passages in results)
+        for passages in results:
+            for passage in passages:
+                texts = (passage.id, passage.title, passage.text)
+                is_well_formed &= all(isinstance(text, str) for text in texts)
+        if len(results) != queries or not is_well_formed or not isinstance(version, str):
             raise TransientError(
-                f"an answer of {len(found)} results to {queries} queries for {k} passages each"
+                f"an answer of {len(results)} results to {queries} queries for {k} passages each"
             )
         self._check_version(version)
-        return found
+        return results
 
     def _check_version(self, version: str) -> None:
+        """Check that the service still serves the index that it served first."""
         if self.version is None:
             self.version = version
         elif version != self.version:
@@ -140,9 +153,17 @@ class RemoteRetriever(Counted):
             )
 
 
+def _passages(hits: Any) -> list[Passage]:
+    """Return the passages of one query's results, not yet checked."""
+    return [Passage(id=hit["id"], title=hit["title"], text=hit["text"]) for hit in hits]
+
+
 def open_remote(url: str, retriever: str, top_k: int) -> RemoteRetriever:
-    """A service that is well, of the kind that the configuration names, and has `top_k` passages.
-    Raises UserError."""
+    """Return the retriever of a service after a check of its health, kind and size.
+
+    The kind must be the one that the configuration names, and it must have `top_k` passages.
+    Raises UserError.
+    """
     remote = RemoteRetriever(url)
     try:
         health = remote.check()

@@ -30,7 +30,7 @@ class RetrieverRefused(RetrievalError):
 
 @contextlib.contextmanager
 def as_retrieval_errors() -> Iterator[None]:
-    """What a request to another host ends with, as what a search ends with."""
+    """Raise the errors of a request to another host as those of a search."""
     try:
         yield
     except DeadlineExceeded as error:

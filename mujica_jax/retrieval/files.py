@@ -31,7 +31,7 @@ DECOMPRESSED_BYTES = 2**17  # at once
 
 @dataclasses.dataclass
 class Skipped:
-    """Counts what of a corpus is left out, and remembers what the first of it lacked."""
+    """Counts what is left out of a corpus, and remembers what was wrong with the first of it."""
 
     skipped: int = 0
     first_skipped: str = ""
@@ -42,28 +42,38 @@ class Skipped:
 
 
 def open_file(path: str | Path) -> IO[bytes]:
-    """Raises FileNotFoundError, OSError or UserError."""
-    if not _in_bucket(path):
+    """Open a local file or an object in a bucket.
+
+    Raises FileNotFoundError, OSError or UserError.
+    """
+    if not _is_in_bucket(path):
         return open(path, "rb")
     return cast(IO[bytes], io.BufferedReader(BucketFile(str(path)), RANGE_BYTES))
 
 
 def decompressed(name: str, raw: IO[bytes]) -> IO[bytes]:
-    """Closing it does not close what is under it where that is compressed: its owner does."""
-    if name.endswith(".gz"):  # buffered: its own lines are read by Python, one at a time
+    """Return the content of a file, decompressed as its name says.
+
+    Closing the result does not close a compressed file under it: its owner does.
+    """
+    if name.endswith(".gz"):
+        # Buffered, because gzip's own lines are read by Python, one at a time.
         return cast(IO[bytes], io.BufferedReader(gzip.GzipFile(fileobj=raw), DECOMPRESSED_BYTES))
-    return cast(IO[bytes], bz2.BZ2File(raw)) if name.endswith(".bz2") else raw
+    if name.endswith(".bz2"):
+        return cast(IO[bytes], bz2.BZ2File(raw))
+    return raw
 
 
 def describe_files(paths: Sequence[str]) -> list[dict[str, Any]]:
-    """Name, size and checksum: what a file with another content differs in."""
+    """Return name, size and checksum of each file: a file with another content differs in these."""
     return [{"name": Path(path).name, **_describe_file(path)} for path in paths]
 
 
 def _describe_file(path: str) -> dict[str, Any]:
+    """Return size and checksum. Raise UserError where the file cannot be read."""
     try:
-        if _in_bucket(path):
-            _, listed = _find(path)
+        if _is_in_bucket(path):
+            _, listed = _find_object(path)
             return {"bytes": listed.bytes, "crc32c": listed.crc32c}
         return {"bytes": Path(path).stat().st_size, "sha256": sha256_of(Path(path))}
     except OSError as error:
@@ -77,9 +87,12 @@ class BucketFile(io.RawIOBase):
     def __init__(self, address: str) -> None:
         import google_crc32c
 
-        self._bucket, self._listed = _find(address)
-        self._address, self._position = address, 0
-        self._sum, self._summed_bytes = google_crc32c.Checksum(), 0
+        self._bucket, self._listed = _find_object(address)
+        self._address = address
+        self._position = 0
+        # The checksum of the bytes up to `_summed_bytes`, if they were read in order.
+        self._checksum = google_crc32c.Checksum()
+        self._summed_bytes = 0
 
     def readable(self) -> bool:
         return True
@@ -88,13 +101,13 @@ class BucketFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._listed.bytes}[
-            whence
-        ]
-        self._position = max(0, base + offset)
+        """Move to a position, as any file does."""
+        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._listed.bytes}
+        self._position = max(0, bases[whence] + offset)
         return self._position
 
     def readinto(self, buffer: Any) -> int:
+        """Read at most one range, and return its bytes."""
         start = self._position
         stop = min(start + min(len(buffer), RANGE_BYTES), self._listed.bytes)
         if start >= stop:
@@ -103,34 +116,41 @@ class BucketFile(io.RawIOBase):
         buffer[: len(content)] = content
         self._position = stop
         if start == self._summed_bytes:
-            self._sum.update(content)
+            self._checksum.update(content)
             self._summed_bytes = stop
-            if (
-                stop == self._listed.bytes
-                and base64.b64encode(self._sum.digest()).decode() != self._listed.crc32c
-            ):
-                raise UserError(
-                    f"{self._address} was damaged on the way (its CRC32C differs): start the "
-                    "command again"
-                )
+            if stop == self._listed.bytes:
+                self._check_whole_object()
         return len(content)
 
+    def _check_whole_object(self) -> None:
+        """Compare what was read from the first byte to the last with the service's checksum."""
+        crc32c = base64.b64encode(self._checksum.digest()).decode()
+        if crc32c != self._listed.crc32c:
+            raise UserError(
+                f"{self._address} was damaged on the way (its CRC32C differs): start the "
+                "command again"
+            )
 
-def _in_bucket(path: str | Path) -> bool:
+
+def _is_in_bucket(path: str | Path) -> bool:
     return str(path).startswith(SCHEME)
 
 
-def _find(address: str) -> "tuple[Bucket, ObjectInfo]":
+def _find_object(address: str) -> "tuple[Bucket, ObjectInfo]":
+    """Return the bucket and the object of an address. Raise FileNotFoundError where it is
+    missing.
+    """
     from mujica_jax.storage.gcs import open_bucket
 
-    named = re.fullmatch(rf"{SCHEME}({BUCKET_NAME})/(.+)", address)
-    if named is None:
+    match = re.fullmatch(rf"{SCHEME}({BUCKET_NAME})/(.+)", address)
+    if match is None:
         raise UserError(
             f"{address} names no object in a bucket: give gs://BUCKET/NAME, or the path of a local "
             "file"
         )
-    bucket = open_bucket(named[1])
-    found = bucket.find(named[2])
-    if found is None:
+    bucket_name, object_name = match.groups()
+    bucket = open_bucket(bucket_name)
+    listed = bucket.find(object_name)
+    if listed is None:
         raise FileNotFoundError(address)
-    return bucket, found
+    return bucket, listed

@@ -1,9 +1,11 @@
 """The directory of an index: what is in it, when it counts, and how damage is found.
 
-    INDEX/plan.json        what is being built, of what; written first, so that a killed build is taken up again
+    INDEX/plan.json        what is being built, of what; written first, so that a killed build is
+                           taken up again
     INDEX/passages.arrow   the corpus
     INDEX/...              what the kind of index needs
-    INDEX/manifest.json    written last, by rename: every file with its size and checksum, and the version of the whole
+    INDEX/manifest.json    written last, by rename: every file with its size and checksum, and the
+                           version of the whole
 
 A directory without a manifest is half-built and never opened. Opening compares every file with its
 checksum, about a second a gigabyte. A damaged one is never mended in place: it is removed and built
@@ -24,35 +26,34 @@ from mujica_jax.errors import UserError
 from mujica_jax.storage import local
 from mujica_jax.storage.manifest import describe_file, sha256_of
 
-PLAN, MANIFEST, LOCK = "plan.json", "manifest.json", ".lock"
+PLAN = "plan.json"
+MANIFEST = "manifest.json"
+LOCK = ".lock"
 FORMAT = 1  # of the directory; another one is refused
-# A disk that is full; numpy, RocksDB and ScaNN give no number, so that what they say is all that is
-# known.
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
-WHERE = (
-    "embedder",
-    "prefixes",
-)  # said of an embedder so that it is found again; what it is, its version says
+# The errors of a disk that is full. numpy, RocksDB and ScaNN give no number (None): what they say
+# is all that is known.
+FULL_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, None)
+# Where an embedder is found again. What it is, its version says.
+LOCATION_FIELDS = ("embedder", "prefixes")
 RECALL = "recall"  # measured beside exact search, when the index was built
-NOT_CONTENT = (
-    *WHERE,
-    "seconds",
-    RECALL,
-)  # of a manifest: two indexes that differ in these alone are one version
+# Two indexes whose manifests differ in these alone are one version.
+NOT_CONTENT = (*LOCATION_FIELDS, "seconds", RECALL)
 AUTO = "auto"  # the kind of a dense index until its size is known
 AUTO_KINDS = ("exact", "scann")  # one of which the size chooses; plan.json then has this one
 ABOUT_CONTENT = ("format", "version", "files")
 
 
-def again(folder: str | Path) -> str:
-    """What to do about a damaged directory: a build that finds it takes it for what it says it
-    is."""
+def rebuild_advice(folder: str | Path) -> str:
+    """Say what to do about a damaged directory: a build would take it for what it says it is."""
     return f"remove {folder} and build the index again"
 
 
 def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
-    """What the manifest says, after every file was found whole. Raises UserError naming the file
-    that is not."""
+    """Return the manifest after every file was compared with its checksum, unless `check` is
+    false.
+
+    Raises UserError naming what is missing or damaged.
+    """
     if "://" in str(folder):
         raise UserError(
             f"an index is opened on local disk and this one is {folder}: copy it into a directory "
@@ -65,88 +66,116 @@ def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
             "make it"
         )
     if not (folder / MANIFEST).exists():
-        half = "is half-built" if (folder / PLAN).exists() else "holds no index"
+        state = "is half-built" if (folder / PLAN).exists() else "holds no index"
         raise UserError(
-            f"{folder} {half} ({MANIFEST} is missing): end the `python -m mujica_jax.index build` "
+            f"{folder} {state} ({MANIFEST} is missing): end the `python -m mujica_jax.index build` "
             "that began it"
         )
+
     manifest = read_json(folder / MANIFEST)
+    _check_fields(folder, manifest)
+    if check:
+        for entry in manifest["files"]:
+            _check_file(folder, entry)
+    return manifest
+
+
+def _check_fields(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Check format, version and the embedder's name of a manifest. Raises UserError."""
     if manifest.get("format") != FORMAT:
         raise UserError(
             f"{folder / MANIFEST} is of format {manifest.get('format')!r} and format {FORMAT} is "
-            f"read here: {again(folder)}"
+            f"read here: {rebuild_advice(folder)}"
         )
+
     content = {
         name: value
         for name, value in manifest.items()
         if name not in (*ABOUT_CONTENT, *NOT_CONTENT)
     }
-    if manifest.get("version") != (found := _version(content, manifest.get("files"))):
+    version = _version(content, manifest.get("files"))
+    if manifest.get("version") != version:
         raise UserError(
             f"{folder / MANIFEST} is damaged (its version is {manifest.get('version')!r} and what "
-            f"it says makes {found!r}): {again(folder)}"
+            f"it says makes {version!r}): {rebuild_advice(folder)}"
         )
-    for name in WHERE:
-        if not isinstance(value := manifest.get(name), str | None):
+
+    for name in LOCATION_FIELDS:
+        value = manifest.get(name)
+        if not isinstance(value, str | None):
             raise UserError(
-                f"{folder / MANIFEST} has the {name} {value!r} and a name is meant: {again(folder)}"
+                f"{folder / MANIFEST} has the {name} {value!r} and a name is meant: "
+                f"{rebuild_advice(folder)}"
             )
-    for entry in manifest["files"] if check else ():
-        path = folder / entry["name"]
-        if not path.is_file():
-            raise UserError(f"{path} is missing: {again(folder)}")
-        if (size := path.stat().st_size) != entry["bytes"]:
-            raise UserError(
-                f"{path} has {size:,} bytes and the manifest says {entry['bytes']:,}: "
-                f"{again(folder)}"
-            )
-        if (found := sha256_of(path)) != entry["sha256"]:
-            raise UserError(
-                f"{path} is damaged (its sha256 is {found[:12]}... and the manifest says "
-                f"{entry['sha256'][:12]}...): {again(folder)}"
-            )
-    return manifest
+
+
+def _check_file(folder: Path, entry: Mapping[str, Any]) -> None:
+    """Compare a file's size and checksum with its entry of the manifest. Raises UserError."""
+    path = folder / entry["name"]
+    if not path.is_file():
+        raise UserError(f"{path} is missing: {rebuild_advice(folder)}")
+    size = path.stat().st_size
+    if size != entry["bytes"]:
+        raise UserError(
+            f"{path} has {size:,} bytes and the manifest says {entry['bytes']:,}: "
+            f"{rebuild_advice(folder)}"
+        )
+    sha256 = sha256_of(path)
+    if sha256 != entry["sha256"]:
+        raise UserError(
+            f"{path} is damaged (its sha256 is {sha256[:12]}... and the manifest says "
+            f"{entry['sha256'][:12]}...): {rebuild_advice(folder)}"
+        )
 
 
 @contextlib.contextmanager
 def building(folder: Path, plan: Mapping[str, Any]) -> Iterator[bool]:
-    """Holds the directory for one builder; gives whether the index is finished already.
+    """Hold the directory for one builder, and yield whether the index is finished already.
 
     Raises UserError for another plan's directory, and for what cannot be written while it is held.
     """
-    with _written(folder), _lock_file(folder) as lock:
+    with _explained_full_disk(folder), _lock_file(folder) as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise UserError(
                 f"another process builds {folder}: wait for it, or choose another --out"
             ) from error
-        begun = read_json(folder / PLAN) if (folder / PLAN).exists() else None
-        made = sorted(
+
+        stored_plan = read_json(folder / PLAN) if (folder / PLAN).exists() else None
+        built_files = sorted(
             path.name
             for path in folder.iterdir()
             if path.name != PLAN and not path.name.startswith(".")
         )
-        if begun is None and made:
-            raise UserError(f"{folder} holds {made[0]} and no index: choose another --out")
-        if not made:  # of another plan, nothing that could be mixed up: its corpus was refused
-            begun = None
-        if begun is not None:
-            _compare(folder, begun, plan)
+        if stored_plan is None and built_files:
+            raise UserError(f"{folder} holds {built_files[0]} and no index: choose another --out")
+
+        if stored_plan is not None and built_files:
+            _compare_plans(folder, stored_plan, plan)
         else:
+            # A plan without files is replaced: its corpus was refused, so nothing can be mixed up.
             write_json(folder / PLAN, plan)
         yield (folder / MANIFEST).exists()
 
 
-def commit(folder: Path, about: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes the manifest over all files of the directory. Nothing may be written there
-    afterwards."""
+def commit(folder: Path, description: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the manifest over all files of the directory, and return it.
+
+    Nothing may be written there afterwards.
+    """
     names = [name for name in local.names(folder, "") if name not in (PLAN, MANIFEST)]
     for name in names:
         local.sync(folder / name)
+
     files = [describe_file(folder / name, name) for name in names]
-    content = {name: value for name, value in about.items() if name not in NOT_CONTENT}
-    manifest = {"format": FORMAT, "version": _version(content, files), **about, "files": files}
+    content = {name: value for name, value in description.items() if name not in NOT_CONTENT}
+    manifest = {
+        "format": FORMAT,
+        "version": _version(content, files),
+        **description,
+        "files": files,
+    }
     write_json(folder / MANIFEST, manifest)
     return manifest
 
@@ -155,7 +184,8 @@ def add_recall(
     folder: Path, manifest: Mapping[str, Any], recall: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Write the measured recall into the manifest of a finished index, and return that. The version
-    stays."""
+    stays.
+    """
     measured = {**manifest, RECALL: dict(recall)}
     write_json(folder / MANIFEST, measured)
     return measured
@@ -169,25 +199,30 @@ class Reporter(Protocol):
         ...
 
     def stage(self, name: str, *, total: int | None = None, unit: str) -> Any:
-        """A context manager that gives a stage; `update` of that is called with the number of units
-        done."""
+        """Return a context manager that yields a stage.
+
+        The stage's `update` is called with the number of units done.
+        """
         ...
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object. Raises UserError where the file is damaged."""
     try:
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
         raise UserError(
-            f"{path} cannot be read ({error}): it is damaged, so {again(path.parent)}"
+            f"{path} cannot be read ({error}): it is damaged, so {rebuild_advice(path.parent)}"
         ) from error
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object: it is damaged, so {again(path.parent)}")
+        raise UserError(
+            f"{path} holds no JSON object: it is damaged, so {rebuild_advice(path.parent)}"
+        )
     return value
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Whole or not at all: a reader and a restart see the old content or the new one."""
+    """Write a file whole or not at all: a reader and a restart see the old content or the new."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.write_text(json.dumps(value, indent=2, allow_nan=False) + "\n")
     local.sync(temporary)
@@ -196,11 +231,12 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def _lock_file(folder: Path) -> IO[str]:
+    """Open the file that a builder locks; the directory is made if it is missing."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return open(folder / LOCK, "w")
     except OSError as error:
-        if error.errno in FULL:
+        if error.errno in FULL_DISK_ERRORS:
             raise
         raise UserError(
             f"{error.filename} cannot be written ({error.strerror}): choose another --out"
@@ -208,12 +244,12 @@ def _lock_file(folder: Path) -> IO[str]:
 
 
 @contextlib.contextmanager
-def _written(folder: Path) -> Iterator[None]:
-    """A disk that is full ends a build with one sentence."""
+def _explained_full_disk(folder: Path) -> Iterator[None]:
+    """Raise the error of a full disk as a UserError of one sentence."""
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
+        if error.errno not in FULL_DISK_ERRORS:
             raise
         reason = os.strerror(error.errno) if error.errno else str(error)
         raise UserError(
@@ -222,25 +258,30 @@ def _written(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def _compare(folder: Path, begun: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+def _compare_plans(folder: Path, stored_plan: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
     """Check that a directory was begun for the same index. An embedder may lie elsewhere by now.
 
     A build of kind auto continues as the kind that an earlier start chose.
     """
-    if plan.get("kind") == AUTO and begun.get("kind") in AUTO_KINDS:
-        plan = {**plan, "kind": begun["kind"]}
-    differing = [name for name in {**plan, **begun} if plan.get(name) != begun.get(name)]
-    if mistaken := [name for name in differing if name not in WHERE]:
-        name = (
-            "embedder"
-            if mistaken[0] == "embedder_version" and "embedder" in differing
-            else mistaken[0]
-        )
-        raise UserError(
-            f"{folder} was begun with {name} {begun.get(name)!r} and this build has "
-            f"{plan.get(name)!r}: choose another --out or remove the directory"
-        )
+    if plan.get("kind") == AUTO and stored_plan.get("kind") in AUTO_KINDS:
+        plan = {**plan, "kind": stored_plan["kind"]}
+    names = {**plan, **stored_plan}
+    differing = [name for name in names if plan.get(name) != stored_plan.get(name)]
+    mistaken = [name for name in differing if name not in LOCATION_FIELDS]
+    if not mistaken:
+        return
+
+    # An embedder's name says more than its version.
+    name = mistaken[0]
+    if name == "embedder_version" and "embedder" in differing:
+        name = "embedder"
+    raise UserError(
+        f"{folder} was begun with {name} {stored_plan.get(name)!r} and this build has "
+        f"{plan.get(name)!r}: choose another --out or remove the directory"
+    )
 
 
 def _version(content: Mapping[str, Any], files: Any) -> str:
-    return hashlib.sha256(json.dumps([content, files], sort_keys=True).encode()).hexdigest()[:16]
+    """Return a hash of an index's content and of its files with their checksums."""
+    text = json.dumps([content, files], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

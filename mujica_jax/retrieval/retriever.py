@@ -39,7 +39,7 @@ class Retriever(Protocol):
     def statistics(self) -> RetrievalStatistics: ...
 
     async def search(self, query: str, k: int) -> Sequence[Passage]:
-        """At most k passages, best first. Raises RetrievalError."""
+        """Return at most k passages, best first. Raises RetrievalError."""
         ...
 
 
@@ -61,8 +61,11 @@ class IndexRetriever(Counted):
         max_waiting: int = 4096,
     ) -> None:
         super().__init__()
-        self.index, self.max_waiting = index, max_waiting
-        self._cache, self._inline, self._deadline_seconds = cache, inline, deadline_seconds
+        self.index = index
+        self.max_waiting = max_waiting
+        self._cache = cache
+        self._inline = inline
+        self._deadline_seconds = deadline_seconds
         self._late = f"the index gave no answer within the deadline of {deadline_seconds:g} s"
         self._batcher = Batcher[Hits](
             self._answer,
@@ -74,70 +77,85 @@ class IndexRetriever(Counted):
         )
 
     async def search(self, query: str, k: int) -> list[Passage]:
+        """Return at most k passages, best first. Raises RetrievalError."""
         return [self.index.passages[position] for position, _ in await self.hits(query, k)]
 
     async def hits(self, query: str, k: int) -> Hits:
-        """Positions and scores, as the index gives them. Raises RetrievalError."""
+        """Return positions and scores, as the index gives them. Raises RetrievalError."""
         with self.counted_search():
             try:
-                check_text(query)  # in a batch it would fail the others too
+                # In a batch it would fail the others too.
+                check_text(query)
             except UserError as error:
                 raise RetrieverRefused(str(error)) from error
-            found = self._cached(query, k)
-            if found is not None:
+            cached_hits = self._read_cache(query, k)
+            if cached_hits is not None:
                 self.count(cached=1)
-                return found
+                return cached_hits
             return await self._batcher.ask(query, k)
 
     async def health(self) -> Health:
-        """After one real search, past every cache. Raises RetrievalError."""
-        began = time.monotonic()
+        """Return the health after one real search, past every cache. Raises RetrievalError."""
+        start_time = time.monotonic()
         try:
             async with asyncio.timeout(self._deadline_seconds):
-                await asyncio.to_thread(self._search, [HEALTH_QUERY], 1, keep=False)
+                await asyncio.to_thread(self._search, [HEALTH_QUERY], 1, is_cached=False)
         except TimeoutError as error:
             raise RetrieverTimeout(self._late) from error
         return Health(
             version=self.index.version,
             passages=len(self.index.passages),
-            seconds=time.monotonic() - began,
+            seconds=time.monotonic() - start_time,
         )
 
-    def _cached(self, query: str, k: int) -> Hits | None:
-        """None for what is no result of this index: a file that was changed is searched again."""
-        kept = self._cache.read(query, k) if self._cache is not None else None
-        if kept is None:
+    def _read_cache(self, query: str, k: int) -> Hits | None:
+        """Return a cached result.
+
+        It is None where there is none of this index: a file that was changed is searched again.
+        """
+        if self._cache is None:
             return None
-        passages = len(self.index.passages)
+        text = self._cache.read(query, k)
+        if text is None:
+            return None
         try:
-            found = [
-                (operator.index(position), float(score)) for position, score in json.loads(kept)
+            hits = [
+                (operator.index(position), float(score)) for position, score in json.loads(text)
             ]
         except (TypeError, ValueError, OverflowError, RecursionError):
             return None
-        positions = {position for position, _ in found if 0 <= position < passages}
-        return found if len(positions) == len(found) <= k else None
+
+        # Each position is one of the index, and none comes twice.
+        passages = len(self.index.passages)
+        positions = {position for position, _ in hits if 0 <= position < passages}
+        is_valid = len(positions) == len(hits) <= k
+        return hits if is_valid else None
 
     async def _answer(self, queries: Sequence[str], k: int) -> list[Hits]:
-        return (
-            self._search(queries, k)
-            if self._inline
-            else await asyncio.to_thread(self._search, queries, k)
-        )
+        """Search for a batch of queries, in a thread unless `inline` is set."""
+        if self._inline:
+            return self._search(queries, k)
+        return await asyncio.to_thread(self._search, queries, k)
 
-    def _search(self, queries: Sequence[str], k: int, *, keep: bool = True) -> list[Hits]:
-        began = time.monotonic()
+    def _search(self, queries: Sequence[str], k: int, *, is_cached: bool = True) -> list[Hits]:
+        """Search for some queries, and write their results into the cache."""
+        start_time = time.monotonic()
         try:
             encoded = self.index.encode(queries)
-            middle = time.monotonic()
-            found = self.index.search_encoded(encoded, k)
-        except (OSError, RuntimeError) as error:  # a disk, or a device that ran out of memory
+            encoded_time = time.monotonic()
+            results = self.index.search_encoded(encoded, k)
+        # A disk, or a device that ran out of memory.
+        except (OSError, RuntimeError) as error:
             raise RetrieverUnavailable(f"the index failed ({error})") from error
         self.count(
-            batches=1, encode_seconds=middle - began, search_seconds=time.monotonic() - middle
+            batches=1,
+            encode_seconds=encoded_time - start_time,
+            search_seconds=time.monotonic() - encoded_time,
         )
-        if keep and self._cache is not None:
-            self._cache.write(
-                [(query, k, json.dumps(hits)) for query, hits in zip(queries, found, strict=True)]
-            )
-        return found
+
+        if is_cached and self._cache is not None:
+            rows = [
+                (query, k, json.dumps(hits)) for query, hits in zip(queries, results, strict=True)
+            ]
+            self._cache.write(rows)
+        return results

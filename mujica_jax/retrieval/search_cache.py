@@ -11,7 +11,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-MAX_BYTES = 2**30  # of a file; then the older half of it goes. Twenty hits take some 700 bytes
+# Size of a file; then the older half of it is deleted. Twenty hits take some 700 bytes.
+MAX_BYTES = 2**30
 MAX_QUERY_CHARACTERS = 2**14  # longer ones are searched each time
 SECONDS_FOR_A_LOCK = 2.0  # that another process holds
 _log = logging.getLogger(__name__)
@@ -30,9 +31,8 @@ class SearchCache:
                 self.path, timeout=SECONDS_FOR_A_LOCK, check_same_thread=False
             )
             database.execute("PRAGMA journal_mode=WAL")
-            database.execute(
-                "PRAGMA synchronous=OFF"
-            )  # what a loss of power takes is searched again
+            # What a loss of power takes is searched again.
+            database.execute("PRAGMA synchronous=OFF")
             columns = "query TEXT, k INTEGER, found TEXT, PRIMARY KEY (query, k)"
             database.execute(f"CREATE TABLE IF NOT EXISTS hits ({columns})")
             (page_bytes,) = database.execute("PRAGMA page_size").fetchone()
@@ -42,6 +42,7 @@ class SearchCache:
             self._give_up(error)
 
     def read(self, query: str, k: int = 0) -> str | None:
+        """Return the text of a stored answer, or None."""
         if len(query) > MAX_QUERY_CHARACTERS:
             return None
         with self._lock:
@@ -57,23 +58,24 @@ class SearchCache:
                 return None
 
     def write(self, rows: Sequence[tuple[str, int, str]]) -> None:
-        """Each a query, k, and the answer's text."""
-        kept = [row for row in rows if len(row[0]) <= MAX_QUERY_CHARACTERS]
+        """Store answers. A row is a query, k, and the answer's text."""
+        cached_rows = [row for row in rows if len(row[0]) <= MAX_QUERY_CHARACTERS]
         with self._lock:
-            if self._database is None or not kept:
+            if self._database is None or not cached_rows:
                 return
             try:
                 try:
-                    _insert(self._database, kept)
+                    _insert(self._database, cached_rows)
                 except sqlite3.OperationalError as error:
                     if error.sqlite_errorcode != sqlite3.SQLITE_FULL:
                         raise
-                    _forget_older_half(self._database)
-                    _insert(self._database, kept)
+                    _delete_older_half(self._database)
+                    _insert(self._database, cached_rows)
             except (sqlite3.Error, UnicodeEncodeError) as error:
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
+        """Close the database for good, and say so once."""
         _log.warning("%s is not used (%s): searches are made again", self.path, error)
         if self._database is not None:
             self._database.close()
@@ -81,11 +83,13 @@ class SearchCache:
 
 
 def _insert(database: sqlite3.Connection, rows: Sequence[tuple[str, int, str]]) -> None:
+    """Insert rows in one transaction."""
     with database:
         database.executemany("INSERT OR REPLACE INTO hits VALUES (?, ?, ?)", rows)
 
 
-def _forget_older_half(database: sqlite3.Connection) -> None:
+def _delete_older_half(database: sqlite3.Connection) -> None:
+    """Delete the half of the rows that was inserted first."""
     with database:
         oldest = "SELECT rowid FROM hits ORDER BY rowid LIMIT (SELECT (count(*) + 1) / 2 FROM hits)"
         database.execute(f"DELETE FROM hits WHERE rowid IN ({oldest})")

@@ -41,11 +41,12 @@ MAX_QUERIES = 256  # of a request
 MAX_RESULTS = 1000  # of a query
 MAX_REQUEST_BYTES = 4 * 2**20
 MAX_READING_SECONDS = 20.0  # until all of a request is there
+# The status of other errors is 503.
 STATUSES = {
     RetrieverOverloaded: 429,
     RetrieverTimeout: 504,
     RetrieverRefused: 400,
-}  # of all others: 503
+}
 HEADERS = {429: {"Retry-After": "1"}, 408: {"Connection": "close"}}  # by status
 PREFIX = "mujica_retrieval_"
 MEANINGS = {
@@ -85,106 +86,136 @@ class Metrics:
         yield answers
 
 
-def make_app(retriever: IndexRetriever, kind: str) -> FastAPI:
-    """The service of one retriever; `kind` is the index's."""
-    app = FastAPI(title="mujica_jax retrieval", docs_url=None, redoc_url=None, openapi_url=None)
-    metrics, registry = Metrics(retriever), CollectorRegistry()
-    reading = asyncio.Lock()  # of the passages: their file is read by one thread at a time
-    registry.register(metrics)  # pyright: ignore[reportArgumentType]  # it collects, which is all that is asked
+class _Service:
+    """The three routes of the service of one retriever."""
 
-    async def answered(request: Request) -> tuple[int, str | bytes]:
+    def __init__(self, retriever: IndexRetriever, kind: str) -> None:
+        self._retriever = retriever
+        self._kind = kind  # of the index
+        # The file of passages is read by one thread at a time.
+        self._reading = asyncio.Lock()
+        self._health_check: asyncio.Task[Health] | None = None
+        self._metrics = Metrics(retriever)
+        self._registry = CollectorRegistry()
+        # The registry only collects from it.
+        self._registry.register(self._metrics)  # pyright: ignore[reportArgumentType]
+
+    async def search(self, request: Request) -> Response:
+        """Answer POST /search, and count the answer by its status."""
         try:
-            queries, k = _read(await _read_body(request), len(retriever.index.passages))
-            if (different := len(set(queries))) > retriever.max_waiting:
-                raise BadRequest(
-                    f"the request has {different} queries and at most {retriever.max_waiting} may "
-                    "wait here: send fewer at once",
-                    413,
-                )
-            found = await asyncio.gather(*(retriever.hits(query, k) for query in queries))
-            async with reading:
-                return 200, await asyncio.to_thread(_answer, retriever.index, found)
+            status = 200
+            content = await self._search(request)
         except BadRequest as error:
-            return error.status, json.dumps({"error": str(error)})
+            status = error.status
+            content = json.dumps({"error": str(error)})
         except RetrievalError as error:
-            return STATUSES.get(type(error), 503), json.dumps({"error": str(error)})
-
-    async def search(request: Request) -> Response:
-        status, content = await answered(request)
-        metrics.answers[status] = metrics.answers.get(status, 0) + 1
+            status = STATUSES.get(type(error), 503)
+            content = json.dumps({"error": str(error)})
+        self._metrics.answers[status] = self._metrics.answers.get(status, 0) + 1
         return Response(content, status, HEADERS.get(status), "application/json")
 
-    checking: asyncio.Task[Health] | None = None
+    async def health(self) -> JSONResponse:
+        """Answer GET /healthz.
 
-    async def healthz() -> JSONResponse:
-        # who asks while one search is under way hears of that one: however many ask, searches wait
-        # for one
-        nonlocal checking
-        if checking is None or checking.done():
-            checking = asyncio.create_task(retriever.health())
+        Requests that come while one search is under way share its result: however many there are,
+        other searches wait for a single one.
+        """
+        if self._health_check is None or self._health_check.done():
+            self._health_check = asyncio.create_task(self._retriever.health())
         try:
-            health = await asyncio.shield(checking)
+            health = await asyncio.shield(self._health_check)
         except RetrievalError as error:
             return JSONResponse({"error": str(error)}, 503)
-        return JSONResponse(dataclasses.asdict(dataclasses.replace(health, kind=kind)))
+        return JSONResponse(dataclasses.asdict(dataclasses.replace(health, kind=self._kind)))
 
-    async def metrics_text() -> PlainTextResponse:
-        return PlainTextResponse(generate_latest(registry).decode())
+    async def metrics(self) -> PlainTextResponse:
+        """Answer GET /metrics."""
+        return PlainTextResponse(generate_latest(self._registry).decode())
 
-    app.add_api_route("/search", search, methods=["POST"], response_model=None)
-    app.add_api_route("/healthz", healthz, methods=["GET"], response_model=None)
-    app.add_api_route("/metrics", metrics_text, methods=["GET"], response_model=None)
+    async def _search(self, request: Request) -> bytes:
+        """Return the results of a request. Raises BadRequest or RetrievalError."""
+        retriever = self._retriever
+        queries, k = _read(await _read_body(request), passages=len(retriever.index.passages))
+        different_queries = len(set(queries))
+        if different_queries > retriever.max_waiting:
+            raise BadRequest(
+                f"the request has {different_queries} queries and at most "
+                f"{retriever.max_waiting} may wait here: send fewer at once",
+                status=413,
+            )
+        results = await asyncio.gather(*(retriever.hits(query, k) for query in queries))
+        async with self._reading:
+            return await asyncio.to_thread(_answer, retriever.index, results)
+
+
+def make_app(retriever: IndexRetriever, kind: str) -> FastAPI:
+    """Return the service of one retriever; `kind` is the index's."""
+    app = FastAPI(title="mujica_jax retrieval", docs_url=None, redoc_url=None, openapi_url=None)
+    service = _Service(retriever, kind)
+    app.add_api_route("/search", service.search, methods=["POST"], response_model=None)
+    app.add_api_route("/healthz", service.health, methods=["GET"], response_model=None)
+    app.add_api_route("/metrics", service.metrics, methods=["GET"], response_model=None)
     return app
 
 
 def open_port(host: str, port: int) -> socket.socket:
-    """Bound before anything is loaded, so that a port that is taken is one sentence. Port 0 takes
-    any."""
-    opened = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    """Bind a socket before anything is loaded. Raise UserError where the port is taken.
+
+    Port 0 takes any.
+    """
+    server_socket = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    server_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        opened.bind((host, port))
+        server_socket.bind((host, port))
     except (OSError, OverflowError) as error:
-        opened.close()
+        server_socket.close()
         reason = getattr(error, "strerror", None) or error
         raise UserError(
             f"{host}:{port} cannot be opened ({reason}): choose another --host or --port"
         ) from error
-    return opened
+    return server_socket
 
 
-def address_of(opened: socket.socket) -> str:
-    host, port = opened.getsockname()[:2]
+def address_of(server_socket: socket.socket) -> str:
+    """Return the address at which a bound socket is reached."""
+    host, port = server_socket.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def serve_until_told(app: FastAPI, opened: socket.socket, told: str) -> None:
-    """Prints `told` once the port answers. SIGTERM and SIGINT end it from then on: requests under
-    way are answered first.
+def serve_until_told(app: FastAPI, server_socket: socket.socket, announcement: str) -> None:
+    """Serve until SIGTERM or SIGINT; requests under way are answered first.
+
+    The announcement is printed once the port answers.
     """
     server = make_server(app)
-    # The server takes the signals over, and sends those that it got on when it has ended; until
-    # then and meanwhile they come here.
-    before = {
-        number: signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-        for number in (signal.SIGTERM, signal.SIGINT)
+
+    def end_server(*_: object) -> None:
+        server.should_exit = True
+
+    # While it runs, the server handles the signals itself. When it has ended it raises those that
+    # it got once more; before it starts and then they come here.
+    earlier_handlers = {
+        number: signal.signal(number, end_server) for number in (signal.SIGTERM, signal.SIGINT)
     }
-    opened.listen(server.config.backlog)
-    print(told, flush=True)
-    server.run(sockets=[opened])
-    for number, handler in before.items():
+    server_socket.listen(server.config.backlog)
+    print(announcement, flush=True)
+    server.run(sockets=[server_socket])
+    for number, handler in earlier_handlers.items():
         signal.signal(number, handler)
 
 
 def make_server(app: FastAPI) -> uvicorn.Server:
-    """`run(sockets=[...])` serves until SIGTERM or SIGINT; requests under way are answered
-    first."""
+    """Return a server whose `run(sockets=[...])` serves until SIGTERM or SIGINT.
+
+    Requests under way are answered first.
+    """
     return uvicorn.Server(
         uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=30)
     )
 
 
 async def _read_body(request: Request) -> bytes:
+    """Return the body of a request. Raise BadRequest where it is too large or too slow."""
     body = bytearray()
     try:
         async with asyncio.timeout(MAX_READING_SECONDS) as timer:
@@ -194,7 +225,7 @@ async def _read_body(request: Request) -> bytes:
                     raise BadRequest(
                         f"the request has more than {MAX_REQUEST_BYTES:,} bytes: send fewer "
                         "queries at once",
-                        413,
+                        status=413,
                     )
     except ClientDisconnect as error:
         raise BadRequest("the request broke off") from error
@@ -202,32 +233,40 @@ async def _read_body(request: Request) -> bytes:
         if not timer.expired():
             raise
         raise BadRequest(
-            f"the request was not there within {MAX_READING_SECONDS:g} s: send it again", 408
+            f"the request was not there within {MAX_READING_SECONDS:g} s: send it again",
+            status=408,
         ) from error
     return bytes(body)
 
 
 def _read(body: bytes, passages: int) -> tuple[list[str], int]:
+    """Return the queries and k of a request. Raise BadRequest where they are none."""
     try:
-        asked = json.loads(body)
+        content = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the request is no JSON ({error})") from error
-    queries, k = (asked.get("queries"), asked.get("k")) if isinstance(asked, dict) else (None, None)
+
+    queries: Any = None
+    k: Any = None
+    if isinstance(content, dict):
+        queries = content.get("queries")
+        k = content.get("k")
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
         raise BadRequest('the request needs "queries", a list of texts, and "k"')
     if not 1 <= len(queries) <= MAX_QUERIES:
         raise BadRequest(f"the request has {len(queries)} queries: send 1 to {MAX_QUERIES}")
-    most = min(passages, MAX_RESULTS)
-    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= most:
-        raise BadRequest(f"k is {k!r}: give 1 to {most}")
+    max_k = min(passages, MAX_RESULTS)
+    if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= max_k:
+        raise BadRequest(f"k is {k!r}: give 1 to {max_k}")
     return queries, k
 
 
-def _answer(index: Index, found: Sequence[Hits]) -> bytes:
-    """Raises BadRequest where it would be too large."""
-    results, size = [], 0
-    for hits in found:
-        shown = []
+def _answer(index: Index, results: Sequence[Hits]) -> bytes:
+    """Return the JSON of an answer. Raise BadRequest where it would be too large."""
+    result_texts = []
+    size = 0  # bytes
+    for hits in results:
+        hit_texts = []
         for position, score in hits:
             passage = index.passages[position]
             hit = {
@@ -236,16 +275,15 @@ def _answer(index: Index, found: Sequence[Hits]) -> bytes:
                 "text": passage.text,
                 "score": round(score, 6),
             }
-            shown.append(json.dumps(hit, ensure_ascii=False).encode())
-            size += len(shown[-1])
+            hit_text = json.dumps(hit, ensure_ascii=False).encode()
+            hit_texts.append(hit_text)
+            size += len(hit_text)
             if size > MAX_ANSWER_BYTES:
                 raise BadRequest(
                     f"the answer would have more than {MAX_ANSWER_BYTES:,} bytes: send fewer "
                     "queries at once, or a smaller k",
-                    413,
+                    status=413,
                 )
-        results.append(b"[" + b",".join(shown) + b"]")
-    return b'{"version":%b,"results":[%b]}' % (
-        json.dumps(index.version).encode(),
-        b",".join(results),
-    )
+        result_texts.append(b"[" + b",".join(hit_texts) + b"]")
+    version_text = json.dumps(index.version).encode()
+    return b'{"version":%b,"results":[%b]}' % (version_text, b",".join(result_texts))

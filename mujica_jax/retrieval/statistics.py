@@ -23,11 +23,12 @@ class RetrievalStatistics:
     waiting_seconds: float = 0.0  # of all queries, from their arrival to their answer
 
     def with_more(self, **amounts: float) -> "RetrievalStatistics":
-        return dataclasses.replace(
-            self, **{name: getattr(self, name) + amount for name, amount in amounts.items()}
-        )
+        """Return the statistics with these amounts added."""
+        sums = {name: getattr(self, name) + amount for name, amount in amounts.items()}
+        return dataclasses.replace(self, **sums)
 
     def sentence(self) -> str:
+        """Return the statistics as the end of a run shows them."""
         return (
             f"{self.queries:,} searches ({self.cached:,} cached, {self.shared:,} shared, "
             f"{self.failed:,} failed) in {self.batches:,} batches: {self.encode_seconds:.1f} s "
@@ -39,19 +40,22 @@ class Counted:
     """Statistics that any thread may add to."""
 
     def __init__(self) -> None:
-        self._statistics, self._counting = RetrievalStatistics(), threading.Lock()
+        self._statistics = RetrievalStatistics()
+        self._statistics_lock = threading.Lock()
 
     @property
     def statistics(self) -> RetrievalStatistics:
         return self._statistics
 
     def count(self, **amounts: float) -> None:
-        with self._counting:
+        """Add some amounts, from any thread."""
+        with self._statistics_lock:
             self._statistics = self._statistics.with_more(**amounts)
 
     @contextlib.contextmanager
     def counted_search(self) -> Iterator[None]:
-        began = time.monotonic()
+        """Count a search, its failure, and the time until its answer."""
+        start_time = time.monotonic()
         self.count(queries=1)
         try:
             yield
@@ -59,4 +63,4 @@ class Counted:
             self.count(failed=1)
             raise
         finally:
-            self.count(waiting_seconds=time.monotonic() - began)
+            self.count(waiting_seconds=time.monotonic() - start_time)

@@ -1,4 +1,4 @@
-"""N-Triples, as Wikidata's truthy dump: the lines that a graph keeps.
+"""N-Triples, as Wikidata's truthy dump: the lines that a graph takes.
 
 These are labels and aliases in the chosen languages, ids of merged entities, and statements: in
 Wikidata's dumps `prop/direct/...`, in others every predicate outside the vocabularies that describe
@@ -42,74 +42,79 @@ _text = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 _line = re.compile(rb"\s*(<[^>]*>|_:\S+)\s*<([^>]*)>\s*(.*)", re.DOTALL)
 
 
-class Kept(NamedTuple):
+class Line(NamedTuple):
+    """A line that a graph takes."""
+
     number: int
     text: bytes
     role: str
 
 
 class Lines:
-    """The lines of N-Triples that a graph keeps."""
+    """Chooses and loads the lines of one file of N-Triples."""
 
     def __init__(self, path: str, spec: GraphSpec, counts: Counts) -> None:
-        self._path, self._skip, self._counts = path, spec.skip, counts
+        self._path = path
+        self._skip = spec.skip
+        self._counts = counts
         self._languages = frozenset(language.lower().encode() for language in spec.languages)
         self._predicates = spec.predicates
-        self._roles: dict[bytes, str] = {}
+        self._roles: dict[bytes, str] = {}  # by predicate
 
-    def kept(self, piece: Piece, claims: set[bytes]) -> list[Kept]:
-        """Predicates of statements are added to `claims`."""
-        kept, roles = [], self._roles
-        for number, line in piece.numbered:
-            place = line.find(b">")
-            if line[:1] == b"<" and line[place : place + 3] == b"> <":  # as dumps write it
-                end = line.find(b">", place + 3)
-                subject, predicate, rest = (
-                    line[:place],
-                    line[place + 3 : end],
-                    line[end + 1 :].lstrip(),
-                )
-            elif found := _line.match(line):
-                subject, predicate, rest = found.groups()
-            else:
-                if line.strip() and not line.lstrip().startswith(b"#"):
-                    kept.append(Kept(number, line, "none"))  # to be refused by the parser
+    def choose(self, piece: Piece, claims: set[bytes]) -> list[Line]:
+        """Return the lines that the graph takes. Predicates of statements are added to `claims`."""
+        lines = []
+        for number, text in piece.numbered:
+            parts = _parts(text)
+            if parts is None:
+                is_comment = text.lstrip().startswith(b"#")
+                if text.strip() and not is_comment:
+                    # The parser will refuse it.
+                    lines.append(Line(number, text, "none"))
                 continue
-            role = roles.get(predicate)
+
+            subject, predicate, rest = parts
+            role = self._roles.get(predicate)
             if role is None:
-                role = roles[predicate] = self._role(predicate)
+                role = self._role(predicate)
+                self._roles[predicate] = role
             if role == "none" or subject[:2] == b"_:" or not self._is_wanted(rest, role):
                 continue
-            if rest[:2] == b"<<" and _text.sub(b"", rest).count(QUOTE) > 1:
-                kept.append(Kept(number, QUOTE + b"\n", NESTED))
+            if rest[:2] == QUOTE and _text.sub(b"", rest).count(QUOTE) > 1:
+                lines.append(Line(number, QUOTE + b"\n", NESTED))
                 continue
-            kept.append(Kept(number, line, role))
+            lines.append(Line(number, text, role))
             if role == "statement":
                 claims.add(predicate)
-        return kept
+        return lines
 
-    def load(self, store: Store, kept: Sequence[Kept]) -> None:
-        """Into the store, and counts them. Raises UserError naming the first line that is no
-        triple."""
+    def load(self, store: Store, lines: Sequence[Line]) -> None:
+        """Load lines into the store, and count them.
+
+        Raises UserError naming the first line that is no triple.
+        """
         try:
-            store.bulk_load(b"".join(line.text for line in kept), RdfFormat.N_TRIPLES, lenient=True)
+            content = b"".join(line.text for line in lines)
+            store.bulk_load(content, RdfFormat.N_TRIPLES, lenient=True)
         except SyntaxError:
-            whole = [line for line in kept if self._is_whole(line)]
-            assert len(whole) < len(kept), "a piece cannot be read and each of its lines can"
-            self.load(store, whole)
+            valid_lines = [line for line in lines if self._is_valid(line)]
+            assert len(valid_lines) < len(lines), "a piece cannot be read and each of its lines can"
+            self.load(store, valid_lines)
         else:
-            self._counts.triples += sum(line.role == "statement" for line in kept)
-            self._counts.names += sum(line.role == "name" for line in kept)
+            self._counts.triples += sum(line.role == "statement" for line in lines)
+            self._counts.names += sum(line.role == "name" for line in lines)
 
-    def _is_whole(self, line: Kept) -> bool:
+    def _is_valid(self, line: Line) -> bool:
+        """Tell whether a line is a triple. One that is none is counted, or raises UserError."""
         try:
             list(parse(line.text, RdfFormat.N_TRIPLES, lenient=True))
             return True
         except SyntaxError as error:
-            what = str(error).partition(": ")[2].partition(" (line")[0] or str(error)
             if line.role == NESTED:
-                what = "a quoted triple in a quoted triple"
-            sentence = f"{self._path}, line {line.number:,}: no triple in N-Triples ({what})"
+                reason = "a quoted triple in a quoted triple"
+            else:
+                reason = str(error).partition(": ")[2].partition(" (line")[0] or str(error)
+            sentence = f"{self._path}, line {line.number:,}: no triple in N-Triples ({reason})"
             if not self._skip:
                 raise UserError(
                     f"{sentence}: mend it, or leave such lines out with --skip"
@@ -118,6 +123,7 @@ class Lines:
             return False
 
     def _role(self, predicate: bytes) -> str:
+        """Return what lines with this predicate are: name, schema, redirect, statement or none."""
         if predicate in NAMES:
             return "name"
         if predicate in SCHEMA:
@@ -131,33 +137,59 @@ class Lines:
         return "none" if predicate.startswith(DESCRIBING) else "statement"
 
     def _is_wanted(self, rest: bytes, role: str) -> bool:
-        """The object: a text in a chosen language or in none, for names a text, for redirects an
-        entity of Wikidata's.
+        """Tell whether the object of a line is one that the graph takes.
+
+        `rest` is the line behind the predicate. A text is in a chosen language or in none. The
+        object of a name is a text, and that of a redirect an entity of Wikidata's.
         """
         if role == "redirect":
             return rest.startswith(b"<" + sparql.ENTITY.encode())
         if rest.startswith(b'"'):
-            after = rest[rest.rfind(b'"') + 1 :]
-            if not after.startswith(b"@"):
+            suffix = rest[rest.rfind(b'"') + 1 :]
+            if not suffix.startswith(b"@"):
                 return True
-            language = after[1:].split(maxsplit=1)[
-                :1
-            ]  # none where the line is cut there: the parser refuses it
-            return not language or language[0].rstrip(b".").lower() in self._languages
+            words = suffix[1:].split(maxsplit=1)
+            if not words:
+                # The line is cut there: the parser refuses it.
+                return True
+            return words[0].rstrip(b".").lower() in self._languages
         return role != "name" and not rest.startswith(b"_:") and UNKNOWN_VALUE.encode() not in rest
 
 
+def _parts(line: bytes) -> tuple[bytes, bytes, bytes] | None:
+    """Return the subject, the predicate and the rest of a line, or None where it has none.
+
+    The subject begins with `<` or `_:`; its end is not needed.
+    """
+    # The usual form is recognised without a regular expression, which takes longer.
+    subject_end = line.find(b">")
+    if line[:1] == b"<" and line[subject_end : subject_end + 3] == b"> <":
+        predicate_start = subject_end + 3
+        predicate_end = line.find(b">", predicate_start)
+        predicate = line[predicate_start:predicate_end]
+        return line[:subject_end], predicate, line[predicate_end + 1 :].lstrip()
+
+    match = _line.match(line)
+    if match is None:
+        return None
+    subject, predicate, rest = match.groups()
+    return subject, predicate, rest
+
+
 def claim_quads(claims: set[bytes]) -> list[Quad]:
-    """Which property each predicate states: without that no query finds its statements."""
+    """Return the quads that say which property each predicate states.
+
+    Without them no query finds a predicate's statements.
+    """
     quads = []
     for claim in sorted(claims):
-        # Of what is no address: the store keeps what dumps say with it, and nobody can ask for it.
+        # What is no address gets no quad: the store keeps its statements, and nobody can ask for
+        # it.
         with contextlib.suppress(ValueError):
-            text = claim.decode()
-            stated = (
-                sparql.ENTITY + text.removeprefix(sparql.DIRECT)
-                if text.startswith(sparql.DIRECT)
-                else text
+            predicate = claim.decode()
+            is_direct = predicate.startswith(sparql.DIRECT)
+            name = sparql.ENTITY + predicate.removeprefix(sparql.DIRECT) if is_direct else predicate
+            quads.append(
+                Quad(NamedNode(name), NamedNode(sparql.DIRECT_CLAIM), NamedNode(predicate))
             )
-            quads.append(Quad(NamedNode(stated), NamedNode(sparql.DIRECT_CLAIM), NamedNode(text)))
     return quads

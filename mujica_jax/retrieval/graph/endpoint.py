@@ -16,6 +16,7 @@ import random
 import time
 import urllib.parse
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from mujica_jax import __version__
 from mujica_jax.config.cache_folders import cache_folder
@@ -33,16 +34,17 @@ from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph, Read
 from mujica_jax.retrieval.search_cache import SearchCache
 
-# before http:// or https://: what tells such an address from that of a service of passages
+# Stands before http:// or https://, and tells such an address from that of a service of passages.
 SCHEME = "sparql+"
 EXAMPLE = "sparql+https://HOST/sparql"
 ADVICE = "check the address and that a SPARQL endpoint answers there"
 HEADERS = {
     "Content-Type": "application/x-www-form-urlencoded",
     "Accept": "application/sparql-results+json",
-    "User-Agent": f"mujica_jax/{__version__}",  # Wikidata turns away who does not say who asks
+    # Wikidata refuses requests without one.
+    "User-Agent": f"mujica_jax/{__version__}",
 }
-# Of a text that should be a table of results.
+# What reading a text raises that is no table of results.
 NO_ANSWER = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
 CHECK_ATTEMPTS = 3
 PUBLIC_QUERIES_PER_SECOND = 10.0
@@ -50,7 +52,7 @@ PUBLIC_POLICY = RetryPolicy(timeout_seconds=60.0, deadline_seconds=180.0, first_
 
 
 class SparqlEndpoint(KnowledgeGraph):
-    """Use from one event loop at a time."""
+    """A graph behind a SPARQL endpoint. Use from one event loop at a time."""
 
     def __init__(
         self,
@@ -62,15 +64,16 @@ class SparqlEndpoint(KnowledgeGraph):
         concurrency: int = 4,
         policy: RetryPolicy = PUBLIC_POLICY,
     ) -> None:
-        """`address` with or without SCHEME."""
+        """Make no request yet. The address may begin with SCHEME."""
         url = address.removeprefix(SCHEME)
         super().__init__(version=url, languages=languages)
         self._client = HttpClient(
             url, api_key_variable=None, connections=concurrency, example=EXAMPLE
         )
-        self._cache, self._policy = cache, policy
-        self._seconds_between = 1.0 / queries_per_second
-        self._next = 0.0  # when the next request may go
+        self._cache = cache
+        self._policy = policy
+        self._seconds_between_requests = 1.0 / queries_per_second
+        self._next_request_time = 0.0  # when the next request may go
         self._random = random.Random(0)
         self._batcher = Batcher[list[sparql.Row]](
             self._answer,
@@ -82,12 +85,15 @@ class SparqlEndpoint(KnowledgeGraph):
         )
 
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
-        kept = self._cache.read(query) if self._cache is not None else None
-        if kept is not None:
-            with contextlib.suppress(*NO_ANSWER):  # damaged: asked again
-                found = read(_rows(kept, query))
+        """Return what `read` makes of the rows of a SPARQL query. Raises RetrievalError."""
+        cached_text = self._cache.read(query) if self._cache is not None else None
+        if cached_text is not None:
+            # A damaged answer is asked for again.
+            with contextlib.suppress(*NO_ANSWER):
+                result = read(_rows(cached_text, query))
                 self.count(cached=1)
-                return found
+                return result
+
         rows = await self._batcher.ask(query, 0)
         try:
             return read(rows)
@@ -98,23 +104,29 @@ class SparqlEndpoint(KnowledgeGraph):
             ) from error
 
     async def check(self) -> None:
-        """One small query, past the cache. Raises RetrievalError."""
-        if not await self._fetched(
-            sparql.CLAIMS_QUERY, dataclasses.replace(self._policy, max_attempts=CHECK_ATTEMPTS)
-        ):
+        """Check by one small query, past the cache, that the graph can be read here.
+
+        Raises RetrievalError.
+        """
+        policy = dataclasses.replace(self._policy, max_attempts=CHECK_ATTEMPTS)
+        rows = await self._fetch(sparql.CLAIMS_QUERY, policy)
+        if not rows:
             raise RetrieverRefused(
                 f"{self.version} knows no wikibase:directClaim: it answers, and holds no graph in "
                 "Wikidata's vocabulary"
             )
 
     async def _answer(self, queries: list[str], _: int) -> list[list[sparql.Row]]:
-        return [await self._fetched(query, self._policy) for query in queries]
+        """Return the rows of each query of a batch, which has one."""
+        return [await self._fetch(query, self._policy) for query in queries]
 
-    async def _fetched(self, query: str, policy: RetryPolicy) -> list[sparql.Row]:
+    async def _fetch(self, query: str, policy: RetryPolicy) -> list[sparql.Row]:
+        """Return the rows of a query from the endpoint, and write its answer into the cache."""
+
         async def attempt() -> list[sparql.Row]:
-            began = time.monotonic()
+            start_time = time.monotonic()
             answer = await self._client.exchange(urllib.parse.urlencode({"query": query}), HEADERS)
-            self.count(batches=1, search_seconds=time.monotonic() - began)
+            self.count(batches=1, search_seconds=time.monotonic() - start_time)
             try:
                 text = answer.decode("utf-8-sig")
                 rows = _rows(text, query)
@@ -132,25 +144,29 @@ class SparqlEndpoint(KnowledgeGraph):
                 url=self.version,
                 advice=ADVICE,
                 draw=self._random,
-                before_attempt=self._turn,
+                before_attempt=self._wait_for_turn,
                 on_retry=self._pause,
             )
 
-    async def _turn(self) -> None:
-        while (wait := self._next - time.monotonic()) > 0:
-            await asyncio.sleep(wait)
-        self._next = time.monotonic() + self._seconds_between
+    async def _wait_for_turn(self) -> None:
+        """Wait until the next request may go."""
+        while (wait_seconds := self._next_request_time - time.monotonic()) > 0:
+            await asyncio.sleep(wait_seconds)
+        self._next_request_time = time.monotonic() + self._seconds_between_requests
 
     def _pause(self, error: TransientError) -> None:
+        """Let all requests wait as long as the endpoint asks for."""
         self.count(retries=1)
-        self._next = max(self._next, time.monotonic() + error.after_seconds)
+        pause_end = time.monotonic() + error.after_seconds
+        self._next_request_time = max(self._next_request_time, pause_end)
 
 
 def open_endpoint(
     address: str, queries_per_second: float = PUBLIC_QUERIES_PER_SECOND
 ) -> SparqlEndpoint:
-    """An endpoint that answers, with what it ever answered on this machine. For the start of a run,
-    before there is an event loop. Raises UserError.
+    """Return an endpoint that answers, with a cache of all its answers on this machine.
+
+    It is called at the start of a run, before there is an event loop. Raises UserError.
     """
     name = hashlib.sha256(address.removeprefix(SCHEME).encode()).hexdigest()[:16]
     cache = SearchCache(cache_folder("searches"), f"sparql-{name}")
@@ -163,10 +179,18 @@ def open_endpoint(
 
 
 def _rows(text: str, query: str) -> list[sparql.Row]:
-    """Raises one of NO_ANSWER where the text is no table of results, or of others than the
-    query's."""
-    found = json.loads(text)
-    columns, bindings = set(found["head"]["vars"]), found["results"]["bindings"]
+    """Return the rows of an answer.
+
+    Raises one of NO_ANSWER where the text is no table of results, or of others than the query's.
+    """
+    answer = json.loads(text)
+    columns = set(answer["head"]["vars"])
+    bindings = answer["results"]["bindings"]
     if columns != sparql.columns(query):
         raise ValueError("other columns than were asked for")
-    return [{name: sparql.term_of(row.get(name)) for name in columns} for row in bindings]
+    return [_row(binding, columns) for binding in bindings]
+
+
+def _row(binding: Any, columns: set[str]) -> sparql.Row:
+    """Return the terms of a row by column; None where it has none."""
+    return {name: sparql.term_of(binding.get(name)) for name in columns}

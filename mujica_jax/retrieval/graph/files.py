@@ -29,9 +29,8 @@ class GraphSpec:
     files: tuple[str, ...]
     languages: tuple[str, ...] = sparql.LANGUAGES
     properties: tuple[str, ...] = ()
-    skip: bool = (
-        False  # leave out lines that cannot be read and count them, instead of refusing the file
-    )
+    # leave out lines that cannot be read and count them, instead of refusing the file
+    skip: bool = False
 
     def __post_init__(self) -> None:
         sparql.check_languages(self.languages)
@@ -41,12 +40,15 @@ class GraphSpec:
 
     @property
     def predicates(self) -> frozenset[bytes]:
-        return frozenset(
-            (sparql.DIRECT + name if name.startswith("P") else name).encode()
-            for name in self.properties
-        )
+        """The predicates of the chosen properties' statements."""
+        predicates = set()
+        for name in self.properties:
+            iri = sparql.DIRECT + name if name.startswith("P") else name
+            predicates.add(iri.encode())
+        return frozenset(predicates)
 
     def plan(self) -> dict[str, Any]:
+        """Return everything that the content of the graph depends on."""
         return {
             "kind": KIND,
             "corpus": describe_files(self.files),
@@ -58,6 +60,8 @@ class GraphSpec:
 
 @dataclasses.dataclass
 class Counts(Skipped):
+    """What was loaded, and what was left out."""
+
     triples: int = 0
     names: int = 0
 
@@ -73,11 +77,12 @@ class Piece:
 
     @property
     def numbered(self) -> Iterator[tuple[int, bytes]]:
+        """The lines with their numbers."""
         return enumerate(self.lines, start=self.first_line)
 
 
 def is_table(path: str) -> bool:
-    """Raises UserError for what is neither format."""
+    """Tell whether a file is a table or N-Triples. Raise UserError where it is neither."""
     name = path.removesuffix(".gz").removesuffix(".bz2")
     if not name.endswith((".tsv", ".nt")):
         raise UserError(f"{path} is no file of triples: expected {FORMATS}")
@@ -87,22 +92,25 @@ def is_table(path: str) -> bool:
 def pieces(
     path: str, start: int = 0, first_line: int = 1, max_bytes: int | None = None
 ) -> Iterator[Piece]:
-    """From byte `start` of the decompressed file on, where line `first_line` begins; of about
-    READ_BYTES, and up to the first one that ends behind `max_bytes`.
+    """Yield pieces of about READ_BYTES, from byte `start` of the decompressed file on.
+
+    Line `first_line` begins there. The last piece is the first one that ends behind `max_bytes`.
     """
     try:
         with open_file(path) as raw, decompressed(path, raw) as file:
-            bytes_there = max(1, raw.seek(0, os.SEEK_END))
+            file_bytes = max(1, raw.seek(0, os.SEEK_END))
             raw.seek(0)
             file.seek(start)
-            while (max_bytes is None or start < max_bytes) and (
-                lines := file.readlines(READ_BYTES)
-            ):
+            while max_bytes is None or start < max_bytes:
+                lines = file.readlines(READ_BYTES)
+                if not lines:
+                    break
                 end = start + sum(map(len, lines))
                 if start == 0:
                     lines[0] = lines[0].removeprefix(codecs.BOM_UTF8)
-                yield Piece(lines, first_line, end, raw.tell() / bytes_there)
-                start, first_line = end, first_line + len(lines)
+                yield Piece(lines, first_line, end, share=raw.tell() / file_bytes)
+                start = end
+                first_line += len(lines)
     except FileNotFoundError as error:
         raise UserError(f"{path} does not exist: give {FORMATS}") from error
     except (EOFError, OSError, zlib.error) as error:

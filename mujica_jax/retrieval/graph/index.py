@@ -2,7 +2,8 @@
 safely there.
 
     INDEX/graph/          the store of pyoxigraph
-    INDEX/loaded.json     how far the files were read, and what was counted; written when a chunk is on the disk
+    INDEX/loaded.json     how far the files were read, and what was counted; written when a chunk is
+                          on the disk
 
 A chunk that was being written is read again: a store is a set, so a triple that comes twice is
 there once. plan.json, manifest.json and the rules of opening are those of every index
@@ -18,25 +19,27 @@ from typing import Any, Literal
 from pyoxigraph import Store
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.graph.dumps import Kept, Lines, claim_quads
+from mujica_jax.retrieval.graph.dumps import Line, Lines, claim_quads
 from mujica_jax.retrieval.graph.files import KIND, Counts, GraphSpec, Piece, is_table, pieces
 from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
 from mujica_jax.retrieval.graph.tables import Table
 from mujica_jax.retrieval.manifest import (
     Reporter,
-    again,
     building,
     commit,
     read_json,
     read_manifest,
+    rebuild_advice,
     write_json,
 )
 
-STORE, PROGRESS = "graph", "loaded.json"
-UNFINISHED = "bulk-*.sst"  # what a killed load was writing: the store takes tables in under numbers
+STORE = "graph"
+PROGRESS = "loaded.json"
+# What a killed load was writing: tables that the store takes in get numbers.
+UNFINISHED = "bulk-*.sst"
 OLD_LOGS = "LOG.old.*"  # of each start, for people
-CHUNK_BYTES = 2**26  # of kept lines; some 500,000 triples
-CHUNK_READ_BYTES = 2**30  # of lines, kept or not
+CHUNK_BYTES = 2**26  # of chosen lines; some 500,000 triples
+CHUNK_READ_BYTES = 2**30  # of all lines, chosen or not
 
 
 @dataclasses.dataclass
@@ -50,84 +53,95 @@ class Loaded(Counts):
 
 
 def build(folder: Path, spec: GraphSpec, reporter: Reporter) -> tuple[dict[str, Any], bool]:
-    """The manifest, and whether the index was there already."""
+    """Return the manifest, and whether the index was there already."""
     for path in spec.files:
-        is_table(path)
+        is_table(path)  # raises UserError for other files
     plan = spec.plan()
-    with building(folder, plan) as finished:
-        if finished:
+    with building(folder, plan) as is_finished:
+        if is_finished:
             return read_manifest(folder), True
-        began = time.monotonic()
-        loaded = (
-            Loaded(**read_json(folder / PROGRESS)) if (folder / PROGRESS).exists() else Loaded()
-        )
-        _remove(folder, UNFINISHED)
-        try:
-            store = Store(folder / STORE)
-        except OSError as error:
-            raise UserError(
-                f"{folder / STORE} cannot be opened ({error}): {again(folder)}"
-            ) from error
-        with reporter.stage("loading the graph", unit="triples") as stage:
-            for so_far in load(store, spec, loaded):
-                store.flush()
-                write_json(folder / PROGRESS, dataclasses.asdict(so_far))
-                stage.update(so_far.triples + so_far.names)
-        if not loaded.triples:
-            chosen = f" among the properties {' '.join(spec.properties)}" if spec.properties else ""
-            raise UserError(
-                f"{', '.join(spec.files)}: there is no triple in it{chosen}; give a graph with at "
-                "least one"
-            )
-        with reporter.stage("ordering the graph", unit="triples") as stage:
-            store.optimize()
+        return _build(folder, spec, plan, reporter), False
+
+
+def _build(
+    folder: Path, spec: GraphSpec, plan: dict[str, Any], reporter: Reporter
+) -> dict[str, Any]:
+    """Load what an earlier start left, and return the manifest."""
+    start_time = time.monotonic()
+
+    # Continue behind the last chunk that is safely there.
+    loaded = Loaded()
+    if (folder / PROGRESS).exists():
+        loaded = Loaded(**read_json(folder / PROGRESS))
+    _remove(folder, UNFINISHED)
+    try:
+        store = Store(folder / STORE)
+    except OSError as error:
+        raise UserError(
+            f"{folder / STORE} cannot be opened ({error}): {rebuild_advice(folder)}"
+        ) from error
+
+    with reporter.stage("loading the graph", unit="triples") as stage:
+        for progress in load(store, spec, loaded):
             store.flush()
-            stage.update(loaded.triples + loaded.names)
-        del store  # closes it
-        Store(
-            folder / STORE
-        ).flush()  # opening it again drops the logs of what is in its tables by now
-        _remove(folder, OLD_LOGS)
-        about = {
-            **plan,
-            **{
-                name: getattr(loaded, name)
-                for name in ("triples", "names", "skipped", "first_skipped")
-            },
-        }
-        about["seconds"] = round(time.monotonic() - began, 1)  # of the last start
-        return commit(folder, about), False
+            write_json(folder / PROGRESS, dataclasses.asdict(progress))
+            stage.update(progress.triples + progress.names)
+    if not loaded.triples:
+        chosen = f" among the properties {' '.join(spec.properties)}" if spec.properties else ""
+        raise UserError(
+            f"{', '.join(spec.files)}: there is no triple in it{chosen}; give a graph with at "
+            "least one"
+        )
+
+    with reporter.stage("ordering the graph", unit="triples") as stage:
+        store.optimize()
+        store.flush()
+        stage.update(loaded.triples + loaded.names)
+
+    # Close the store. Opening it again drops the logs of what is in its tables by now.
+    del store
+    Store(folder / STORE).flush()
+    _remove(folder, OLD_LOGS)
+
+    description = {
+        **plan,
+        "triples": loaded.triples,
+        "names": loaded.names,
+        "skipped": loaded.skipped,
+        "first_skipped": loaded.first_skipped,
+        "seconds": round(time.monotonic() - start_time, 1),  # of the last start
+    }
+    return commit(folder, description)
 
 
 def load(
     store: Store, spec: GraphSpec, loaded: Loaded, max_bytes: int | None = None
 ) -> Iterator[Loaded]:
-    """Reads on from where `loaded` is, of each file its beginning if `max_bytes` says so. What
-    `loaded` says counts from when it is given out and the store was flushed.
+    """Load the files into the store, from where `loaded` is; of each file its beginning if
+    `max_bytes` says so.
+
+    `loaded` is changed and yielded after each chunk. It counts once the store was flushed.
     """
-    tables = [is_table(path) for path in spec.files]
+    is_table_file = [is_table(path) for path in spec.files]
     while loaded.stage != "done":
-        if loaded.file < len(spec.files):
-            path = spec.files[loaded.file]
-            if tables[loaded.file]:
-                table = Table(store, path, spec.skip, loaded)
-                for piece in pieces(path, loaded.bytes, loaded.lines + 1, max_bytes):
-                    store.extend(
-                        table.names(piece) if loaded.stage == "names" else table.statements(piece)
-                    )
-                    yield _at(loaded, piece)
-            elif loaded.stage == "statements":
-                yield from _load_lines(store, path, spec, loaded, max_bytes)
-            loaded.file, loaded.bytes, loaded.lines = loaded.file + 1, 0, 0
-        else:
-            loaded.stage, loaded.file = (
-                ("statements", 0) if loaded.stage == "names" else ("done", 0)
-            )
+        if loaded.file >= len(spec.files):
+            loaded.stage = "statements" if loaded.stage == "names" else "done"
+            loaded.file = 0
+            continue
+
+        path = spec.files[loaded.file]
+        if is_table_file[loaded.file]:
+            yield from _load_table(store, path, spec, loaded, max_bytes)
+        elif loaded.stage == "statements":
+            yield from _load_lines(store, path, spec, loaded, max_bytes)
+        loaded.file += 1
+        loaded.bytes = 0
+        loaded.lines = 0
     yield loaded
 
 
 def open_graph(folder: str | Path) -> GraphStore:
-    """Every file of it found whole. It is read and never written."""
+    """Open a graph, to be read only, after every file of it was compared with its checksum."""
     folder = Path(folder)
     manifest = read_manifest(folder)
     if manifest["kind"] != KIND:
@@ -138,42 +152,65 @@ def open_graph(folder: str | Path) -> GraphStore:
     try:
         store = Store.read_only(str(folder / STORE))
     except OSError as error:
-        raise UserError(f"{folder / STORE} cannot be opened ({error}): {again(folder)}") from error
+        raise UserError(
+            f"{folder / STORE} cannot be opened ({error}): {rebuild_advice(folder)}"
+        ) from error
     return GraphStore(store, version=manifest["version"], languages=tuple(manifest["languages"]))
+
+
+def _load_table(
+    store: Store, path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None
+) -> Iterator[Loaded]:
+    """Load the names or the statements of a table, as the stage says."""
+    table = Table(store, path, spec.skip, loaded)
+    for piece in pieces(path, loaded.bytes, first_line=loaded.lines + 1, max_bytes=max_bytes):
+        quads = table.names(piece) if loaded.stage == "names" else table.statements(piece)
+        store.extend(quads)
+        yield _read_up_to(loaded, piece)
 
 
 def _load_lines(
     store: Store, path: str, spec: GraphSpec, loaded: Loaded, max_bytes: int | None
 ) -> Iterator[Loaded]:
+    """Load the chosen lines of a file of N-Triples, chunk by chunk."""
     lines = Lines(path, spec, loaded)
-    kept: list[Kept] = []
-    claims: set[bytes] = set()
-    stated: set[bytes] = set()
-    size, begun, piece = 0, loaded.bytes, None
+    claims: set[bytes] = set()  # predicates of statements
+    stated_claims: set[bytes] = set()  # that are in the store already
 
-    def put() -> None:
-        lines.load(store, kept)
-        store.extend(claim_quads(claims - stated))
-        stated.update(claims)
+    def put(chunk: list[Line]) -> None:
+        lines.load(store, chunk)
+        store.extend(claim_quads(claims - stated_claims))
+        stated_claims.update(claims)
 
-    for piece in pieces(path, loaded.bytes, loaded.lines + 1, max_bytes):
-        found = lines.kept(piece, claims)
-        kept += found
-        size += sum(len(line.text) for line in found)
-        if size >= CHUNK_BYTES or piece.end - begun >= CHUNK_READ_BYTES:
-            put()
-            kept, size, begun = [], 0, piece.end
-            yield _at(loaded, piece)
-    if piece is not None and piece.end > begun:
-        put()
-        yield _at(loaded, piece)
+    chunk: list[Line] = []
+    chunk_bytes = 0
+    chunk_start = loaded.bytes
+    piece = None
+    for piece in pieces(path, loaded.bytes, first_line=loaded.lines + 1, max_bytes=max_bytes):
+        chosen_lines = lines.choose(piece, claims)
+        chunk += chosen_lines
+        chunk_bytes += sum(len(line.text) for line in chosen_lines)
+        if chunk_bytes >= CHUNK_BYTES or piece.end - chunk_start >= CHUNK_READ_BYTES:
+            put(chunk)
+            chunk = []
+            chunk_bytes = 0
+            chunk_start = piece.end
+            yield _read_up_to(loaded, piece)
+
+    # Load the last chunk.
+    if piece is not None and piece.end > chunk_start:
+        put(chunk)
+        yield _read_up_to(loaded, piece)
 
 
 def _remove(folder: Path, names: str) -> None:
+    """Remove the files of the store whose names match a pattern."""
     for path in (folder / STORE).glob(names):
         path.unlink()
 
 
-def _at(loaded: Loaded, piece: Piece) -> Loaded:
-    loaded.bytes, loaded.lines = piece.end, piece.first_line + len(piece.lines) - 1
+def _read_up_to(loaded: Loaded, piece: Piece) -> Loaded:
+    """Record in `loaded` that a file is read up to the end of a piece, and return it."""
+    loaded.bytes = piece.end
+    loaded.lines = piece.first_line + len(piece.lines) - 1
     return loaded

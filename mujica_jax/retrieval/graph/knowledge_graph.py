@@ -31,8 +31,9 @@ class KnowledgeGraph(Counted, abc.ABC):
     neither."""
 
     def __init__(self, *, version: str, languages: tuple[str, ...]) -> None:
-        self.version, self.languages = version, languages
         super().__init__()
+        self.version = version
+        self.languages = languages
 
     def prefer_language(self, language: str) -> None:
         """Write labels in `language` where the graph has them, else as `sparql.languages_for`
@@ -41,26 +42,35 @@ class KnowledgeGraph(Counted, abc.ABC):
 
     @abc.abstractmethod
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
-        """What `read` makes of the rows of a SPARQL query. Raises RetrievalError."""
+        """Return what `read` makes of the rows of a SPARQL query. Raises RetrievalError."""
 
     async def triples_of(self, key: str, limit: int | None = None) -> tuple[Triple, ...]:
-        """As subject before as object, no two alike, in a fixed order; at most `limit`. An unknown
-        entity has none."""
+        """Return at most `limit` triples of an entity, no two alike, in a fixed order.
+
+        Those with the entity as subject come first. An unknown entity has none. Raises
+        RetrievalError.
+        """
         return tuple(end.triple for end in await self.ends_of(key, limit))
 
     async def ends_of(self, key: str, limit: int | None = None) -> list[End]:
-        """`triples_of` with whether the entity is the triple's object. The id of an entity that was
-        merged into another one stands for that one. Raises RetrievalError.
+        """Return the triples of `triples_of` with whether the entity is the triple's object.
+
+        The id of an entity that was merged into another one stands for that one. Raises
+        RetrievalError.
         """
         with self.counted_search():
-            found = sparql.entity_iri(key)
-            if found is None and (names := await self._namesakes(key)):
-                found = sparql.entity_iri(names[0])
-            if found is None:
+            entity = sparql.entity_iri(key)
+            if entity is None:
+                # The key is a name.
+                keys = await self._namesakes(key)
+                if keys:
+                    entity = sparql.entity_iri(keys[0])
+            if entity is None:
                 return []
-            ends, taken_over = await self._ends(found)
-            if not ends and taken_over is not None:
-                ends, _ = await self._ends(sparql.entity_iri(taken_over) or found)
+
+            ends, successor = await self._ends(entity)
+            if not ends and successor is not None:
+                ends, _ = await self._ends(sparql.entity_iri(successor) or entity)
             return ends[:limit]
 
     async def label_of(self, key: str) -> str | None:
@@ -74,12 +84,14 @@ class KnowledgeGraph(Counted, abc.ABC):
         if entity is None:
             return None
         with self.counted_search():
-            label, taken_over = await self._label(entity)
-            if label is None and taken_over is not None:
-                label, _ = await self._label(sparql.entity_iri(taken_over) or entity)
+            label, successor = await self._label(entity)
+            if label is None and successor is not None:
+                label, _ = await self._label(sparql.entity_iri(successor) or entity)
         return label or readable_iri(entity.value) or None
 
     async def _label(self, entity: NamedNode) -> tuple[str | None, str | None]:
+        """Return an entity's label, and the key of the entity that it was merged into."""
+
         def read(rows: Iterable[sparql.Row]) -> tuple[str | None, str | None]:
             rows = list(rows)
             return sparql.read_label(rows, self.languages), sparql.read_redirect(rows)
@@ -87,6 +99,8 @@ class KnowledgeGraph(Counted, abc.ABC):
         return await self.ask(sparql.label_query(entity, self.languages), read)
 
     async def _ends(self, entity: NamedNode) -> tuple[list[End], str | None]:
+        """Return an entity's triples, and the key of the entity that it was merged into."""
+
         def read(rows: Iterable[sparql.Row]) -> tuple[list[End], str | None]:
             rows = list(rows)
             return sparql.read_ends(rows, entity, self.languages), sparql.read_redirect(rows)
@@ -94,8 +108,10 @@ class KnowledgeGraph(Counted, abc.ABC):
         return await self.ask(sparql.triples_query(entity, self.languages, MAX_TRIPLES), read)
 
     async def find(self, name: str) -> list[str]:
-        """Keys of the entities with this Q-id or IRI, or else called so: by label, then alias. The
-        first is the likeliest.
+        """Return the keys of the entities with this Q-id or IRI, or else called so, the likeliest
+        first.
+
+        Entities are called so by a label, or else by an alias.
 
         Files that name entities without Q-ids are searched up to case, spacing and a closing
         parenthesis too. Raises RetrievalError.
@@ -103,20 +119,27 @@ class KnowledgeGraph(Counted, abc.ABC):
         entity = sparql.entity_iri(name)
         if entity is None:
             return await self._namesakes(name)
-        known = await self.ask(sparql.exists_query(entity), lambda rows: any(True for _ in rows))
-        return [name] if known else []
+        is_known = await self.ask(sparql.exists_query(entity), _has_rows)
+        return [name] if is_known else []
 
     async def _namesakes(self, name: str) -> list[str]:
+        """Return the keys of the entities of this name, the likeliest first."""
         try:
             query = sparql.find_query(name, self.languages)
-        except ValueError:  # half a character: nothing is called so
+        except ValueError:
+            # Half a character: nothing is called so.
             return []
         return await self.ask(query, sparql.read_namesakes)
 
 
+def _has_rows(rows: Iterable[sparql.Row]) -> bool:
+    return any(True for _ in rows)
+
+
 class GraphStore(KnowledgeGraph):
-    """In pyoxigraph's store, on disk or in memory. A query takes a thread, so that a slow disk
-    holds up no other episode.
+    """A graph in pyoxigraph's store, on disk or in memory.
+
+    A query takes a thread, so that a slow disk holds up no other episode.
     """
 
     def __init__(
@@ -128,10 +151,13 @@ class GraphStore(KnowledgeGraph):
         deadline_seconds: float = 60.0,
     ) -> None:
         super().__init__(version=version, languages=languages)
-        self.store, self._deadline_seconds = store, deadline_seconds
+        self.store = store
+        self._deadline_seconds = deadline_seconds
 
     async def ask(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
-        running = asyncio.get_running_loop().run_in_executor(None, self._answer, query, read)
+        """Return what `read` makes of the rows of a SPARQL query. Raises RetrievalError."""
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(None, self._answer, query, read)
         # Not `asyncio.timeout`: where something else held up the event loop, an answer that came
         # meanwhile is not late.
         done, _ = await asyncio.wait({running}, timeout=self._deadline_seconds)
@@ -143,7 +169,8 @@ class GraphStore(KnowledgeGraph):
         return running.result()
 
     def _answer(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
-        began = time.monotonic()
+        """Run a query in the calling thread. Raises RetrieverUnavailable."""
+        start_time = time.monotonic()
         try:
             rows: Any = self.store.query(query)
             return read(rows)
@@ -151,7 +178,7 @@ class GraphStore(KnowledgeGraph):
             reason = str(error)
             rows = None
         finally:
-            self.count(batches=1, search_seconds=time.monotonic() - began)
+            self.count(batches=1, search_seconds=time.monotonic() - start_time)
         # Raised here, without the error's frames: rows that these hold must not be freed by another
         # thread.
         raise RetrieverUnavailable(f"the graph failed ({reason})")

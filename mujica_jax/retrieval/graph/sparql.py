@@ -31,10 +31,10 @@ from mujica_jax.retrieval.graph.values import ENTITY, one_line, readable, readab
 DIRECT = "http://www.wikidata.org/prop/direct/"
 LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 ALIAS = "http://www.w3.org/2004/02/skos/core#altLabel"
-# as `normalise_label` writes it; of files that we named ourselves
+# A name as `normalise_label` writes it; of files that we named ourselves.
 SEARCHED_LABEL = "http://www.w3.org/2004/02/skos/core#hiddenLabel"
 DIRECT_CLAIM = "http://wikiba.se/ontology#directClaim"
-# from the id of an entity that was merged into another one
+# Leads from the id of an entity that was merged into another one.
 REDIRECT = "http://www.w3.org/2002/07/owl#sameAs"
 PROPERTY_TYPE = "http://wikiba.se/ontology#propertyType"
 NAMED = "urn:mujica:named:"  # an entity of which a file says nothing but its label
@@ -63,24 +63,26 @@ Row = Any  # pyoxigraph.QuerySolution: a variable's name to its term, or None
 
 
 def entity_iri(key: str) -> NamedNode | None:
-    """The entity of a Q-id or a full IRI; None for what is neither, and so a name."""
+    """Return the entity of a Q-id or a full IRI; None for what is neither, and so a name."""
     if _identifier.fullmatch(key):
         return NamedNode(f"{ENTITY}{key}")
     if not key.startswith(("http://", "https://", "urn:")):
         return None
     try:
         return NamedNode(key)
-    except ValueError:  # no IRI, whatever it looks like
+    except ValueError:
+        # It is no IRI, whatever it looks like.
         return None
 
 
 def key_of(iri: str) -> str:
-    """What `entity_iri` turns back."""
-    found = _wikidata.fullmatch(iri)
-    return found[1] if found else iri
+    """Return the key that `entity_iri` turns back: a Q-id, or the whole IRI."""
+    match = _wikidata.fullmatch(iri)
+    return match[1] if match else iri
 
 
 def check_languages(languages: Sequence[str]) -> None:
+    """Check that these are language tags, and at least one. Raises UserError."""
     for language in languages:
         if not _language.fullmatch(language):
             raise UserError(f"{language!r} is no language tag: write it as en, de or pt-br")
@@ -99,20 +101,14 @@ def languages_for(language: str, available: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*first, *available)))
 
 
-def triples_query(entity: NamedNode, languages: Sequence[str], most: int) -> str:
-    """At most `most` triples in each direction with their labels, the entity's own label, and who
-    took over from it."""
+def triples_query(entity: NamedNode, languages: Sequence[str], limit: int) -> str:
+    """Return the query for at most `limit` triples in each direction with their labels.
+
+    It also asks for the entity's own label, and for the entity that it was merged into.
+    """
     spoken = _spoken(languages)
-    outgoing, incoming = (
-        f"""{{ {{ SELECT ?property ?other WHERE {{
-      {pattern}
-      ?property wikibase:directClaim ?claim .
-      OPTIONAL {{ ?property wikibase:propertyType ?type }}
-      FILTER(!BOUND(?type) || ?type NOT IN ({", ".join(f"wikibase:{name}" for name in MACHINE_TYPES)}))
-      FILTER(!isLiteral(?other) || LANG(?other) IN ({spoken}))
-    }} LIMIT {most:d} }} BIND({inverse} AS ?inverse) }}"""
-        for pattern, inverse in ((f"{entity} ?claim ?other .", 0), (f"?other ?claim {entity} .", 1))
-    )
+    outgoing = _direction(f"{entity} ?claim ?other .", languages, limit=limit, inverse=0)
+    incoming = _direction(f"?other ?claim {entity} .", languages, limit=limit, inverse=1)
     return f"""{PREFIXES}SELECT ?inverse ?property ?name ?other ?label ?own ?same WHERE {{
   {{ {outgoing}
     UNION
@@ -122,6 +118,18 @@ def triples_query(entity: NamedNode, languages: Sequence[str], most: int) -> str
   }} UNION {{ {entity} rdfs:label ?own FILTER(LANG(?own) IN ({spoken})) }}
   UNION {{ {entity} <{REDIRECT}> ?same }}
 }}"""
+
+
+def _direction(pattern: str, languages: Sequence[str], *, limit: int, inverse: int) -> str:
+    """Return the part of the query for triples that match a pattern, in one direction."""
+    machine_types = ", ".join(f"wikibase:{name}" for name in MACHINE_TYPES)
+    return f"""{{ {{ SELECT ?property ?other WHERE {{
+      {pattern}
+      ?property wikibase:directClaim ?claim .
+      OPTIONAL {{ ?property wikibase:propertyType ?type }}
+      FILTER(!BOUND(?type) || ?type NOT IN ({machine_types}))
+      FILTER(!isLiteral(?other) || LANG(?other) IN ({_spoken(languages)}))
+    }} LIMIT {limit:d} }} BIND({inverse} AS ?inverse) }}"""
 
 
 def label_query(entity: NamedNode, languages: Sequence[str]) -> str:
@@ -134,160 +142,205 @@ def label_query(entity: NamedNode, languages: Sequence[str]) -> str:
 
 
 def find_query(name: str, languages: Sequence[str]) -> str:
-    """Entities called `name`: by label (0), by alias (1), by the label in lower case (2), by that
-    without its closing parenthesis (3).
+    """Return the query for the entities called `name`.
+
+    Their rank is 0 by label, 1 by alias, 2 by the label in lower case, and 3 by that without its
+    closing parenthesis.
     """
-    names = [*(Literal(name, language=language) for language in languages), Literal(name)]
-    normal = normalise_label(name)
-    ways = [
+    names = [Literal(name, language=language) for language in languages]
+    names.append(Literal(name))
+    normal_name = normalise_label(name)
+    names_by_rank = [
         ("rdfs:label", names),
         ("skos:altLabel", names),
-        ("skos:hiddenLabel", [Literal(normal)]),
-        ("skos:hiddenLabel", [Literal(without_parenthesis(normal))]),
+        ("skos:hiddenLabel", [Literal(normal_name)]),
+        ("skos:hiddenLabel", [Literal(without_parenthesis(normal_name))]),
     ]
-    parts = [
-        f"{{ VALUES ?name {{ {' '.join(map(str, terms))} }} ?entity {predicate} ?name BIND({rank} "
-        f"AS ?rank) }}"
-        for rank, (predicate, terms) in enumerate(ways)
-    ]
+    parts = []
+    for rank, (predicate, terms) in enumerate(names_by_rank):
+        values = " ".join(map(str, terms))
+        parts.append(
+            f"{{ VALUES ?name {{ {values} }} ?entity {predicate} ?name BIND({rank} AS ?rank) }}"
+        )
     return (
         f"{PREFIXES}SELECT ?entity ?rank WHERE {{ {' UNION '.join(parts)} }} LIMIT {MAX_NAMESAKES}"
     )
 
 
 def exists_query(entity: NamedNode) -> str:
+    """Return the query for one statement about an entity, in either direction."""
     return (
         f"SELECT ?claim WHERE {{ {{ {entity} ?claim ?other }} UNION {{ ?other ?claim {entity} }} "
         f"}} LIMIT 1"
     )
 
 
-def term_of(said: Mapping[str, Any] | None) -> Any:
+def term_of(value: Mapping[str, Any] | None) -> Any:
     """Return a term of a SPARQL result in JSON as pyoxigraph has it.
 
     The result is None for what is not there, and for a quoted triple: no text can be made of it.
     """
-    if said is None or said["type"] == "triple":
+    if value is None or value["type"] == "triple":
         return None
-    if said["type"] == "bnode":
-        return BlankNode(said["value"])
-    if said["type"] == "uri":
-        return NamedNode(said["value"])
-    if said.get("datatype") is not None and "xml:lang" not in said:
-        return Literal(said["value"], datatype=NamedNode(said["datatype"]))
-    return Literal(said["value"], language=said.get("xml:lang"))
+    if value["type"] == "bnode":
+        return BlankNode(value["value"])
+    if value["type"] == "uri":
+        return NamedNode(value["value"])
+    if value.get("datatype") is not None and "xml:lang" not in value:
+        return Literal(value["value"], datatype=NamedNode(value["datatype"]))
+    return Literal(value["value"], language=value.get("xml:lang"))
 
 
 def columns(query: str) -> set[str]:
-    """The variables that one of our queries asks for."""
-    return set(re.findall(r"\?(\w+)", query[query.index("SELECT") : query.index("WHERE")]))
+    """Return the variables that one of our queries asks for."""
+    selection = query[query.index("SELECT") : query.index("WHERE")]
+    return set(re.findall(r"\?(\w+)", selection))
 
 
 def read_redirect(rows: Iterable[Row]) -> str | None:
-    """The key of the entity that took over from the one that was asked for, if any."""
-    found = {row["same"].value for row in rows if hasattr(row["same"], "value")}
-    return min(
-        (key_of(iri) for iri in found if _wikidata.fullmatch(iri)), key=_natural, default=None
-    )
+    """Return the key of the entity that the queried one was merged into, if any."""
+    iris = {row["same"].value for row in rows if hasattr(row["same"], "value")}
+    keys = (key_of(iri) for iri in iris if _wikidata.fullmatch(iri))
+    return min(keys, key=_natural_order, default=None)
 
 
 def read_namesakes(rows: Iterable[Row]) -> list[str]:
-    """Keys of the entities that are called best, the lowest Q-id first: the entities that were made
-    first are the better known ones.
+    """Return the keys of the entities that are called best, the lowest Q-id first.
+
+    The entities that were made first are the better known ones.
     """
     ranks: dict[str, int] = {}
     for row in rows:
-        iri, rank = row["entity"].value, int(row["rank"].value)
+        iri = row["entity"].value
+        rank = int(row["rank"].value)
         # Properties have names too, and are no entities.
-        if not _wikidata.fullmatch(iri) or key_of(iri).startswith("Q"):
+        is_property = _wikidata.fullmatch(iri) and not key_of(iri).startswith("Q")
+        if not is_property:
             ranks[iri] = min(rank, ranks.get(iri, rank))
-    best = min(ranks.values(), default=0)
-    return sorted((key_of(iri) for iri, rank in ranks.items() if rank == best), key=_natural)
+    best_rank = min(ranks.values(), default=0)
+    keys = [key_of(iri) for iri, rank in ranks.items() if rank == best_rank]
+    return sorted(keys, key=_natural_order)
 
 
 def read_label(rows: Iterable[Row], languages: Sequence[str]) -> str | None:
     """Return the entity's label in the first of `languages` that has one, as `read_ends` writes
-    it."""
+    it.
+    """
     labels = {_ranked_label(row["own"], languages) for row in rows if row["own"] is not None}
     return min(labels)[1] if labels else None
 
 
 def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) -> list[End]:
-    """Triples in a fixed order, no two alike: as subject before as object, by property, by
-    label."""
-    labels: dict[str, set[tuple[int, str]]] = {}
-    found: dict[tuple[bool, str, Any], None] = {}
+    """Return the triples of an entity in a fixed order, no two alike.
 
-    def note(iri: str, label: Any) -> None:
+    Those with the entity as subject come first, then the order is by property and by label.
+    """
+    rows = list(rows)
+    statements = _statements(rows)
+    labels = _best_labels(rows, entity, languages)
+
+    # Write each statement as a triple.
+    sortable_ends = []
+    for inverse, iri, other in statements:
+        sortable_end = _sortable_end(inverse, iri, other, entity=entity.value, labels=labels)
+        if sortable_end is not None:
+            sortable_ends.append(sortable_end)
+
+    # Of triples that read alike the first is returned.
+    sortable_ends.sort(key=lambda pair: pair[0])
+    ends: dict[str, End] = {}
+    for _, end in sortable_ends:
+        ends.setdefault(end.triple.text, end)
+    return list(ends.values())
+
+
+def _statements(rows: Iterable[Row]) -> list[tuple[bool, str, Any]]:
+    """Return the statements of the rows as (inverse, property, other end), no two alike.
+
+    An end without a value, such as a quoted triple, makes no statement.
+    """
+    statements: dict[tuple[bool, str, Any], None] = {}  # as an ordered set
+    for row in rows:
+        if row["property"] is not None and hasattr(row["other"], "value"):
+            inverse = row["inverse"].value in ("1", "true")
+            statements[inverse, row["property"].value, row["other"]] = None
+    return list(statements)
+
+
+def _best_labels(
+    rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]
+) -> dict[str, str]:
+    """Return the label of each IRI in the first of `languages` that has one."""
+    ranked_labels: dict[str, set[tuple[int, str]]] = {}
+
+    def note_label(iri: str, label: Any) -> None:
         if label is not None:
-            labels.setdefault(iri, set()).add(_ranked_label(label, languages))
+            ranked_labels.setdefault(iri, set()).add(_ranked_label(label, languages))
 
     for row in rows:
-        if row["own"] is not None:
-            note(entity.value, row["own"])
+        note_label(entity.value, row["own"])
         if row["property"] is None:
             continue
-        note(row["property"].value, row["name"])
-        if hasattr(row["other"], "value"):  # no blank node
-            found[row["inverse"].value in ("1", "true"), row["property"].value, row["other"]] = None
-            if not _is_literal(row["other"]):
-                note(row["other"].value, row["label"])
-    best = {iri: min(names)[1] for iri, names in labels.items()}
-    ends = [
-        end
-        for inverse, iri, other in found
-        if (end := _end(inverse, iri, other, entity.value, best))
-    ]
-    ends.sort(key=lambda pair: pair[0])
-    unlike: dict[str, End] = {}
-    for _, end in ends:
-        unlike.setdefault(end.triple.text, end)
-    return list(unlike.values())
+        note_label(row["property"].value, row["name"])
+        if hasattr(row["other"], "value") and not _is_literal(row["other"]):
+            note_label(row["other"].value, row["label"])
+    return {iri: min(labels)[1] for iri, labels in ranked_labels.items()}
 
 
-def _end(
-    inverse: bool, relation: str, other: Any, entity: str, labels: dict[str, str]
+def _sortable_end(
+    inverse: bool, relation: str, other: Any, *, entity: str, labels: dict[str, str]
 ) -> tuple[Any, End] | None:
-    """The triple with what it is sorted by; None where it cannot be read."""
-    literal = _is_literal(other)
-    text = readable(other) if literal else labels.get(other.value) or readable_iri(other.value)
-    if not text:
+    """Return a statement's triple with what it is sorted by; None where it cannot be read."""
+    is_literal = _is_literal(other)
+    if is_literal:
+        other_text = readable(other)
+    else:
+        other_text = labels.get(other.value) or readable_iri(other.value)
+    if not other_text:
         return None
-    own = labels.get(entity) or readable_iri(entity) or key_of(entity)
-    name = labels.get(relation) or readable_iri(relation) or key_of(relation)
-    ends = [(own, _id(entity)), (text, "" if literal else _id(other.value))]
-    (subject, key), (found, found_key) = reversed(ends) if inverse else ends
+    entity_text = labels.get(entity) or readable_iri(entity) or key_of(entity)
+    relation_text = labels.get(relation) or readable_iri(relation) or key_of(relation)
+
+    # The entity is the subject, or in an inverse statement the object.
+    entity_end = (entity_text, _id(entity))
+    other_end = (other_text, "" if is_literal else _id(other.value))
+    subject, subject_id = other_end if inverse else entity_end
+    object_text, object_id = entity_end if inverse else other_end
     triple = Triple(
         subject=subject,
-        relation=name,
-        object=found,
-        subject_id=key,
-        object_id=found_key,
-        literal=literal,
+        relation=relation_text,
+        object=object_text,
+        subject_id=subject_id,
+        object_id=object_id,
+        literal=is_literal,
     )
-    return (inverse, _natural(key_of(relation)), text, other.value), End.of(triple, inverse)
+    sort_key = (inverse, _natural_order(key_of(relation)), other_text, other.value)
+    return sort_key, End.of(triple, inverse)
 
 
 def _spoken(languages: Sequence[str]) -> str:
-    """What LANG() may be: one of the languages, or none."""
+    """Return what LANG() may be: one of the languages, or none."""
     return ", ".join(f'"{language}"' for language in (*languages, ""))
 
 
 def _ranked_label(label: Any, languages: Sequence[str]) -> tuple[int, str]:
     """Return a label that sorts by the place of its language. A label without a known language
-    sorts last."""
+    sorts last.
+    """
     place = languages.index(label.language) if label.language in languages else len(languages)
     return place, one_line(label.value)
 
 
 def _id(iri: str) -> str:
-    """As `Triple` has it: empty for an entity that has a label alone."""
+    """Return an entity's id as `Triple` has it: empty where it has a label alone."""
     return "" if iri.startswith(NAMED) else key_of(iri)
 
 
-def _natural(key: str) -> tuple[Any, ...]:
-    """Q9 before Q10."""
-    return (0, int(key[1:]), "") if _identifier.fullmatch(key) else (1, 0, key)
+def _natural_order(key: str) -> tuple[Any, ...]:
+    """Return what keys are sorted by: Q9 comes before Q10."""
+    if _identifier.fullmatch(key):
+        return 0, int(key[1:]), ""
+    return 1, 0, key
 
 
 def _is_literal(term: Any) -> bool:

@@ -32,93 +32,110 @@ class Table:
     statement."""
 
     def __init__(self, store: Store, path: str, skip: bool, counts: Counts) -> None:
-        self._store, self._path, self._skip, self._counts = store, path, skip, counts
+        self._store = store
+        self._path = path
+        self._skip = skip
+        self._counts = counts
 
     def names(self, piece: Piece) -> list[Quad]:
-        """Labels of the entities that have Q-ids: the first one that is met, then others."""
-        label, alias, quads = NamedNode(sparql.LABEL), NamedNode(sparql.ALIAS), []
-        called: dict[str, str] = {}
+        """Return the names of the entities that have Q-ids: first their labels, then aliases."""
+        label = NamedNode(sparql.LABEL)
+        alias = NamedNode(sparql.ALIAS)
+        quads = []
+        labels: dict[str, str] = {}  # by key: the first name that is met, here or in the store
         for row in _rows(self._path, piece, Counts(), skip=self._skip):
             for text, key in self._ends(row):
                 iri = sparql.entity_iri(key)
                 if iri is None:
                     continue
-                first = called[key] = called.get(key) or next(self._texts(iri, sparql.LABEL), text)
-                quads.append(Quad(iri, label if text == first else alias, Literal(text)))
-                quads += _searched(iri, text)
+                if not labels.get(key):
+                    labels[key] = next(self._texts(iri, sparql.LABEL), text)
+                predicate = label if text == labels[key] else alias
+                quads.append(Quad(iri, predicate, Literal(text)))
+                quads += _searched_labels(iri, text)
         return quads
 
     def statements(self, piece: Piece) -> list[Quad]:
-        label, claim, quads = NamedNode(sparql.LABEL), NamedNode(sparql.DIRECT_CLAIM), []
+        """Return the statements of the rows, with the names of entities that have no Q-id."""
+        label = NamedNode(sparql.LABEL)
+        claim = NamedNode(sparql.DIRECT_CLAIM)
+        quads = []
         for row in _rows(self._path, piece, self._counts, skip=self._skip):
-            relation = NamedNode(sparql.RELATION + urllib.parse.quote(row.relation, safe=""))
+            # Find the entities; one without a Q-id gets an address of its own.
             iris = []
             for text, key in self._ends(row):
-                iri = sparql.entity_iri(key) or self._called(text)
+                iri = sparql.entity_iri(key) or self._entity_called(text)
                 if iri is None:
-                    iri = NamedNode(
-                        sparql.NAMED + urllib.parse.quote(normalise_label(text), safe="")
-                    )
-                    quads += [Quad(iri, label, Literal(text)), *_searched(iri, text)]
+                    iri = NamedNode(sparql.NAMED + _quoted(normalise_label(text)))
+                    quads.append(Quad(iri, label, Literal(text)))
+                    quads += _searched_labels(iri, text)
                 iris.append(iri)
-            found = iris[1] if len(iris) == 2 else Literal(row.object)
-            quads.append(Quad(iris[0], relation, found))
-            quads += [Quad(relation, claim, relation), Quad(relation, label, Literal(row.relation))]
+
+            # State the triple, and what its relation is called.
+            relation = NamedNode(sparql.RELATION + _quoted(row.relation))
+            has_entity_object = len(iris) == 2
+            quads.append(
+                Quad(iris[0], relation, iris[1] if has_entity_object else Literal(row.object))
+            )
+            quads.append(Quad(relation, claim, relation))
+            quads.append(Quad(relation, label, Literal(row.relation)))
         return quads
 
     def _ends(self, row: Triple) -> list[tuple[str, str]]:
-        return [
-            (row.subject, row.subject_id),
-            *([] if row.object_is_literal else [(row.object, row.object_id)]),
-        ]
+        """Return text and key of a row's entities."""
+        ends = [(row.subject, row.subject_id)]
+        if not row.object_is_literal:
+            ends.append((row.object, row.object_id))
+        return ends
 
-    def _called(self, text: str) -> Any:
-        """The entity with a Q-id that alone is called so, up to case and spacing, or else up to a
-        closing parenthesis.
+    def _entity_called(self, text: str) -> Any:
+        """Return the entity with a Q-id that alone is called so, or None.
+
+        Names are compared up to case and spacing, or else up to a closing parenthesis.
         """
-        searched, normal = NamedNode(sparql.SEARCHED_LABEL), normalise_label(text)
-        for name in (normal, without_parenthesis(normal)):
-            quads = self._store.quads_for_pattern(None, searched, Literal(name))
+        searched_label = NamedNode(sparql.SEARCHED_LABEL)
+        full_name = normalise_label(text)
+        for name in (full_name, without_parenthesis(full_name)):
+            quads = self._store.quads_for_pattern(None, searched_label, Literal(name))
             subjects: list[Any] = [quad.subject for quad in quads]
-            found = [
+            entities = [
                 iri
                 for iri in subjects
                 if not iri.value.startswith(sparql.NAMED)
-                and (name == normal or self._is_called(iri, name))
+                and (name == full_name or self._is_called(iri, name))
             ]
-            if found:
-                return found[0] if len(found) == 1 else None
+            if entities:
+                return entities[0] if len(entities) == 1 else None
         return None
 
     def _is_called(self, iri: Any, name: str) -> bool:
+        """Tell whether a label or an alias is this name, up to case and spacing."""
         texts = (*self._texts(iri, sparql.LABEL), *self._texts(iri, sparql.ALIAS))
         return any(normalise_label(text) == name for text in texts)
 
     def _texts(self, iri: Any, predicate: str) -> Iterator[str]:
+        """Yield the texts of one predicate of an entity."""
         for quad in self._store.quads_for_pattern(iri, NamedNode(predicate), None):
             if isinstance(quad.object, Literal):
                 yield quad.object.value
 
 
 def read_triples(path: str | Path) -> list[Triple]:
-    """All rows of a table, in order. Raises UserError for the first one that cannot be read."""
-    return [
-        row for piece in pieces(str(path)) for row in _rows(str(path), piece, Counts(), skip=False)
-    ]
+    """Return all rows of a table, in order. Raise UserError for the first that cannot be read."""
+    rows: list[Triple] = []
+    for piece in pieces(str(path)):
+        rows.extend(_rows(str(path), piece, Counts(), skip=False))
+    return rows
 
 
 def _rows(path: str, piece: Piece, counts: Counts, *, skip: bool) -> Iterator[Triple]:
-    """The triple of each line. One that cannot be read is counted with `skip`, else raises
-    UserError."""
+    """Yield the triple of each line.
+
+    A line that cannot be read is counted with `skip`; otherwise it raises UserError.
+    """
     for number, line in piece.numbered:
         if number == 1:
-            cells = tuple(cell.strip() for cell in line.decode(errors="replace").split("\t"))
-            if cells != COLUMNS:
-                columns = ", ".join(COLUMNS)
-                raise UserError(
-                    f"{path}, line 1: the header is {', '.join(cells)!r}; expected tab-separated "
-                    f"columns {columns}"
-                )
+            _check_header(path, line)
         elif line.strip():
             try:
                 row = _row(f"{path}, line {number:,}", line)
@@ -131,7 +148,19 @@ def _rows(path: str, piece: Piece, counts: Counts, *, skip: bool) -> Iterator[Tr
                 yield row
 
 
+def _check_header(path: str, line: bytes) -> None:
+    """Check that the first line names the columns. Raises UserError."""
+    cells = tuple(cell.strip() for cell in line.decode(errors="replace").split("\t"))
+    if cells != COLUMNS:
+        columns = ", ".join(COLUMNS)
+        raise UserError(
+            f"{path}, line 1: the header is {', '.join(cells)!r}; expected tab-separated "
+            f"columns {columns}"
+        )
+
+
 def _row(place: str, line: bytes) -> Triple:
+    """Return the triple of a line. Raises UserError where it is none."""
     try:
         cells = [cell.strip() for cell in line.decode().split("\t")]
     except UnicodeDecodeError as error:
@@ -144,18 +173,28 @@ def _row(place: str, line: bytes) -> Triple:
         )
     if not all(cells[:3]):
         raise UserError(f"{place}: subject, relation and object must not be empty; got {cells[:3]}")
-    value = value_in_text(cells[2]) if cells[4] in ("", LITERAL_ID) else None
+
+    subject, relation, object_text, subject_id, object_id = cells
+    value = value_in_text(object_text) if object_id in ("", LITERAL_ID) else None
     return Triple(
-        subject=cells[0],
-        relation=cells[1],
-        object=cells[2] if value is None else readable(value),
-        subject_id=cells[3],
-        object_id=cells[4],
+        subject=subject,
+        relation=relation,
+        object=object_text if value is None else readable(value),
+        subject_id=subject_id,
+        object_id=object_id,
         literal=value is not None,
     )
 
 
-def _searched(iri: Any, text: str) -> list[Quad]:
-    normal = normalise_label(text)
-    names = {normal, without_parenthesis(normal)} - {""}
+def _searched_labels(iri: Any, text: str) -> list[Quad]:
+    """Return the quads under which a name is found up to case, spacing and a closing
+    parenthesis.
+    """
+    full_name = normalise_label(text)
+    names = {full_name, without_parenthesis(full_name)} - {""}
     return [Quad(iri, NamedNode(sparql.SEARCHED_LABEL), Literal(name)) for name in sorted(names)]
+
+
+def _quoted(text: str) -> str:
+    """Return a text as a part of an address."""
+    return urllib.parse.quote(text, safe="")

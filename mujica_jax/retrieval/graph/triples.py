@@ -33,14 +33,17 @@ _closing_parenthesis = re.compile(r"\s*\([^()]*\)$")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Triple(Evidence):
-    """`subject_id` and `object_id` are Q-ids or empty; a literal object (a date) is no entity, and
-    known by its relation, by its id, or because the source says so (`literal`).
+    """A statement of a graph. `subject_id` and `object_id` are Q-ids or empty.
+
+    A literal object (a date) is no entity. It is known by its relation, by its id, or because the
+    source says so (`literal`).
     """
 
     literal: bool = False
 
     @property
     def text(self) -> str:
+        """The triple as a model sees it."""
         return f"{self.subject}, {self.relation}, {self.object}"
 
     @property
@@ -58,14 +61,19 @@ class End(NamedTuple):
 
     @classmethod
     def of(cls, triple: Triple, as_object: bool) -> "End":
-        """Of a triple whose ids are there wherever they are known."""
-        found = None if triple.object_is_literal else triple.object_id or triple.object
-        return cls(triple, as_object, triple.subject_id or triple.subject, found)
+        """Return the end of a triple whose ids are there wherever they are known."""
+        subject_key = triple.subject_id or triple.subject
+        object_key = None
+        if not triple.object_is_literal:
+            object_key = triple.object_id or triple.object
+        return cls(triple, as_object, subject_key, object_key)
 
 
 class TripleGraph(Counted):
-    """Triples with an index by entity; about 20 microseconds a triple to build, a few to look an
-    entity up."""
+    """Triples with an index by entity.
+
+    It takes about 20 microseconds a triple to build, and a few to look an entity up.
+    """
 
     def __init__(self, triples: Iterable[Triple]) -> None:
         super().__init__()
@@ -77,9 +85,9 @@ class TripleGraph(Counted):
         self._ids_of_label: dict[str, dict[str, None]] = {}
         self._labels_of_name: dict[str, dict[str, None]] = {}
         for row, triple in enumerate(self.triples):
-            self._add(row, False, triple.subject, triple.subject_id)
+            self._add(row, as_object=False, label=triple.subject, entity_id=triple.subject_id)
             if not triple.object_is_literal:
-                self._add(row, True, triple.object, triple.object_id)
+                self._add(row, as_object=True, label=triple.object, entity_id=triple.object_id)
 
     @functools.cached_property
     def version(self) -> str:
@@ -90,45 +98,54 @@ class TripleGraph(Counted):
         return digest.hexdigest()[:16]
 
     def ends_of(self, entity_id: str, limit: int | None = None) -> list[End]:
-        """Triples that name the entity, as subject before as object, in file order, no two alike;
-        at most `limit` of them.
+        """Return at most `limit` triples that name the entity, no two alike.
+
+        Those with the entity as subject come first, each group in file order.
 
         `entity_id` is a Q-id or a label as `find`, `subject_key` and `object_key` return it; an
         unknown one has no triples.
         """
-        found: dict[str, End] = {}
+        ends: dict[str, End] = {}  # by the triple's text
         for row, as_object in self._ends(entity_id):
-            if limit is not None and len(found) >= limit:
+            if limit is not None and len(ends) >= limit:
                 break
             triple = self.triples[row]
-            if triple.text not in found:
-                found[triple.text] = End(
-                    triple, as_object, self.subject_key(triple), self.object_key(triple)
-                )
-        return list(found.values())
+            if triple.text not in ends:
+                subject_key = self.subject_key(triple)
+                object_key = self.object_key(triple)
+                ends[triple.text] = End(triple, as_object, subject_key, object_key)
+        return list(ends.values())
 
     def find(self, name: str) -> str | None:
-        """The key of the entity called `name`: a Q-id, else an exact label, a label up to case and
-        spacing, or one up to a closing parenthesis. A label that several Q-ids share is its own
-        key. None where nothing is called so.
+        """Return the key of the entity called `name`, or None where nothing is called so.
+
+        `name` is a Q-id, else an exact label, a label up to case and spacing, or one up to a
+        closing parenthesis. A label that several Q-ids share is its own key.
         """
         if name in self._ends_of_id:
             return name
         if name in self._ids_of_label:
             return self._key(name)
-        names = [normalise_label(name), *self._linked_names(normalise_label(name))]
-        labels = [label for linked in names for label in self._labels_of_name.get(linked, ())]
-        keys = dict.fromkeys(self._key(label) for label in labels)
-        return next(iter(keys), None)
+
+        normal_name = normalise_label(name)
+        for linked_name in (normal_name, *self._linked_names(normal_name)):
+            labels = self._labels_of_name.get(linked_name)
+            if labels:
+                return self._key(next(iter(labels)))
+        return None
 
     def subject_key(self, triple: Triple) -> str:
+        """Return the Q-id or the label of a triple's subject."""
         return triple.subject_id or self._key(triple.subject)
 
     def object_key(self, triple: Triple) -> str | None:
-        """None for a literal."""
-        return None if triple.object_is_literal else triple.object_id or self._key(triple.object)
+        """Return the Q-id or the label of a triple's object; None for a literal."""
+        if triple.object_is_literal:
+            return None
+        return triple.object_id or self._key(triple.object)
 
-    def _add(self, row: int, as_object: bool, label: str, identifier: str) -> None:
+    def _add(self, row: int, *, as_object: bool, label: str, entity_id: str) -> None:
+        """Enter one end of a triple into the indexes."""
         name = normalise_label(label)
         self._ends_of_name.setdefault(name, []).append((row, as_object))
         self._labels_of_name.setdefault(name, {})[label] = None
@@ -136,46 +153,60 @@ class TripleGraph(Counted):
         if bare and bare != name:
             self._names_of_bare_name.setdefault(bare, {})[name] = None
         ids = self._ids_of_label.setdefault(label, {})
-        if identifier:
-            self._ends_of_id.setdefault(identifier, []).append((row, as_object))
-            self._labels_of_id.setdefault(identifier, {})[label] = None
-            ids[identifier] = None
+        if entity_id:
+            self._ends_of_id.setdefault(entity_id, []).append((row, as_object))
+            self._labels_of_id.setdefault(entity_id, {})[label] = None
+            ids[entity_id] = None
 
     def _ends(self, entity_id: str) -> list[tuple[int, bool]]:
-        """Rows in which the entity is the subject, then those in which it is the object, each with
-        which it is."""
+        """Return the rows that name the entity, each with whether it is the object.
+
+        Those in which it is the subject come first.
+        """
         if entity_id in self._ends_of_id:
             ends = list(self._ends_of_id[entity_id])
             names = {normalise_label(label) for label in self._labels_of_id[entity_id]}
-            ends += [end for end in self._ends_named(names) if not self._identifier(*end)]
+            for row, as_object in self._ends_named(names):
+                if not self._entity_id(row, as_object):
+                    ends.append((row, as_object))
         else:
             ends = self._ends_named({normalise_label(entity_id)})
         return sorted(ends, key=lambda end: (end[1], end[0]))
 
     def _ends_named(self, names: set[str]) -> list[tuple[int, bool]]:
-        linked = names.union(*(self._linked_names(name) for name in names))
-        return [end for name in linked for end in self._ends_of_name.get(name, ())]
+        """Return the ends that have one of these names, or one linked to them."""
+        linked_names = names.union(*(self._linked_names(name) for name in names))
+        ends: list[tuple[int, bool]] = []
+        for name in linked_names:
+            ends += self._ends_of_name.get(name, ())
+        return ends
 
     def _linked_names(self, name: str) -> list[str]:
+        """Return the names that are this one without, or with, a closing parenthesis."""
         bare = without_parenthesis(name)
         if bare and bare != name:
             return [bare] if bare in self._ends_of_name else []
         return list(self._names_of_bare_name.get(name, ()))
 
-    def _identifier(self, row: int, as_object: bool) -> str:
-        return self.triples[row].object_id if as_object else self.triples[row].subject_id
+    def _entity_id(self, row: int, as_object: bool) -> str:
+        """Return the Q-id of one end of a row, or an empty text."""
+        triple = self.triples[row]
+        return triple.object_id if as_object else triple.subject_id
 
     def _key(self, label: str) -> str:
-        """The Q-id where exactly one is known under this label, else the label."""
+        """Return the Q-id where exactly one is known under this label, else the label."""
         ids = self._ids_of_label.get(label, {})
         return next(iter(ids)) if len(ids) == 1 else label
 
 
 def normalise_label(label: str) -> str:
-    """Case, spacing and Unicode form away: titles in questions are often written In Title Case."""
+    """Return a label without case, spacing and Unicode form.
+
+    Titles in questions are often written In Title Case.
+    """
     return " ".join(unicodedata.normalize("NFKC", label).casefold().split())
 
 
 def without_parenthesis(label: str) -> str:
-    """ "Norman Foster" of "Norman Foster (director)"."""
+    """Return "Norman Foster" for "Norman Foster (director)"."""
     return _closing_parenthesis.sub("", label)

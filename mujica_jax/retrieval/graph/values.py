@@ -6,7 +6,8 @@ data set.
 | `xsd:dateTime`, `xsd:date` | `1961-11-14T00:00:00Z` | 14 November 1961 |
 | the same, on the first of January | `1961-01-01T00:00:00Z` | 1961 |
 | `xsd:gYearMonth`, `xsd:gYear` | `1961-11`, `-0043` | November 1961, 44 BC |
-| `xsd:gMonthDay`, `xsd:gMonth`, `xsd:gDay` | `--11-14`, `--11`, `---14` | 14 November, November, 14 |
+| `xsd:gMonthDay`, `xsd:gMonth` | `--11-14`, `--11` | 14 November, November |
+| `xsd:gDay` | `---14` | 14 |
 | numbers | `+157`, `5.0`, `1.0E3` | 157, 5, 1000 |
 | `xsd:boolean` | `true`, `0` | yes, no |
 | `geo:wktLiteral` | `Point(114.054 22.535)` | 22.535 N, 114.054 E |
@@ -45,15 +46,18 @@ PARTS_OF_DATES = frozenset(f"{XSD}{name}" for name in ("gMonthDay", "gMonth", "g
 NUMBERS = frozenset(
     f"{XSD}{name}"
     for name in (
-        "integer", "int", "long", "short", "byte", "unsignedInt", "unsignedLong", "unsignedShort", "unsignedByte",
-        "positiveInteger", "nonNegativeInteger", "negativeInteger", "nonPositiveInteger", "decimal", "double", "float",
+        "integer", "int", "long", "short", "byte",
+        "unsignedInt", "unsignedLong", "unsignedShort", "unsignedByte",
+        "positiveInteger", "nonNegativeInteger", "negativeInteger", "nonPositiveInteger",
+        "decimal", "double", "float",
     )
 )  # fmt: skip
 BOOLEANS = {"true": "yes", "1": "yes", "false": "no", "0": "no"}
 MAX_DIGITS = 30  # of a number that is written in full
 
 _date = re.compile(
-    r"(?P<year>-?\d{4,})(?:-(?P<month>\d\d)(?:-(?P<day>\d\d)(?:T(?P<time>[\d:.]*))?)?)?(?:Z|[+-]\d\d:\d\d)?"
+    r"(?P<year>-?\d{4,})(?:-(?P<month>\d\d)(?:-(?P<day>\d\d)(?:T(?P<time>[\d:.]*))?)?)?"
+    r"(?:Z|[+-]\d\d:\d\d)?"
 )
 _part_of_date = re.compile(r"--(?:(?P<month>\d\d)|-)(?:-?(?P<day>\d\d))?(?:Z|[+-]\d\d:\d\d)?")
 _decimal = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
@@ -74,7 +78,8 @@ def readable(literal: Literal) -> str:
 
 def spellings(literal: Literal) -> tuple[str, ...]:
     """Return the printed form of a literal, then other ways to write the same value, the literal's
-    own text last."""
+    own text last.
+    """
     text = one_line(literal.value)
     datatype = literal.datatype.value
     if datatype in DATES:
@@ -126,23 +131,29 @@ def one_line(text: str) -> str:
 
 
 def _date_spellings(text: str) -> list[str]:
+    """Return the forms of a date, the likeliest reading first; none where it is no date."""
     match = _date.fullmatch(text)
     if match is None:
         return []
-    number = int(match["year"])
+    year_number = int(match["year"])
     month = int(match["month"] or 0)
     day = int(match["day"] or 0)
-    year = str(number) if number > 0 else f"{1 - number} BC"
+    year = str(year_number) if year_number > 0 else f"{1 - year_number} BC"
     has_time = bool((match["time"] or "").strip("0:."))
     day_form = written_date(year, month, day)
+
+    # The first of January reads as its year.
     if month == day == 1 and not has_time:
         forms = [year, day_form]
-        if number < 0 and number % 10 == 0:
+        if year_number < 0 and year_number % 10 == 0:
             # A century is written without the shift far more often than such a year is known
             # exactly.
-            forms.insert(0 if number % 100 == 0 else 1, f"{-number} BC")
+            is_century = year_number % 100 == 0
+            forms.insert(0 if is_century else 1, f"{-year_number} BC")
     else:
         forms = [day_form]
+
+    # Other ways to write the day.
     if day and day_form != year:
         forms.append(f"{MONTHS[month - 1]} {day}, {year}")
         if day == 1:
@@ -152,6 +163,7 @@ def _date_spellings(text: str) -> list[str]:
 
 
 def _part_of_date_spellings(text: str) -> list[str]:
+    """Return the forms of a month, a day, or a day of a month."""
     match = _part_of_date.fullmatch(text)
     if match is None:
         return []
@@ -164,6 +176,7 @@ def _part_of_date_spellings(text: str) -> list[str]:
 
 
 def _number_spellings(text: str) -> list[str]:
+    """Return a number without trailing zeros, then with thousands separators."""
     try:
         number = Decimal(text)
     except InvalidOperation:
@@ -177,6 +190,7 @@ def _number_spellings(text: str) -> list[str]:
 
 
 def _without_trailing_zeros(number: Decimal, form: str) -> str:
+    """Return a number in a format of `format`, without zeros at the end of its fraction."""
     written = format(number, form)
     if "." in written:
         written = written.rstrip("0").rstrip(".")
@@ -184,6 +198,7 @@ def _without_trailing_zeros(number: Decimal, form: str) -> str:
 
 
 def _boolean_spellings(text: str) -> list[str]:
+    """Return yes or no, then true or false."""
     word = BOOLEANS.get(text)
     if word is None:
         return []
@@ -191,6 +206,7 @@ def _boolean_spellings(text: str) -> list[str]:
 
 
 def _point_spellings(text: str) -> list[str]:
+    """Return the coordinates of a point with their directions, then as numbers."""
     match = _point.fullmatch(text)
     if match is None:
         return []

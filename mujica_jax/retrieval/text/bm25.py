@@ -1,7 +1,8 @@
 """BM25 over passages, on bm25s, with two tokenisers. A published number depends on the tokeniser,
 so it has a name.
 
-    score(q, d) = sum over t in q of  ln(1 + (N - df + 1/2) / (df + 1/2)) * tf / (tf + k1 * (1 - b + b * |d| / avg|d|))
+    score(q, d) = sum over t in q of  idf(t) * tf / (tf + k1 * (1 - b + b * |d| / avg|d|))
+    idf(t) = ln(1 + (N - df + 1/2) / (df + 1/2))
 
 - `default`: bm25s as it comes (words of two and more characters, English stop words removed, k1 =
   1.5, b = 0.75).
@@ -10,9 +11,9 @@ so it has a name.
 
 Both split text at spaces and marks. Chinese, Japanese, Thai and others write no spaces, and marks
 cut the words of the scripts of India. A run of such characters is indexed as its pairs of
-characters, as by Lucene's CJK analyser: 东京大学 is 东京, 京大, 大学. A passage also has each Chinese
-character by itself, so that a query of one character finds it. An older index, without such pairs,
-is searched by the words it was built with.
+characters, as by Lucene's CJK analyser: 东京大学 is 东京, 京大, 大学. A passage also has each
+Chinese character by itself, so that a query of one character finds it. An older index, without such
+pairs, is searched by the words it was built with.
 
 The indexed text is title, newline, text. On the 6,119-passage 2Wiki corpus the two differ by 3.5
 points of recall@2.
@@ -31,7 +32,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.manifest import again, read_json
+from mujica_jax.retrieval.manifest import read_json, rebuild_advice
 from mujica_jax.retrieval.text.corpus import Index, Passage
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ if TYPE_CHECKING:
 Tokeniser = Literal["default", "elasticsearch"]
 
 TEXTS_AT_ONCE = 4096  # whose words are in memory as strings
-LUCENE_K1, LUCENE_B = 1.2, 0.75
+LUCENE_K1 = 1.2
+LUCENE_B = 0.75
 LUCENE_EXACT = 24  # lengths of the 255 that one byte holds and that need no rounding
 # Says in an index's folder how its words were made. Older indexes, without pairs of characters, do
 # not have it.
@@ -87,27 +89,33 @@ class Bm25Index(Index):
         tokeniser: Tokeniser = "default",
         on_passages: Callable[[int], None] = lambda done: None,
     ) -> None:
-        """Index the passages; of their words only numbers are held. `on_passages` hears how many
-        were read."""
+        """Index the passages; of their words only numbers are held.
+
+        `on_passages` is called with the number of passages read so far.
+        """
         documents: list[array.array[int]] = []
-        vocabulary: dict[
-            str, int
-        ] = {}  # in the order of the corpus, so that every build gives the same files
-        version = hashlib.sha256(tokeniser.encode())  # and all that results depend on
+        # Words in the order of the corpus, so that every build gives the same files.
+        vocabulary: dict[str, int] = {}
+        # A hash of everything that results depend on.
+        version = hashlib.sha256(tokeniser.encode())
         contents = (passage.contents for passage in passages)
         while texts := list(itertools.islice(contents, TEXTS_AT_ONCE)):
             for text, words in zip(texts, indexed_words(texts, tokeniser), strict=True):
-                numbers = (vocabulary.setdefault(word, len(vocabulary)) for word in words)
-                documents.append(array.array("i", numbers))
+                word_ids = (vocabulary.setdefault(word, len(vocabulary)) for word in words)
+                documents.append(array.array("i", word_ids))
                 version.update(f"{len(text)} {text}".encode())
-                if _has_runs(text):  # found otherwise than before pairs were indexed
+                if _has_runs(text):
+                    # Indexed otherwise than before there were pairs.
                     version.update(WORDS_FILE.encode())
             on_passages(len(documents))
-        self.passages, self.version = passages, version.hexdigest()[:16]
+
+        self.passages = passages
+        self.version = version.hexdigest()[:16]
         self.tokeniser: Tokeniser = tokeniser
         self._has_pairs = True
         self._index: bm25s.BM25 | None = None
-        if vocabulary:  # bm25s cannot index a corpus without a single word
+        # bm25s cannot index a corpus without a single word.
+        if vocabulary:
             self._index = _empty_index(tokeniser)
             self._index.index(
                 (documents, vocabulary), create_empty_token=False, show_progress=False
@@ -126,14 +134,15 @@ class Bm25Index(Index):
         import bm25s
 
         loaded = cls((), tokeniser)
-        loaded.passages, loaded.version = passages, version
+        loaded.passages = passages
+        loaded.version = version
         if (folder / "params.index.json").exists():
             loaded._index = bm25s.BM25.load(folder, mmap=True, show_progress=False)
         loaded._has_pairs = (folder / WORDS_FILE).exists()
         if loaded._has_pairs and read_json(folder / WORDS_FILE) != WORDS:
             raise UserError(
                 f"{folder / WORDS_FILE} describes words that this release does not make: "
-                f"{again(folder.parent)}, or use the release that built it"
+                f"{rebuild_advice(folder.parent)}, or use the release that built it"
             )
         return loaded
 
@@ -146,6 +155,7 @@ class Bm25Index(Index):
             (folder / WORDS_FILE).write_text(json.dumps(WORDS) + "\n")
 
     def encode(self, queries: Sequence[str]) -> list[list[str]]:
+        """Return the words of each query."""
         if not self._has_pairs:
             return _spaced_words(queries, self.tokeniser)
         return _words_and_runs(queries, self.tokeniser, _pairs)
@@ -154,16 +164,17 @@ class Bm25Index(Index):
         return [self._search_one(words, k) for words in queries]
 
     def _search_one(self, words: list[str], k: int) -> list[tuple[int, float]]:
+        """Return the positions and scores of the best passages, ties in corpus order."""
         token_ids = self._index.get_tokens_ids(words) if self._index is not None else []
         if not token_ids:
             return []
         scores = self._index.get_scores_from_ids(token_ids)  # pyright: ignore[reportOptionalMemberAccess]
         matching = np.flatnonzero(scores > 0)
         if len(matching) > k:
-            threshold = np.partition(scores[matching], len(matching) - k)[len(matching) - k]
-            matching = matching[
-                scores[matching] >= threshold
-            ]  # all ties with the k-th stay, so that the order decides
+            # All ties with the k-th stay, so that the order decides.
+            kth = len(matching) - k
+            threshold = np.partition(scores[matching], kth)[kth]
+            matching = matching[scores[matching] >= threshold]
         best = matching[np.argsort(-scores[matching], kind="stable")][:k]
         return [(int(position), float(scores[position])) for position in best]
 
@@ -182,13 +193,16 @@ def _words_and_runs(
     for number, text in enumerate(texts):
         runs = _run_of_characters.findall(text)
         if runs:
-            of_runs = itertools.chain.from_iterable(map(words_of_run, runs))
             # bm25s gives the empty word where it finds no other.
-            words[number] = [*filter(None, words[number]), *of_runs]
+            words_of_text = [word for word in words[number] if word]
+            for run in runs:
+                words_of_text.extend(words_of_run(run))
+            words[number] = words_of_text
     return words
 
 
 def _in_usual_form(text: str) -> str:
+    """Return a text with composed accents, and with letters of the usual width."""
     if text.isascii():
         return text
     text = unicodedata.normalize("NFC", text)
@@ -196,6 +210,7 @@ def _in_usual_form(text: str) -> str:
 
 
 def _has_runs(text: str) -> bool:
+    """Tell whether a text has a run of characters of a script without spaces."""
     return not text.isascii() and _run_of_characters.search(_in_usual_form(text)) is not None
 
 
@@ -205,10 +220,14 @@ def _pairs(run: str) -> list[str]:
 
 
 def _pairs_and_characters(run: str) -> list[str]:
-    return _pairs(run) + (_han.findall(run) if len(run) > 1 else [])
+    """Return the pairs of a run, then its Chinese characters one by one."""
+    if len(run) == 1:
+        return _pairs(run)
+    return _pairs(run) + _han.findall(run)
 
 
 def _spaced_words(texts: Sequence[str], tokeniser: Tokeniser) -> list[list[str]]:
+    """Return the words between spaces and marks of each text."""
     if tokeniser == "elasticsearch":
         return [unicode_words(text) for text in texts]
     import bm25s
@@ -225,20 +244,22 @@ def unicode_words(text: str) -> list[str]:
 
 
 def lucene_length(words: int) -> int:
-    """Document length after Lucene's SmallFloat.intToByte4 and back: exact below 40, then four
-    significant bits of what exceeds 24.
+    """Return a document length after Lucene's SmallFloat.intToByte4 and back.
+
+    It is exact below 40, and has four significant bits of what exceeds 24 above.
     """
-    dropped_bits = max(0, (words - LUCENE_EXACT).bit_length() - 4)
-    return (
-        words
-        if words < LUCENE_EXACT
-        else LUCENE_EXACT + ((words - LUCENE_EXACT) >> dropped_bits << dropped_bits)
-    )
+    if words < LUCENE_EXACT:
+        return words
+    excess = words - LUCENE_EXACT
+    dropped_bits = max(0, excess.bit_length() - 4)
+    return LUCENE_EXACT + (excess >> dropped_bits << dropped_bits)
 
 
 def _empty_index(tokeniser: Tokeniser) -> "bm25s.BM25":
-    """For `elasticsearch`, precomputed scores use Lucene's rounded lengths (the average length
-    stays exact, as in Lucene).
+    """Return a bm25s index without documents.
+
+    For `elasticsearch`, precomputed scores use Lucene's rounded lengths; the average length stays
+    exact, as in Lucene.
     """
     import bm25s
 
@@ -253,8 +274,10 @@ def _empty_index(tokeniser: Tokeniser) -> "bm25s.BM25":
             show_progress: bool = True,
             leave_progress: bool = False,
         ) -> dict[str, Any]:
+            """Return the scores of all words in all documents, as bm25s stores them."""
             lengths = np.array([len(ids) for ids in corpus_token_ids])
-            rounded = np.array([lucene_length(int(length)) for length in lengths])
+            rounded_lengths = np.array([lucene_length(int(length)) for length in lengths])
+
             # Sorted by token, then document: the column layout that bm25s reads.
             pairs = np.concatenate([np.asarray(ids) for ids in corpus_token_ids], dtype=np.int64)
             pairs *= len(lengths)
@@ -264,9 +287,11 @@ def _empty_index(tokeniser: Tokeniser) -> "bm25s.BM25":
             frequency = np.diff(first, append=len(pairs))
             token, document = np.divmod(pairs[first], len(lengths))
             del pairs, first
+
             document_frequency = np.bincount(token, minlength=len(unique_token_ids))
             idf = np.log1p((len(lengths) - document_frequency + 0.5) / (document_frequency + 0.5))
-            saturation = self.k1 * (1 - self.b + self.b * rounded[document] / lengths.mean())
+            relative_length = self.b * rounded_lengths[document] / lengths.mean()
+            saturation = self.k1 * (1 - self.b + relative_length)
             self.nonoccurrence_array = None
             return {
                 "data": (idf[token] * frequency / (frequency + saturation)).astype(self.dtype),

@@ -34,7 +34,7 @@ import numpy as np
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.files import Skipped
-from mujica_jax.retrieval.manifest import again
+from mujica_jax.retrieval.manifest import rebuild_advice
 from mujica_jax.retrieval.text.corpus_records import FORMATS, check_text, in_one_form, records_of
 
 Hits = list[tuple[int, float]]  # positions of passages and their scores, best first
@@ -43,8 +43,13 @@ FILE = "passages.arrow"
 BATCH_ROWS = 4096  # of a record batch: what is held while the file is written
 MERGED_IDS = 2**18  # that are held as Python's objects before they are sorted into the others
 
-_repr = reprlib.Repr()  # of a value of any size, in one short line
-_repr.maxlevel, _repr.maxdict, _repr.maxlist, _repr.maxstring, _repr.maxother = 2, 2, 2, 60, 60
+# Shows a value of any size in one short line.
+_repr = reprlib.Repr()
+_repr.maxlevel = 2
+_repr.maxdict = 2
+_repr.maxlist = 2
+_repr.maxstring = 60
+_repr.maxother = 60
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -70,21 +75,24 @@ class Index(Protocol):
     def search_encoded(self, queries: Any, k: int) -> list[Hits]: ...
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
-        """For each query the positions and scores of the k best passages, best first, ties in
-        corpus order; `check_k` says which k it can be. By words they can be fewer: a passage that
-        shares none with the query is never returned.
+        """Return the positions and scores of the k best passages of each query, best first.
+
+        Ties are in corpus order, and `check_k` checks k. A search by words may return fewer: a
+        passage that shares no word with the query is never returned.
         """
         return self.search_encoded(self.encode(queries), k)
 
 
 def read_corpus(paths: Sequence[str | Path]) -> list[Passage]:
-    """All passages of the files, in order. Ids are unique over all of them."""
+    """Return all passages of the files, in order. Ids are unique over all of them."""
     return list(stream_corpus(paths))
 
 
 def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -> Iterator[Passage]:
-    """As `read_corpus`, holding one passage and what `PassageIds` keeps of every id. With
-    `skipped`, what would be refused is left out and counted there.
+    """Yield the passages of the files, in order.
+
+    Memory holds one passage and what `PassageIds` keeps of every id. With `skipped`, a bad passage
+    is left out and counted there; otherwise it raises UserError.
     """
     ids = PassageIds()
     position = 0
@@ -92,13 +100,10 @@ def stream_corpus(paths: Sequence[str | Path], skipped: Skipped | None = None) -
         try:
             passage = _passage(record, str(position), place)
             if not ids.add(passage.id):
-                # Where it came first is read again from the beginning: for the one sentence that is
-                # shown, not for all that are counted.
-                first = (
-                    ""
-                    if skipped is not None and skipped.skipped
-                    else _first_place(passage.id, paths)
-                )
+                # The files are read again to find the first use of the id. Only the first skipped
+                # passage is shown, so later ones do without.
+                is_shown = skipped is None or not skipped.skipped
+                first = _first_place(passage.id, paths) if is_shown else ""
                 advice = "each file once" if first == place else "each passage its own id"
                 raise UserError(
                     f"{place}: the passage id {_repr.repr(passage.id)} was already used in "
@@ -124,7 +129,7 @@ class PassageFile(Sequence[Passage]):
         except (pyarrow.ArrowException, OSError) as error:
             raise UserError(
                 f"{path} cannot be read as an Arrow file ({error}): it is damaged, so "
-                f"{again(path.parent)}"
+                f"{rebuild_advice(path.parent)}"
             ) from error
 
     def __len__(self) -> int:
@@ -149,11 +154,12 @@ class PassageFile(Sequence[Passage]):
         """Return the passages with one of these titles, in order."""
         import pyarrow.compute
 
-        spellings = set().union(*map(_spellings, titles))
-        wanted = pyarrow.compute.SetLookupOptions(
-            pyarrow.array(sorted(spellings), pyarrow.string())
-        )
-        matches = pyarrow.compute.call_function("is_in", [self._table.column("title")], wanted)
+        spellings: set[str] = set()
+        for title in titles:
+            spellings |= _spellings(title)
+        value_set = pyarrow.array(sorted(spellings), pyarrow.string())
+        options = pyarrow.compute.SetLookupOptions(value_set)
+        matches = pyarrow.compute.call_function("is_in", [self._table.column("title")], options)
         return _passages(self._table.filter(matches))
 
 
@@ -178,39 +184,50 @@ def _passages(rows: Any) -> list[Passage]:
 def write_passages(
     passages: Iterable[Passage], path: Path, on_rows: Callable[[int], None] = lambda done: None
 ) -> int:
-    """How many were written. Holds one batch at a time."""
+    """Write the passages into an Arrow file, and return how many there were.
+
+    One batch is held in memory at a time.
+    """
     import pyarrow
 
     schema = pyarrow.schema([(name, pyarrow.string()) for name in ("id", "title", "text")])
-    rows, left = 0, iter(passages)
+    rows = 0
+    remaining = iter(passages)
     with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_file(file, schema) as writer:
-        while batch := list(itertools.islice(left, BATCH_ROWS)):
-            columns = [[getattr(passage, name) for passage in batch] for name in schema.names]
+        while batch := list(itertools.islice(remaining, BATCH_ROWS)):
+            columns = [
+                [passage.id for passage in batch],
+                [passage.title for passage in batch],
+                [passage.text for passage in batch],
+            ]
             writer.write_batch(pyarrow.record_batch(columns, schema=schema))
             rows += len(batch)
             on_rows(rows)
-            del batch, columns  # before the next one is read
+            # Freed before the next batch is read.
+            del batch, columns
     return rows
 
 
 class PassageIds:
-    """Which ids came before: 16 bytes of a hash each, sorted. Of a hundred million two are taken
-    for one with probability 10^-23.
+    """Remembers ids by 16 bytes of a hash each, sorted.
+
+    Two of a hundred million ids are taken for the same with probability 10^-23.
     """
 
     def __init__(self) -> None:
-        self._sorted, self._recent = np.empty(0, "S16"), set[bytes]()
+        self._sorted = np.empty(0, "S16")
+        self._recent: set[bytes] = set()
 
     def add(self, identifier: str) -> bool:
-        """False where it came before."""
-        found = hashlib.blake2b(identifier.encode(), digest_size=16).digest()
-        place = self._sorted.searchsorted(found)
-        known = place < len(self._sorted) and self._sorted[place] == found.rstrip(
-            b"\0"
-        )  # as numpy gives it back
-        if known or found in self._recent:
+        """Add an id. Return False if it came before."""
+        digest = hashlib.blake2b(identifier.encode(), digest_size=16).digest()
+        place = self._sorted.searchsorted(digest)
+        # numpy returns bytes without the zeros at their end.
+        is_sorted_in = place < len(self._sorted) and self._sorted[place] == digest.rstrip(b"\0")
+        if is_sorted_in or digest in self._recent:
             return False
-        self._recent.add(found)
+
+        self._recent.add(digest)
         if len(self._recent) == MERGED_IDS:
             recent = np.sort(np.array(list(self._recent), "S16"))
             self._sorted = np.insert(self._sorted, self._sorted.searchsorted(recent), recent)
@@ -219,17 +236,15 @@ class PassageIds:
 
 
 def _first_place(identifier: str, paths: Sequence[str | Path]) -> str:
-    """Of the first passage with this id, where none before it was left out."""
-    records = enumerate(records_of(paths))
-    found = (
-        place
-        for number, (place, record) in records
-        if _passage(record, str(number), place).id == identifier
-    )
-    return next(found, "a line that is not there any more")
+    """Return the place of the first passage with this id, where none before it was left out."""
+    for number, (place, record) in enumerate(records_of(paths)):
+        if _passage(record, str(number), place).id == identifier:
+            return place
+    return "a line that is not there any more"
 
 
 def _passage(record: object, position: str, place: str) -> Passage:
+    """Make a passage of a record. Raise UserError with its place where it is none."""
     if not isinstance(record, dict):
         raise UserError(
             f"{place}: a passage must be an object and this is a {type(record).__name__}; expected "
@@ -262,8 +277,13 @@ def _title_and_text(record: dict[str, Any]) -> tuple[Any, Any]:
     contents = record.get("contents")
     if not title and isinstance(contents, str) and not _is_blank(contents):
         return _title_in_contents(contents)
-    values = (record.get(field) for field in ("text", "content", "contents", "sentences"))
-    text = next((value for value in values if not _is_blank(value)), record.get("text"))
+
+    # Take the first field that has a value.
+    text = record.get("text")
+    for field in ("text", "content", "contents", "sentences"):
+        if not _is_blank(record.get(field)):
+            text = record[field]
+            break
     if isinstance(text, list):
         text = _joined(text)
     if text is contents and isinstance(text, str):
@@ -322,14 +342,14 @@ def _identifier(record: dict[str, Any], position: str, place: str) -> str:
         identifier = record.get("_id", position)
     if identifier is None:
         return position
+
     if isinstance(identifier, float) and identifier.is_integer():
         identifier = int(identifier)
+
+    is_text_or_number = isinstance(identifier, str | int | float)
+    is_bool = isinstance(identifier, bool)
     is_finite = not isinstance(identifier, float) or math.isfinite(identifier)
-    if (
-        isinstance(identifier, bool)
-        or not isinstance(identifier, str | int | float)
-        or not is_finite
-    ):
+    if is_bool or not is_text_or_number or not is_finite:
         raise UserError(
             f"{place}: the passage's id is {_repr.repr(identifier)}; give a text or a number, or "
             "leave the id out"

@@ -31,25 +31,22 @@ FORMATS = (
     "or .parquet"
 )
 TABLES = {".tsv": "\t", ".csv": ","}
-TABLE_COLUMNS = (
-    "text",
-    "content",
-    "contents",
-    "question",
-)  # a table's first line names one of them
+# A table's first line names one of these columns.
+TABLE_COLUMNS = ("text", "content", "contents", "question")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2")
 SHOWN_CHARACTERS = 50  # of a text before and behind what is wrong with it
 READ_CHARACTERS = 2**20  # of an array, at once
-MAX_RECORD_CHARACTERS = (
-    2**24
-)  # of an array: a record that does not end within so much is broken JSON
+# A record of an array that does not end within so many characters is broken JSON.
+MAX_RECORD_CHARACTERS = 2**24
 _space = re.compile(r"[ \t\r\n]*")
 # Entities end in a semicolon here: without one, `&para=1` of an address would be a paragraph sign.
 _entity = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
-    """Line number (in Parquet: row) and value of every record of a file that is no archive."""
+    """Yield line number (in Parquet: row) and value of every record of a file that is no
+    archive.
+    """
     with explained(path):
         if str(path).endswith(".parquet"):
             yield from _parquet_records(path)
@@ -60,7 +57,7 @@ def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
 
 @contextlib.contextmanager
 def open_text(path: str | Path) -> Iterator[TextIO]:
-    """A local file or one in a bucket, decompressed."""
+    """Open the text of a local file or of one in a bucket, decompressed."""
     # The encoding drops a byte order mark.
     with (
         open_file(path) as raw,
@@ -88,20 +85,23 @@ def _texts_in_one_form(value: object) -> object:
 
 
 def check_text(text: str) -> None:
-    """A command line whose bytes are no UTF-8, and an escaped half of a character in JSON, give
-    strings that nothing can write down.
+    """Check that a text can be written as UTF-8. Raises UserError.
+
+    A command line whose bytes are no UTF-8, and an escaped half of a character in JSON, give
+    strings that cannot.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        shown = ascii(text[max(0, error.start - SHOWN_CHARACTERS) : error.start + SHOWN_CHARACTERS])
+        shown_from = max(0, error.start - SHOWN_CHARACTERS)
+        shown = ascii(text[shown_from : error.start + SHOWN_CHARACTERS])
         raise UserError(
             f"{shown} is no text that UTF-8 can write: give whole characters"
         ) from error
 
 
 def records_of(paths: Sequence[str | Path]) -> Iterator[tuple[str, object]]:
-    """Each record of all files with the place it stands at."""
+    """Yield the place and the value of each record of all files."""
     for path in paths:
         if str(path).endswith(ARCHIVES):
             for member, number, record in _archive_records(path):
@@ -113,6 +113,7 @@ def records_of(paths: Sequence[str | Path]) -> Iterator[tuple[str, object]]:
 
 
 def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
+    """Yield the file name, line number and value of each record of an archive."""
     with (
         explained(path),
         open_file(path) as file,
@@ -120,20 +121,23 @@ def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
     ):
         for member in archive:
             content = archive.extractfile(member) if member.isfile() else None
-            if content is not None and not _is_hidden(member.name):
-                with io.TextIOWrapper(decompressed(member.name, content), "utf-8-sig") as text:
-                    for number, record in _text_records(f"{path}, {member.name}", text):
-                        yield member.name, number, record
+            if content is None or _is_hidden(member.name):
+                continue
+            with io.TextIOWrapper(decompressed(member.name, content), "utf-8-sig") as text:
+                for number, record in _text_records(f"{path}, {member.name}", text):
+                    yield member.name, number, record
 
 
 def _is_hidden(member: str) -> bool:
-    """Whether a file of an archive is one that macOS writes beside the others: `._NAME`,
-    `.DS_Store`, `__MACOSX/`."""
+    """Tell whether a file of an archive is one that macOS writes beside the others: `._NAME`,
+    `.DS_Store`, `__MACOSX/`.
+    """
     *folders, name = member.split("/")
     return name.startswith(".") or "__MACOSX" in folders
 
 
 def _parquet_records(path: str | Path) -> Iterator[tuple[int, object]]:
+    """Yield row number and value of each record of a Parquet file."""
     import pyarrow.parquet
 
     row = 0
@@ -146,7 +150,7 @@ def _parquet_records(path: str | Path) -> Iterator[tuple[int, object]]:
 
 @contextlib.contextmanager
 def explained(path: str | Path) -> Iterator[None]:
-    """Turns what reading a file may raise into one sentence."""
+    """Turn what reading a file may raise into a UserError of one sentence."""
     import pyarrow
 
     try:
@@ -171,7 +175,8 @@ def explained(path: str | Path) -> Iterator[None]:
 
 def _text_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]]:
     """Read a table, known by the file's name, or an array, which begins with a bracket, or else
-    JSON Lines."""
+    JSON Lines.
+    """
     name = Path(str(path).removesuffix(".gz").removesuffix(".bz2"))
     if name.suffix in TABLES:
         yield from _table_records(path, file, TABLES[name.suffix])
@@ -214,7 +219,7 @@ def _table_records(path: str | Path, file: TextIO, delimiter: str) -> Iterator[t
 
 
 def _check_columns(columns: list[str], place: str) -> None:
-    """Check the first line of a table. Raises UserError where it names no columns, or one twice."""
+    """Check the first line of a table. Raise UserError where it names no columns, or one twice."""
     shown = ", ".join(columns)[: 2 * SHOWN_CHARACTERS]
     if not set(columns) & set(TABLE_COLUMNS):
         raise UserError(
@@ -254,70 +259,98 @@ def _line_records(
 def _array_records(
     path: str | Path, file: TextIO, line_number: int
 ) -> Iterator[tuple[int, object]]:
-    """Decode records one by one, so that each has the line it begins on and the file is never held
-    whole."""
-    decoder = json.JSONDecoder()
-    text = ""
-    position = 0
-    counted = 0
-    ended = False
+    """Yield the records of a JSON array whose bracket, on line `line_number`, was read already.
 
-    def more() -> bool:
-        """Drop what is done and read on. False at the end of the file."""
-        nonlocal text, position, counted, ended
-        read = file.read(READ_CHARACTERS)
-        text, position, counted = text[counted:] + read, position - counted, 0
-        ended = not read
-        return not ended
+    Each comes with the line it begins on.
+    """
+    reader = _ArrayReader(path, file, line_number)
+    while reader.next_character() != "]":
+        record = reader.decode_record()
+        yield reader.line_number, record
+        reader.end_record()
 
-    def next_character() -> str:
-        nonlocal position, counted, line_number
+
+class _ArrayReader:
+    """The text of a JSON array, read part by part, so that the file is never held whole."""
+
+    def __init__(self, path: str | Path, file: TextIO, line_number: int) -> None:
+        self.line_number = line_number  # of `_counted`
+        self._path = path
+        self._file = file
+        self._decoder = json.JSONDecoder()
+        self._text = ""
+        self._position = 0  # of the next character in the text
+        self._counted = 0  # up to this position line breaks are counted
+        self._is_at_end = False
+
+    def next_character(self) -> str:
+        """Skip spaces, and return the character behind them; empty at the end of the file."""
         while True:
-            position = _space.match(text, position).end()  # pyright: ignore[reportOptionalMemberAccess]
-            line_number += text.count("\n", counted, position)
-            counted = position
-            if position < len(text) or not more():
-                return text[position : position + 1]
+            self._position = _space.match(self._text, self._position).end()  # pyright: ignore[reportOptionalMemberAccess]
+            self.line_number += self._text.count("\n", self._counted, self._position)
+            self._counted = self._position
+            if self._position < len(self._text):
+                return self._text[self._position]
+            self._read_on()
+            if self._is_at_end:
+                return ""
 
-    while next_character() != "]":
+    def decode_record(self) -> object:
+        """Decode the record that begins at the position, and stand behind it."""
         while True:
             try:
-                decoded, end = decoder.raw_decode(text, position)
+                decoded, end = self._decoder.raw_decode(self._text, self._position)
                 record = _texts_in_one_form(decoded)
-                if end < len(text) or ended:  # else a number may go on
-                    break
+                # At the end of the text a number may go on.
+                if end < len(self._text) or self._is_at_end:
+                    self._position = end
+                    return record
             except json.JSONDecodeError as error:
-                line = line_number + text.count("\n", counted, error.pos)
-                if ended:
-                    raise _no_record(path, line, error) from error
-                if len(text) - position > MAX_RECORD_CHARACTERS:
-                    raise UserError(
-                        f"{path}, line {line_number}: no JSON record that ends within "
-                        f"{MAX_RECORD_CHARACTERS:,} characters ({error.msg} in line {line}); "
-                        f"expected {FORMATS}"
-                    ) from error
+                self._check_incomplete(error)
             except (ValueError, RecursionError) as error:
-                raise _no_record(path, line_number, error) from error
-            more()
-        yield line_number, record
-        position = end
-        following = next_character()
+                raise _no_record(self._path, self.line_number, error) from error
+            self._read_on()
+
+    def end_record(self) -> None:
+        """Step over a comma. Raise UserError where neither that nor the end of the array follows a
+        record.
+        """
+        following = self.next_character()
         if following == ",":
-            position += 1
+            self._position += 1
         elif following != "]":
             raise UserError(
-                f"{path}, line {line_number}: a comma or the end of the array is missing; expected "
-                f"{FORMATS}"
+                f"{self._path}, line {self.line_number}: a comma or the end of the array is "
+                f"missing; expected {FORMATS}"
             )
+
+    def _check_incomplete(self, error: json.JSONDecodeError) -> None:
+        """Raise UserError unless the record may be valid when more of it is read."""
+        error_line = self.line_number + self._text.count("\n", self._counted, error.pos)
+        if self._is_at_end:
+            raise _no_record(self._path, error_line, error) from error
+        if len(self._text) - self._position > MAX_RECORD_CHARACTERS:
+            raise UserError(
+                f"{self._path}, line {self.line_number}: no JSON record that ends within "
+                f"{MAX_RECORD_CHARACTERS:,} characters ({error.msg} in line {error_line}); "
+                f"expected {FORMATS}"
+            ) from error
+
+    def _read_on(self) -> None:
+        """Drop the text whose lines are counted, and read the next part of the file."""
+        part = self._file.read(READ_CHARACTERS)
+        self._text = self._text[self._counted :] + part
+        self._position -= self._counted
+        self._counted = 0
+        self._is_at_end = not part
 
 
 def _no_record(path: str | Path, line: int, error: ValueError | RecursionError) -> UserError:
+    """Return the error for a text that is no JSON."""
     if isinstance(error, json.JSONDecodeError):
         reason = error.msg
+    elif isinstance(error, RecursionError):
+        reason = "nested too deeply"
     else:
-        reason = (
-            "nested too deeply"
-            if isinstance(error, RecursionError)
-            else "a number with too many digits"
-        )
+        reason = "a number with too many digits"
     return UserError(f"{path}, line {line}: not a JSON record ({reason}); expected {FORMATS}")

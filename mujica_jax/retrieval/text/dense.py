@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 class VectorSearch(Protocol):
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        """float32 [queries, dimension] -> scores and positions, both [queries, k], best first; -1
+        """Return the scores and positions of the k best rows of each query, both [queries, k].
+
+        `queries` are float32 [queries, dimension]. The best row comes first; the position is -1
         where there is no further one.
         """
         ...
@@ -36,25 +38,35 @@ class DenseIndex(Index):
         *,
         version: str,
     ) -> None:
-        self.passages, self.version = passages, version
-        self._embedder, self._vectors = embedder, vectors
+        self.passages = passages
+        self.version = version
+        self._embedder = embedder
+        self._vectors = vectors
 
     def encode(self, queries: Sequence[str]) -> np.ndarray:
+        """Return the embeddings of the queries, [queries, dimension]."""
         return self._embedder.embed(queries, "query")
 
     def search_encoded(self, queries: np.ndarray, k: int) -> list[Hits]:
+        """Return the positions and scores of the k best passages of each query, best first."""
         scores, positions = self._vectors.search(queries, k)
         return [
-            [
-                (int(place), float(score))
-                for place, score in zip(places, of, strict=True)
-                if place >= 0
-            ]
-            for places, of in zip(positions, scores, strict=True)
+            _hits(query_positions, query_scores)
+            for query_positions, query_scores in zip(positions, scores, strict=True)
         ]
 
 
+def _hits(positions: np.ndarray, scores: np.ndarray) -> Hits:
+    """Return the results of one query without the padding, whose positions are -1."""
+    return [
+        (int(position), float(score))
+        for position, score in zip(positions, scores, strict=True)
+        if position >= 0
+    ]
+
+
 def check_k(k: int, passages: Sequence[Passage]) -> None:
+    """Check that an index has k passages. Raises UserError."""
     if not 1 <= k <= len(passages):
         raise UserError(
             f"k is {k} and the index holds {len(passages):,} passages: give 1 to {len(passages)}"
@@ -70,12 +82,15 @@ def ranked(
     """
     if vectors is None:
         vectors = embedder.embed(texts, "passage")
-    return best_rows(embedder.embed([query], "query"), vectors, len(texts))[1][0].tolist()
+    query_vectors = embedder.embed([query], "query")
+    _, positions = best_rows(query_vectors, vectors, len(texts))
+    return positions[0].tolist()
 
 
 def best_rows(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Exact search in numpy: scores and positions of the k largest inner products, ties in the
-    order of the rows."""
+    """Return the scores and positions of the k largest inner products, ties in the order of the
+    rows. This is exact search in numpy.
+    """
     scores = queries @ vectors.T
     positions = np.argsort(-scores, axis=1, kind="stable")[:, :k]
     return np.take_along_axis(scores, positions, axis=1), positions

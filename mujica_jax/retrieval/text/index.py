@@ -28,7 +28,7 @@ from mujica_jax.retrieval.manifest import (
 )
 from mujica_jax.retrieval.text.bm25 import Bm25Index, Tokeniser
 from mujica_jax.retrieval.text.corpus import FILE, Index, PassageFile, stream_corpus, write_passages
-from mujica_jax.retrieval.text.dense import DenseIndex
+from mujica_jax.retrieval.text.dense import DenseIndex, VectorSearch
 from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
 from mujica_jax.retrieval.text.embeddings import (
     PROGRESS,
@@ -58,7 +58,9 @@ MAX_EXACT_PASSAGES = 100_000
 # laid out anew.
 LOADING_FACTOR = 2
 
-COUNTS, BM25_FOLDER, SCANN_FOLDER = "corpus.json", "bm25", "scann"
+COUNTS = "corpus.json"
+BM25_FOLDER = "bm25"
+SCANN_FOLDER = "scann"
 # What embeddings depend on. A manifest without prefixes means those that follow from the embedder's
 # name.
 DENSE_PLAN = ("corpus", "skip", "embedder", "prefixes", "embedder_version", "dimension", "storage")
@@ -70,10 +72,8 @@ class IndexSpec:
 
     kind: Kind
     corpus: tuple[str, ...] = ()
-    source: str | None = (
-        # an index whose passages and embeddings are taken, instead of a corpus and an embedder
-        None
-    )
+    # an index whose passages and embeddings are taken, instead of a corpus and an embedder
+    source: str | None = None
     skip: bool = False  # leave out bad passages and count them, instead of refusing the corpus
     tokeniser: Tokeniser = "default"  # bm25 only
     embedder: EmbedderFolder | None = None  # all others
@@ -81,38 +81,41 @@ class IndexSpec:
     recall_target: float | None = None  # exact only: search approximately
 
     def plan(self) -> dict[str, Any]:
-        """All that the content of the index depends on."""
+        """Return everything that the content of the index depends on."""
         plan = self.plan_of_kind(self.kind)
+
+        # Another index decides how its passages were embedded.
         if self.source is not None:
-            taken = read_manifest(self.source)
-            if "embedder" not in taken:
+            source_manifest = read_manifest(self.source)
+            if "embedder" not in source_manifest:
                 raise UserError(
-                    f"the index {self.source} is of kind {taken['kind']} and has no embeddings: "
-                    "give a dense one"
+                    f"the index {self.source} is of kind {source_manifest['kind']} and has no "
+                    "embeddings: give a dense one"
                 )
-            return (
-                plan
-                | {"prefixes": None}
-                | {name: taken[name] for name in DENSE_PLAN if name in taken}
-            )
-        plan |= {"corpus": describe_files(self.corpus), "skip": self.skip}
+            plan["prefixes"] = None
+            for name in DENSE_PLAN:
+                if name in source_manifest:
+                    plan[name] = source_manifest[name]
+            return plan
+
+        plan["corpus"] = describe_files(self.corpus)
+        plan["skip"] = self.skip
         if self.embedder is None:
-            return plan | {"tokeniser": self.tokeniser}
-        return plan | {
-            "embedder": self.embedder.name,
-            "prefixes": self.embedder.prefixes,
-            "embedder_version": self.embedder.version,
-            "dimension": self.embedder.dimension,
-            "storage": self.storage,
-        }
+            plan["tokeniser"] = self.tokeniser
+        else:
+            plan["embedder"] = self.embedder.name
+            plan["prefixes"] = self.embedder.prefixes
+            plan["embedder_version"] = self.embedder.version
+            plan["dimension"] = self.embedder.dimension
+            plan["storage"] = self.storage
+        return plan
 
     def plan_of_kind(self, kind: str) -> dict[str, Any]:
         """Return the part of the plan that the kind decides."""
-        return (
-            {"kind": kind, "recall_target": self.recall_target}
-            if kind == "exact"
-            else {"kind": kind}
-        )
+        plan: dict[str, Any] = {"kind": kind}
+        if kind == "exact":
+            plan["recall_target"] = self.recall_target
+        return plan
 
 
 def choose_kind(passages: int) -> tuple[Kind, str]:
@@ -145,9 +148,12 @@ def _build(
     start_time = time.monotonic()
     kind = read_json(folder / PLAN)["kind"]
     if kind == "scann":
-        package()  # where it is missing, that is said before hours of embedding
+        # A missing ScaNN is reported before hours of embedding.
+        package()
+
+    # Get passages, and maybe embeddings, from another index or from the corpus.
     if spec.source is not None:
-        _take(Path(spec.source), folder)
+        _copy_source(Path(spec.source), folder)
     counts = _write_corpus(folder, spec, reporter)
     passages = PassageFile(folder / FILE)
 
@@ -161,16 +167,17 @@ def _build(
         reporter.line(f"{folder} was begun as an index of kind {kind} and continues as one")
         plan = {**plan, **spec.plan_of_kind(kind)}
 
-    about: dict[str, Any] = {**plan, **counts}
+    description: dict[str, Any] = {**plan, **counts}
     if kind == "bm25":
         with reporter.stage("indexing words", total=len(passages), unit="passages") as stage:
-            Bm25Index(passages, spec.tokeniser, stage.update).save(folder / BM25_FOLDER)
+            index = Bm25Index(passages, spec.tokeniser, on_passages=stage.update)
+            index.save(folder / BM25_FOLDER)
     else:
         embeddings = _embed(folder, passages, plan, spec, reporter)
         if kind == "scann":
-            about["scann"] = _partition(folder, embeddings, reporter)
-    about["seconds"] = round(time.monotonic() - start_time, 1)  # of the last start
-    return commit(folder, about)
+            description["scann"] = _partition(folder, embeddings, reporter)
+    description["seconds"] = round(time.monotonic() - start_time, 1)  # of the last start
+    return commit(folder, description)
 
 
 def open_index(
@@ -180,12 +187,12 @@ def open_index(
     recall_target: float | None = None,
     rows: Literal["host", "job"] = "host",
 ) -> Index:
-    """An index, every file of it found whole. Name and prefixes of the embedder are those it was
-    built with where none are given, and it is compared with that one.
+    """Open an index after every file of it was compared with its checksum.
 
-    `recall_target` below 1 lets the accelerator search approximately. `rows` of kind exact lie on
-    the devices of this process, or over those of all processes of the job, each of which then opens
-    the index here (`job_search.py`).
+    `embedder` and `prefixes` replace those that the index was built with; the embedder must be the
+    same one. `recall_target` below 1 lets the accelerator search approximately. `rows` of kind
+    exact lie on the devices of this process ("host"), or over those of all processes of the job
+    ("job"). Each of these then opens the index here (`job_search.py`).
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -200,79 +207,111 @@ def open_index(
             "that does"
         )
     passages = PassageFile(folder / FILE)
+    version = manifest["version"]
     if manifest["kind"] == "bm25":
         return Bm25Index.load(
-            folder / BM25_FOLDER, passages, manifest["tokeniser"], version=manifest["version"]
+            folder / BM25_FOLDER, passages, manifest["tokeniser"], version=version
         )
-    name = manifest["embedder"] if embedder is None else embedder
-    try:
-        found = find_embedder(name, manifest.get("prefixes") if prefixes is None else prefixes)
-    except UserError as error:
-        raise UserError(
-            f"the index {folder} was built with {manifest['embedder']}, and {error}"
-        ) from error
-    check_embedder(folder, manifest, found)
-    version = manifest["version"]
+
+    embedder_folder = _embedder_of(folder, manifest, embedder, prefixes)
     if manifest["kind"] == "scann":
         if recall_target is not None:
             raise UserError(
                 f"a recall target is given and the index {folder} is of kind scann, which has its "
                 "own: leave it out"
             )
-        try:
-            vectors = ScannSearch.load(
-                folder / SCANN_FOLDER, len(passages), ScannParameters(**manifest["scann"])
-            )
-        except ScannMissing as missing:
-            raise UserError(
-                f"the index {folder} is of kind scann and {missing.reason}: build an exact one of "
-                f"its embeddings (`python -m mujica_jax.index build --embeddings {folder} --kind "
-                "exact --out DIR`), or open it on Linux x86-64"
-            ) from missing
+        vectors = _load_scann(folder, manifest, rows=len(passages))
     else:
-        from mujica_jax.retrieval.text.exact import ExactSearch
-
-        target = manifest["recall_target"] if recall_target is None else recall_target
-        version += "" if recall_target is None else f"-{recall_target}"
-        embeddings = open_embeddings(
-            folder, len(passages), manifest["dimension"], manifest["storage"]
+        vectors = _load_exact(
+            folder, manifest, rows=len(passages), recall_target=recall_target, rows_on=rows
         )
-        if rows == "job" and distributed.processes() > 1:
-            from mujica_jax.retrieval.text.job_search import JobSearch
+        if recall_target is not None:
+            version += f"-{recall_target}"
+    return DenseIndex(passages, embedder_folder.load(), vectors, version=version)
 
-            vectors = JobSearch(embeddings, recall_target=target)
-        else:
-            vectors = ExactSearch(embeddings, recall_target=target)
-    return DenseIndex(passages, found.load(), vectors, version=version)
+
+def _embedder_of(
+    folder: Path, manifest: Mapping[str, Any], name: str | None, prefixes: str | None
+) -> EmbedderFolder:
+    """Find the embedder of an index's queries, and check that its passages were embedded with
+    it.
+    """
+    embedder_name = manifest["embedder"] if name is None else name
+    embedder_prefixes = manifest.get("prefixes") if prefixes is None else prefixes
+    try:
+        embedder = find_embedder(embedder_name, embedder_prefixes)
+    except UserError as error:
+        raise UserError(
+            f"the index {folder} was built with {manifest['embedder']}, and {error}"
+        ) from error
+    check_embedder(folder, manifest, embedder)
+    return embedder
+
+
+def _load_scann(folder: Path, manifest: Mapping[str, Any], rows: int) -> ScannSearch:
+    """Load ScaNN's files of an index. Say what to do instead where ScaNN is missing."""
+    try:
+        return ScannSearch.load(folder / SCANN_FOLDER, rows, ScannParameters(**manifest["scann"]))
+    except ScannMissing as missing:
+        raise UserError(
+            f"the index {folder} is of kind scann and {missing.reason}: build an exact one of "
+            f"its embeddings (`python -m mujica_jax.index build --embeddings {folder} --kind "
+            "exact --out DIR`), or open it on Linux x86-64"
+        ) from missing
+
+
+def _load_exact(
+    folder: Path,
+    manifest: Mapping[str, Any],
+    rows: int,
+    recall_target: float | None,
+    rows_on: Literal["host", "job"],
+) -> VectorSearch:
+    """Put the embeddings of an index on the devices of this process, or of the whole job."""
+    from mujica_jax.retrieval.text.exact import ExactSearch
+
+    if recall_target is None:
+        recall_target = manifest["recall_target"]
+    embeddings = open_embeddings(folder, rows, manifest["dimension"], manifest["storage"])
+    if rows_on == "job" and distributed.processes() > 1:
+        from mujica_jax.retrieval.text.job_search import JobSearch
+
+        return JobSearch(embeddings, recall_target=recall_target)
+    return ExactSearch(embeddings, recall_target=recall_target)
 
 
 def read_kind(folder: str | Path) -> str:
-    """What kind of index a directory holds, its files unseen."""
+    """Return the kind of the index in a directory. Its files are not checked."""
     return read_manifest(folder, check=False)["kind"]
 
 
 def check_embedder(folder: Path, manifest: Mapping[str, Any], embedder: EmbedderFolder) -> None:
-    """Queries are embedded as the passages were."""
-    for name, ours in (("dimension", embedder.dimension), ("embedder_version", embedder.version)):
-        if manifest[name] != ours:
-            what = name.removeprefix("embedder_")
+    """Check that queries are embedded as the passages were."""
+    current = {"dimension": embedder.dimension, "embedder_version": embedder.version}
+    for name, current_value in current.items():
+        if manifest[name] != current_value:
+            property_name = name.removeprefix("embedder_")
             raise UserError(
-                f"the index {folder} was built with the embedder {manifest['embedder']} ({what} "
-                f"{manifest[name]}) and the embedder {embedder.name} has {what} {ours}: name the "
-                "one it was built with, its prefixes as well, or build it again"
+                f"the index {folder} was built with the embedder {manifest['embedder']} "
+                f"({property_name} {manifest[name]}) and the embedder {embedder.name} has "
+                f"{property_name} {current_value}: name the one it was built with, its prefixes "
+                "as well, or build it again"
             )
 
 
 def _write_corpus(folder: Path, spec: IndexSpec, reporter: Reporter) -> dict[str, Any]:
-    """The corpus as an Arrow file; its counts are written before it takes its name."""
+    """Write the corpus as an Arrow file, and return its counts.
+
+    The counts are written before the file takes its name.
+    """
     if (folder / FILE).exists():
         return read_json(folder / COUNTS)
+
     unfinished = folder / f".{FILE}.new"
     skipped = Skipped()
     with reporter.stage("reading the corpus", unit="passages") as stage:
-        rows = write_passages(
-            stream_corpus(spec.corpus, skipped if spec.skip else None), unfinished, stage.update
-        )
+        passages = stream_corpus(spec.corpus, skipped if spec.skip else None)
+        rows = write_passages(passages, unfinished, on_rows=stage.update)
     if rows == 0:
         raise UserError(
             f"{', '.join(spec.corpus)}: there is no passage in it; give a corpus with at least one"
@@ -290,18 +329,20 @@ def _embed(
     spec: IndexSpec,
     reporter: Reporter,
 ) -> Embeddings:
-    if encoded_rows(folder) == len(passages):  # an embedder need not be loaded
+    """Embed the passages that an earlier start left, and return all embeddings."""
+    if encoded_rows(folder) == len(passages):
+        # The embedder need not be loaded.
         return open_embeddings(folder, len(passages), plan["dimension"], plan["storage"])
     assert spec.embedder is not None, "what is taken from another index is whole"
     with reporter.stage("embedding", total=len(passages), unit="passages") as stage:
-        return encode(
-            passages, spec.embedder.load(_data_mesh()), folder, spec.storage, stage.update
-        )
+        embedder = spec.embedder.load(_data_mesh())
+        return encode(passages, embedder, folder, storage=spec.storage, on_rows=stage.update)
 
 
 def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict[str, Any]:
-    """ScaNN's files take their place when all of them are written; until then a killed build goes
-    on with them. Returns the parameters.
+    """Build ScaNN's files, and return their parameters.
+
+    The folder takes its name when all files are written. Until then a killed build continues them.
     """
     parameters = parameters_for(len(embeddings), of_length_1=embeddings.of_length_1())
     unfinished = folder / f".{SCANN_FOLDER}.new"
@@ -309,9 +350,8 @@ def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict
         with reporter.stage(
             "building ScaNN's partitions", total=len(embeddings), unit="passages"
         ) as stage:
-            write_scann(embeddings, parameters, unfinished, stage.update).replace(
-                folder / SCANN_FOLDER
-            )
+            index = write_scann(embeddings, parameters, unfinished, on_rows=stage.update)
+            index.replace(folder / SCANN_FOLDER)
     shutil.rmtree(unfinished, ignore_errors=True)
     return dataclasses.asdict(parameters)
 
@@ -324,9 +364,8 @@ def _measure(folder: Path, manifest: dict[str, Any], reporter: Reporter) -> dict
     built it too. What cannot be measured is returned with its reason and not written, so that the
     next start of the build tries again.
     """
-    needed_bytes = LOADING_FACTOR * sum(
-        path.stat().st_size for path in (folder / SCANN_FOLDER).iterdir()
-    )
+    file_bytes = sum(path.stat().st_size for path in (folder / SCANN_FOLDER).iterdir())
+    needed_bytes = LOADING_FACTOR * file_bytes
     free_bytes = available_bytes()
     if needed_bytes > free_bytes:
         reason = (
@@ -344,30 +383,39 @@ def _measure(folder: Path, manifest: dict[str, Any], reporter: Reporter) -> dict
     except ScannMissing as missing:
         return {**manifest, RECALL: {"unmeasured": missing.reason}}
     with reporter.stage("measuring recall", total=len(embeddings), unit="passages") as stage:
-        recall = measure_beside_exact(search, embeddings, stage.update)
+        recall = measure_beside_exact(search, embeddings, on_rows=stage.update)
     return add_recall(folder, manifest, recall)
 
 
-def _take(source: Path, folder: Path) -> None:
-    """Passages and embeddings of another index, without a copy where the file system can; its
-    counts before its passages.
+def _copy_source(source: Path, folder: Path) -> None:
+    """Put the passages and embeddings of another index into this one.
+
+    They are linked, not copied, where the file system can. Counts come before passages.
     """
-    for path in (*source.glob("embeddings.*"), source / PROGRESS, source / COUNTS, source / FILE):
-        if not (folder / path.name).exists():
-            unfinished = folder / f".{path.name}.new"
-            unfinished.unlink(missing_ok=True)
-            try:
-                os.link(path, unfinished)
-            except OSError:
-                shutil.copyfile(path, unfinished)
-            unfinished.replace(folder / path.name)
+    paths = [*source.glob("embeddings.*"), source / PROGRESS, source / COUNTS, source / FILE]
+    for path in paths:
+        target = folder / path.name
+        if target.exists():
+            continue
+        unfinished = folder / f".{path.name}.new"
+        unfinished.unlink(missing_ok=True)
+        try:
+            os.link(path, unfinished)
+        except OSError:
+            shutil.copyfile(path, unfinished)
+        unfinished.replace(target)
 
 
 def _data_mesh() -> Any:
-    """All devices of this process, each embedding its share of a batch; None for one."""
+    """Return a mesh on which each device of this process embeds its share of a batch.
+
+    It is None for a single device.
+    """
     import jax
 
     from mujica_jax.models.sharding import make_mesh
 
     devices = jax.local_devices()
-    return make_mesh(len(devices), 1, 1, devices) if len(devices) > 1 else None
+    if len(devices) == 1:
+        return None
+    return make_mesh(data=len(devices), fsdp=1, tensor=1, devices=devices)

@@ -17,7 +17,7 @@ from mujica_jax.retrieval.text.corpus_records import check_text, read_records
 from mujica_jax.retrieval.text.dense import VectorSearch, check_k
 from mujica_jax.retrieval.text.embeddings import Embeddings
 
-Asked = tuple[str, set[str]]  # a question and its gold titles
+Question = tuple[str, set[str]]  # its text and its gold titles
 
 NEIGHBOURS = 10
 QUERIES = 500  # of a corpus that has as many passages: a recall near 97 is known to about 0.5
@@ -25,42 +25,53 @@ SCORED_ROWS = 32_768  # at once
 
 
 def measure_recall(
-    index: Index, folder: str, questions: Sequence[Asked], file: str, ks: Sequence[int]
+    index: Index, folder: str, questions: Sequence[Question], file: str, ks: Sequence[int]
 ) -> dict[str, Any]:
-    """`folder` is the index's, `file` the questions'. Raises UserError where the index has none of
+    """Measure the recall of gold titles among the first k passages, for each of `ks`.
+
+    `folder` is the index's, `file` the questions'. Raises UserError where the index has none of
     their gold titles.
     """
     check_k(min(ks), index.passages)
     check_k(max(ks), index.passages)
-    wanted = set().union(*(gold for _, gold in questions))
+
+    # Compare the gold titles with those of the index.
+    gold_titles: set[str] = set()
+    for _, gold in questions:
+        gold_titles |= gold
     assert isinstance(index.passages, PassageFile), "an index that was opened"
-    unknown = wanted - {passage.title for passage in index.passages.titled(wanted)}
-    if unknown == wanted:
+    known_titles = {passage.title for passage in index.passages.titled(gold_titles)}
+    unknown_titles = gold_titles - known_titles
+    if unknown_titles == gold_titles:
         raise UserError(
-            f"none of the {len(wanted):,} gold titles of {file} is a title in {folder}: give the "
-            "questions of its corpus"
+            f"none of the {len(gold_titles):,} gold titles of {file} is a title in {folder}: give "
+            "the questions of its corpus"
         )
-    began = time.monotonic()
+
+    # Search for all questions.
+    start_time = time.monotonic()
     encoded = index.encode([text for text, _ in questions])
-    middle = time.monotonic()
-    found = index.search_encoded(encoded, max(ks))
-    ended = time.monotonic()
-    shares = dict.fromkeys(ks, 0.0)
-    for (_, gold), hits in zip(questions, found, strict=True):
+    encoded_time = time.monotonic()
+    hits_of_questions = index.search_encoded(encoded, max(ks))
+    end_time = time.monotonic()
+
+    # Sum the shares of gold titles, by k.
+    share_sums = dict.fromkeys(ks, 0.0)
+    for (_, gold), hits in zip(questions, hits_of_questions, strict=True):
         titles: list[Any] = [index.passages[position].title for position, _ in hits]
-        for k in shares:
-            shares[k] += len(gold & set(titles[:k])) / len(gold)
-    return {
-        f"recall@{k}": round(100 * share / len(questions), 2) for k, share in shares.items()
-    } | {
-        "questions": len(questions),
-        "passages": len(index.passages),
-        "unknown_titles": len(
-            unknown
-        ),  # gold ones that the index has not, so that no search finds them
-        "encode_seconds": round(middle - began, 3),
-        "search_seconds": round(ended - middle, 3),
-    }
+        for k in share_sums:
+            share_sums[k] += len(gold & set(titles[:k])) / len(gold)
+
+    result: dict[str, Any] = {}
+    for k, share_sum in share_sums.items():
+        result[f"recall@{k}"] = round(100 * share_sum / len(questions), 2)
+    result["questions"] = len(questions)
+    result["passages"] = len(index.passages)
+    # Gold titles that the index does not have, so that no search finds them.
+    result["unknown_titles"] = len(unknown_titles)
+    result["encode_seconds"] = round(encoded_time - start_time, 3)
+    result["search_seconds"] = round(end_time - encoded_time, 3)
+    return result
 
 
 def measure_beside_exact(
@@ -81,17 +92,18 @@ def measure_beside_exact(
     queries = np.concatenate([embeddings.float32(position, position + 1) for position in positions])
     nearest = _exact_neighbours(embeddings, queries, positions, k, on_rows)
 
-    _, found = search.search(queries, k + 1)
+    _, result_positions = search.search(queries, k + 1)
     hits = 0
-    for position, expected, row in zip(positions, nearest, found, strict=True):
-        others = row[row != position][:k]
-        hits += len(np.intersect1d(others, expected))
+    for position, expected, results in zip(positions, nearest, result_positions, strict=True):
+        neighbours = results[results != position][:k]
+        hits += len(np.intersect1d(neighbours, expected))
     return {"percent": round(100 * hits / nearest.size, 2), "k": k, "queries": len(queries)}
 
 
 def is_measured(recall: object) -> bool:
     """Say whether a value of a manifest is what `measure_beside_exact` returns. No checksum covers
-    it."""
+    it.
+    """
     if not isinstance(recall, dict) or set(recall) != {"percent", "k", "queries"}:
         return False
     return all(type(value) in (int, float) for value in recall.values())
@@ -105,31 +117,32 @@ def _exact_neighbours(
     on_rows: Callable[[int], None],
 ) -> np.ndarray:
     """Return the positions of the k largest products of each query, [queries, k], without the
-    query's own passage."""
+    query's own passage.
+    """
     best_scores = np.full((len(queries), k), -np.inf, np.float32)
-    best = np.full((len(queries), k), -1, np.int64)
+    best_positions = np.full((len(queries), k), -1, np.int64)
     for start, rows in embeddings.chunks(SCORED_ROWS):
         scores = queries @ rows.T
-        inside = (positions >= start) & (positions < start + len(rows))
-        scores[inside, positions[inside] - start] = -np.inf
+        is_inside = (positions >= start) & (positions < start + len(rows))
+        scores[is_inside, positions[is_inside] - start] = -np.inf
 
         # The best so far are joined by those of the chunk; no more than k of it can be among the
         # best of all.
         columns = np.argpartition(-scores, min(k, len(rows)) - 1, axis=1)[:, :k]
-        all_scores = np.concatenate(
-            [best_scores, np.take_along_axis(scores, columns, axis=1)], axis=1
-        )
-        all_positions = np.concatenate([best, start + columns], axis=1)
+        chunk_scores = np.take_along_axis(scores, columns, axis=1)
+        all_scores = np.concatenate([best_scores, chunk_scores], axis=1)
+        all_positions = np.concatenate([best_positions, start + columns], axis=1)
         order = np.argsort(-all_scores, axis=1, kind="stable")[:, :k]
         best_scores = np.take_along_axis(all_scores, order, axis=1)
-        best = np.take_along_axis(all_positions, order, axis=1)
+        best_positions = np.take_along_axis(all_positions, order, axis=1)
         on_rows(start + len(rows))
-    return best
+    return best_positions
 
 
-def read_questions(file: str) -> list[Asked]:
-    """Records with `question` and `supporting_facts`: titles, or as official records have it a
-    title and a sentence each.
+def read_questions(file: str) -> list[Question]:
+    """Read records with `question` and `supporting_facts`.
+
+    The latter are titles, or as official records have it a title and a sentence each.
     """
     questions = list(_questions(file))
     if not questions:
@@ -137,26 +150,34 @@ def read_questions(file: str) -> list[Asked]:
     return questions
 
 
-def _questions(file: str) -> Iterator[Asked]:
+def _questions(file: str) -> Iterator[Question]:
+    """Yield each question with its gold titles. Raise UserError with the line of a bad record."""
     for line, record in read_records(file):
-        text = record.get("question") if isinstance(record, dict) else None
-        facts: Any = record.get("supporting_facts") if isinstance(record, dict) else None
-        titles: list[Any] = [
-            fact[0] if isinstance(fact, list) and fact else fact
-            for fact in (facts if isinstance(facts, list) else ())
-        ]
-        if (
-            not isinstance(text, str)
-            or not titles
-            or not all(isinstance(title, str) for title in titles)
-        ):
+        text: Any = None
+        facts: Any = None
+        if isinstance(record, dict):
+            text = record.get("question")
+            facts = record.get("supporting_facts")
+        titles = _titles_of(facts)
+        has_titles = bool(titles) and all(isinstance(title, str) for title in titles)
+        if not isinstance(text, str) or not has_titles:
             raise UserError(
                 f"{file}, line {line}: a question needs `question` and a list of gold titles in "
                 "`supporting_facts`"
             )
         try:
-            for said in (text, *titles):
-                check_text(said)
+            for string in (text, *titles):
+                check_text(string)
         except UserError as error:
             raise UserError(f"{file}, line {line}: {error}") from error
         yield text, set(titles)
+
+
+def _titles_of(facts: Any) -> list[Any]:
+    """Return the titles of supporting facts, not yet checked."""
+    titles: list[Any] = []
+    if isinstance(facts, list):
+        for fact in facts:
+            is_pair = isinstance(fact, list) and bool(fact)
+            titles.append(fact[0] if is_pair else fact)
+    return titles

@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mujica_jax.retrieval.text.embedders import find_embedder
+from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
 
 if TYPE_CHECKING:
     from mujica_jax.models.embedder import Embedder
 
 WORDS = "words"
-KEPT_GROUPS = 4096  # of texts that were compared together, the evidence of a question among them
+# Groups of texts that were compared together, the evidence of a question among them.
+CACHED_GROUPS = 4096
 
 Similarity = Callable[[str, Sequence[str]], list[float]]  # of a text to each of the others: -1 to 1
 
@@ -29,30 +30,50 @@ _word = re.compile(r"\w+")
 
 
 def find_similarity(name: str) -> Similarity:
-    """Raises UserError where there is no such embedder; its weights are read when it is first
-    asked."""
+    """Return the similarity of this name. Raise UserError where there is no such embedder.
+
+    An embedder's weights are read when it is first used.
+    """
     if name == WORDS:
         return word_cosines
-    folder = find_embedder(name, prefixes="none")  # both texts are statements, no query and passage
+    # Both texts are statements, neither a query nor a passage.
+    return EmbeddingSimilarity(find_embedder(name, prefixes="none"))
 
-    @functools.cache
-    def embedder() -> "Embedder":
-        return folder.load()
 
-    @functools.lru_cache(KEPT_GROUPS)
-    def vectors(texts: tuple[str, ...]) -> np.ndarray:
-        found = embedder().embed(texts, "query")
-        return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
+class EmbeddingSimilarity:
+    """The cosine of a text's embedding and those of others."""
 
-    return lambda text, others: (vectors(tuple(others)) @ vectors((text,))[0]).tolist()
+    def __init__(self, folder: EmbedderFolder) -> None:
+        self._folder = folder
+        self._embedder: Embedder | None = None
+        self._cached_vectors = functools.lru_cache(CACHED_GROUPS)(self._vectors)
+
+    def __call__(self, text: str, others: Sequence[str]) -> list[float]:
+        other_vectors = self._cached_vectors(tuple(others))
+        text_vector = self._cached_vectors((text,))[0]
+        return (other_vectors @ text_vector).tolist()
+
+    def _vectors(self, texts: tuple[str, ...]) -> np.ndarray:
+        """Return the embeddings of some texts, [texts, dimension], each of length 1."""
+        if self._embedder is None:
+            self._embedder = self._folder.load()
+        vectors = self._embedder.embed(texts, "query")
+        return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
 
 
 def word_cosines(text: str, others: Sequence[str]) -> list[float]:
+    """Return the cosine of a text's word counts and those of each of the others."""
     return [word_cosine(text, other) for other in others]
 
 
-def word_cosine(one: str, other: str) -> float:
-    """Of the two vectors of word counts, letter case folded; 0 where a text has no word."""
-    first, second = (collections.Counter(_word.findall(text.casefold())) for text in (one, other))
+def word_cosine(first_text: str, second_text: str) -> float:
+    """Return the cosine of the word counts of two texts, letter case folded.
+
+    It is 0 where a text has no word.
+    """
+    first = collections.Counter(_word.findall(first_text.casefold()))
+    second = collections.Counter(_word.findall(second_text.casefold()))
     lengths = math.hypot(*first.values()) * math.hypot(*second.values())
-    return sum(count * second[word] for word, count in first.items()) / lengths if lengths else 0.0
+    if not lengths:
+        return 0.0
+    return sum(count * second[word] for word, count in first.items()) / lengths
