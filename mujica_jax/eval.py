@@ -68,29 +68,22 @@ class EvalArguments:
     # A run directory (local or gs://BUCKET/PREFIX). With a configuration's name also a Hugging Face
     # directory, a GGUF file, or smollm2.
     checkpoint: str | None
-    adapter: str | None = (
-        None  # folder of a LoRA adapter (PEFT's format) on top of a checkpoint that is no run
-    )
-    policy: int | None = (
-        None  # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
-    )
+    # folder of a LoRA adapter (PEFT's format) on top of a checkpoint that is no run
+    adapter: str | None = None
+    # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
+    policy: int | None = None
     # Another checkpoint or run that writes as mujica's worker; it has the tokenizer of the first.
     worker: str | None = None
     out: str | None = None  # folder of the results (default: RUN/eval, or eval)
-    agents: tuple[
-        str, ...
-    ] = ()  # further kinds, with the limits of `agent`: all are compared in one table
-    tasks: tuple[
-        str, ...
-    ] = ()  # configurations whose tasks are evaluated as well, by the same agents
-    sampled: bool = (
-        True  # a second time at eval.temperature; False: greedily alone, in half the time
-    )
+    # further kinds, with the limits of `agent`: all are compared in one table
+    agents: tuple[str, ...] = ()
+    # configurations whose tasks are evaluated as well, by the same agents
+    tasks: tuple[str, ...] = ()
+    # a second time at eval.temperature; False: greedily alone, in half the time
+    sampled: bool = True
     plot: bool = False  # a picture of the table too (extra `plots`)
-    ask: str | None = (
-        # a question of yours over the task's passages: shows how it is answered, in place of scores
-        None
-    )
+    # a question of yours over the task's passages: shows how it is answered, in place of scores
+    ask: str | None = None
     task: schema.TaskConfig
     agent: schema.AgentConfig
     engine: schema.EngineConfig

@@ -176,9 +176,8 @@ class Search:
     materials: tuple[str, ...] = ()  # what the retriever returned, in the order shown to the worker
     selected: tuple[int, ...] = ()  # indexes into materials that the worker chose
     sentence: str = ""  # the worker's answer as the planner saw it
-    found: bool = (
-        False  # whether it brought an answer, from materials or from the worker's own knowledge
-    )
+    # whether it brought an answer, from materials or from the worker's own knowledge
+    found: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,9 +197,8 @@ class Trajectory:
     attempt: int
     policy_version: int
     seed: int
-    conversations: tuple[
-        Conversation, ...
-    ]  # each an independent training row; the first one holds the final answer
+    # each an independent training row; the first one holds the final answer
+    conversations: tuple[Conversation, ...]
     answer: str
     reward: float = 0.0
     rewards_by_part: Mapping[str, float] = dataclasses.field(default_factory=dict)

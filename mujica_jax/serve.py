@@ -41,9 +41,8 @@ class ServeArguments:
     host: str = "127.0.0.1"  # 0.0.0.0 for other machines; the connection is not encrypted
     port: int = 9000  # 0: any that is free
     metrics_port: int | None = None  # for Prometheus (default: none)
-    max_tokens: int | None = (
-        None  # of a prompt with its answer (default: 4096, or the model's context if shorter)
-    )
+    # of a prompt with its answer (default: 4096, or the model's context if shorter)
+    max_tokens: int | None = None
     max_new_tokens: int = 512  # of an answer, where a request does not say
     temperature: float = 0.0  # 0: the likeliest token
     queue_size: int = 64  # requests that wait beside those that run; what comes on top is refused

@@ -19,9 +19,8 @@ Answer = TypeVar("Answer")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
     timeout_seconds: float = 30.0  # of one attempt
-    deadline_seconds: float = (
-        120.0  # of a request with all of its attempts and the pauses between them
-    )
+    # of a request with all of its attempts and the pauses between them
+    deadline_seconds: float = 120.0
     max_attempts: int = 6
     first_wait_seconds: float = 0.25
     max_wait_seconds: float = 10.0  # between two attempts, unless the server asks for more

@@ -22,9 +22,8 @@ class Compared:
     task: str
     agent: str
     summary: dict[str, Any]  # of the evaluation
-    em: tuple[
-        float | None, ...
-    ]  # of each question, 0 to 1, in the task's order; None where a search failed
+    # of each question, 0 to 1, in the task's order; None where a search failed
+    em: tuple[float | None, ...]
 
 
 def rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:

@@ -22,9 +22,8 @@ class PhaseRow:
     name: str
     em: float  # greedy decoding, percent
     f1: float
-    em_sampled: float | None = (
-        None  # at the evaluation temperature, percent; None where it was not measured
-    )
+    # at the evaluation temperature, percent; None where it was not measured
+    em_sampled: float | None = None
     f1_sampled: float | None = None
     questions: int  # held-out questions that the greedy scores are means over
     left_out: int = 0  # episodes of both evaluations whose search failed: no score counts them

@@ -40,16 +40,13 @@ class Batch(NamedTuple):
     mesh."""
 
     tokens: Int[np.ndarray | Array, "rows time"]
-    segment_ids: Int[
-        np.ndarray | Array, "rows time"
-    ]  # 0 is padding, 1.. number the conversations of a row
+    # 0 is padding, 1.. number the conversations of a row
+    segment_ids: Int[np.ndarray | Array, "rows time"]
     positions: Int[np.ndarray | Array, "rows time"]  # restart at 0 in each segment
-    loss_mask: Bool[
-        np.ndarray | Array, "rows time"
-    ]  # the token itself is a target: position t-1 predicts it
-    columns: Mapping[
-        str, Float[np.ndarray | Array, "rows time"]
-    ] = {}  # those that the loss asks for
+    # the token itself is a target: position t-1 predicts it
+    loss_mask: Bool[np.ndarray | Array, "rows time"]
+    # those that the loss asks for
+    columns: Mapping[str, Float[np.ndarray | Array, "rows time"]] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,9 +57,8 @@ class PackedRows:
     segment_ids: Int[np.ndarray, "rows time"]
     positions: Int[np.ndarray, "rows time"]
     loss_mask: Bool[np.ndarray, "rows time"]
-    placements: Int[
-        np.ndarray, "conversations 2"
-    ]  # row and first slot of each, in the order they were given
+    # row and first slot of each, in the order they were given
+    placements: Int[np.ndarray, "conversations 2"]
     columns: Mapping[str, Float[np.ndarray, "rows time"]] = dataclasses.field(default_factory=dict)
 
     @property

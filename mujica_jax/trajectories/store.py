@@ -48,9 +48,8 @@ class ShardEntry:
     bytes: int
     sha256: str  # of the file
     content_sha256: str  # of what was sampled
-    policy_versions: tuple[
-        int, ...
-    ]  # those that sampled it: one, unless a program of the user's own mixed them
+    # those that sampled it: one, unless a program of the user's own mixed them
+    policy_versions: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
