@@ -91,7 +91,8 @@ def check_own_passages(task: TaskConfig) -> None:
         if value != required_value:
             raise UserError(
                 "task.setting is distractor, where each question's own passages are searched by "
-                f"words, and task.{name} is {value}: give {required_value}, or set task.setting to open"
+                f"words, and task.{name} is {value}: give {required_value}, or set task.setting to "
+                "open"
             )
 
 
