@@ -213,7 +213,7 @@ class Trajectory:
 
     @property
     def final_answer(self) -> str | None:
-        """What is scored: None where the episode ended without an answer."""
+        """The answer that is scored; None if the episode ended without one."""
         return self.answer if self.stop_reason is StopReason.ANSWERED else None
 
     @property

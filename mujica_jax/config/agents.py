@@ -8,7 +8,7 @@ from mujica_jax.config.bounds import PositiveInt
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AgentLimits:
-    """Each with its unit."""
+    """Limits of an agent."""
 
     environments: ClassVar[tuple[str, ...]] = ("graph", "text")  # what it can search
     max_turn_tokens: PositiveInt  # tokens one model turn may generate
@@ -19,7 +19,7 @@ class AgentLimits:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptedAgent(AgentLimits):
-    """With a choice of prompts."""
+    """An agent with a choice of prompts."""
 
     # brief: one line, for models that were trained on the format
     prompt: Literal["brief", "zero_shot", "few_shot"]

@@ -154,11 +154,11 @@ def _config_path(name: str | Path) -> Path:
     path = Path(name)
     if path.suffix == ".py" and path.is_file():
         return path
-    known = {file.stem: file for file in sorted(CONFIG_FOLDER.glob("*.py"))}
+    installed = {file.stem: file for file in sorted(CONFIG_FOLDER.glob("*.py"))}
     stem = str(path).removeprefix("configs/").removesuffix(".py")
-    if stem not in known:
-        raise UserError(f"there is no configuration {name}: {nearest(path.stem, known)}")
-    return known[stem]
+    if stem not in installed:
+        raise UserError(f"there is no configuration {name}: {nearest(path.stem, installed)}")
+    return installed[stem]
 
 
 def implementation(section: Any) -> Callable[..., Any]:

@@ -1,8 +1,9 @@
 """Configuration: frozen dataclasses, filled by the Python files in `configs/` and by
 `--section.field value` on the command line.
 
-Every field is read by some code and changes what a run does; a field's comment is its help text on
-the command line. What a config file sets has no default here.
+Every field is read by some code and changes what a run does. A field's comment is its help text on
+the command line. The bounds of a number stand in its type (`bounds.py`). A field that every config
+file sets has no default here.
 
 Sections of several kinds (`task`, `agent`, `method`) are unions of dataclasses told apart by their
 `kind`. Each names its `implementation` as `module:function`, called with (config) for a task,
