@@ -301,15 +301,15 @@ def _base_config(words: Sequence[str], *, name: str | None, checkpoint: str | No
         return _config_left_in(
             Path(adapter),
             "--init ... --adapter",
-            wanted=ADAPTER_WANTED,
-            lacking="has no config.json of the run that made it: name a configuration",
+            if_missing=ADAPTER_WANTED,
+            if_no_run="has no config.json of the run that made it: name a configuration",
         )
     if name is None and checkpoint is not None:
         return _config_left_in(
             run_path(checkpoint),
             "--checkpoint",
-            wanted=WANTED,
-            lacking=(
+            if_missing=WANTED,
+            if_no_run=(
                 "is no run directory: a Hugging Face directory is evaluated under a configuration"
             ),
         )
@@ -410,12 +410,12 @@ def find_checkpoint(options: EvalArguments) -> Checkpoint:
     return Checkpoint(**vars(policy), out=folder)
 
 
-def _config_left_in(folder: RunPath, flag: str, *, wanted: str, lacking: str) -> Config:
+def _config_left_in(folder: RunPath, flag: str, *, if_missing: str, if_no_run: str) -> Config:
     """Return the configuration of a run directory, or of the run that wrote an adapter.
 
-    `wanted` and `lacking` end the errors for a missing folder and for one that is no run."""
+    `if_missing` and `if_no_run` end the errors for such a folder."""
     if not folder.is_dir():
-        raise UserError(f"there is no directory {folder}: {wanted}")
+        raise UserError(f"there is no directory {folder}: {if_missing}")
     if (folder / "adapter" / "adapter_config.json").exists():
         raise UserError(
             f"{folder} is a policy of a run: give --adapter {folder / 'adapter'}, or --checkpoint "
@@ -425,7 +425,7 @@ def _config_left_in(folder: RunPath, flag: str, *, wanted: str, lacking: str) ->
         raise UserError(f"{folder} is a policy of a run: give --checkpoint RUN --policy N")
     if not is_run(folder):
         raise UserError(
-            f"{folder} {lacking}, as in `python -m mujica_jax.eval {HELP_CONFIG} {flag} {folder}`"
+            f"{folder} {if_no_run}, as in `python -m mujica_jax.eval {HELP_CONFIG} {flag} {folder}`"
         )
     return from_dict(Config, read_object(folder / "config.json")["config"])
 

@@ -6,7 +6,7 @@
 | `two_wiki` | `2wikimultihop_evaluate_v1.1.py` | as `hotpot`, over the answer and its aliases |
 | `musique` | MuSiQue `metrics/answer.py` | plain token F1; two empty sides agree (F1 = 1) |
 | `triviaqa` | `triviaqa_evaluation.py` | punctuation becomes a space instead of nothing |
-| `cover_em` | open-domain QA papers | EM is 1 if a normalised gold is a substring; F1 as `musique` |
+| `cover_em` | open-domain QA papers | EM is 1 if a normalised gold is a part; F1 as `musique` |
 
 Over several gold answers every number is the best one over the golds, each by itself, as the
 official scripts of 2WikiMultihopQA, MuSiQue and TriviaQA do it. The HotpotQA script reads one gold
@@ -170,12 +170,14 @@ def paired_bootstrap(
 
 
 def normalise_squad(text: str) -> str:
-    """SQuAD's normalisation, which most scripts share: lower case, no ASCII punctuation or
-    articles, single spaces."""
+    """Return text under SQuAD's normalisation, which most scripts share.
+
+    It has lower case, no ASCII punctuation, no articles and single spaces."""
     return " ".join(_articles.sub(" ", _lower(text).translate(_delete_punctuation)).split())
 
 
 def normalise_triviaqa(text: str) -> str:
+    """Return text under TriviaQA's normalisation: punctuation becomes a space."""
     return " ".join(_articles.sub(" ", _lower(text).translate(_space_punctuation)).split())
 
 

@@ -13,7 +13,7 @@ import queue
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -21,9 +21,12 @@ from mujica_jax.config.checks import check_engine
 from mujica_jax.config.files import override
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
-from mujica_jax.methods.policies import find_policy, init_as_checkpoint
+from mujica_jax.methods.policies import SavedPolicy, find_policy, init_as_checkpoint
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.standard_output import run_program
+
+if TYPE_CHECKING:
+    from mujica_jax.inference.jetstream.server import Server
 
 PROGRAM = "python -m mujica_jax.serve"
 MAX_TOKENS = 4096  # of a prompt with its answer, unless the model's context is shorter
@@ -91,40 +94,11 @@ def serve(options: ServeArguments) -> None:
     """Load the policy and serve it until a signal comes."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.inference.counters import LiveCounters, serve_metrics
-    from mujica_jax.inference.generator import check_temperatures
-    from mujica_jax.inference.jetstream.server import Server
-    from mujica_jax.inference.requests import SamplingParams
-    from mujica_jax.methods.parts import open_generator
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
 
-    # The model.
     policy = find_policy(options.checkpoint, policy=options.policy, adapter=options.adapter)
     use_compilation_cache()
-    tokenizer, decoder = policy.load(options.dtype, context_tokens=options.max_tokens or 0)
-    max_tokens = options.max_tokens
-    max_new_tokens = options.max_new_tokens
-    if max_tokens is None:
-        max_tokens = min(MAX_TOKENS, decoder.config.context_tokens)
-        max_new_tokens = min(max_new_tokens, max_tokens // 2)  # the other half is for the prompt
-
-    # The engine.
-    generator = open_generator(
-        decoder,
-        options.engine,
-        tokenizer,
-        positions=max_tokens,
-        queue_size=options.queue_size,
-    )
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=options.temperature, seed=options.seed
-    )
-    if options.engine.factory is not None:
-        check_temperatures(
-            generator.capabilities,
-            {"--temperature": options.temperature},
-            f"engine.factory {options.engine.factory}",
-        )
-    server = Server(generator, sampling, tokenizer=tokenizer, host=options.host, port=options.port)
+    server = _make_server(policy, options)
 
     # Not an Event: a handler that sets one waits for ever if the signal comes while `wait` holds
     # the event's lock.
@@ -132,7 +106,6 @@ def serve(options: ServeArguments) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.put(number))
 
-    # Serve until a signal comes.
     port = server.start()
     close_metrics = None
     if options.metrics_port is not None:
@@ -147,6 +120,39 @@ def serve(options: ServeArguments) -> None:
     server.stop(grace_seconds=GRACE_SECONDS)
     if close_metrics is not None:
         close_metrics()
+
+
+def _make_server(policy: SavedPolicy, options: ServeArguments) -> "Server":
+    """Load the policy and return a server for it, which is not started."""
+    from mujica_jax.inference.generator import check_temperatures
+    from mujica_jax.inference.jetstream.server import Server
+    from mujica_jax.inference.requests import SamplingParams
+    from mujica_jax.methods.parts import open_generator
+
+    tokenizer, decoder = policy.load(options.dtype, context_tokens=options.max_tokens or 0)
+    max_tokens = options.max_tokens
+    max_new_tokens = options.max_new_tokens
+    if max_tokens is None:
+        max_tokens = min(MAX_TOKENS, decoder.config.context_tokens)
+        max_new_tokens = min(max_new_tokens, max_tokens // 2)  # the other half is for the prompt
+
+    generator = open_generator(
+        decoder,
+        options.engine,
+        tokenizer,
+        positions=max_tokens,
+        queue_size=options.queue_size,
+    )
+    if options.engine.factory is not None:
+        check_temperatures(
+            generator.capabilities,
+            {"--temperature": options.temperature},
+            f"engine.factory {options.engine.factory}",
+        )
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=options.temperature, seed=options.seed
+    )
+    return Server(generator, sampling, tokenizer=tokenizer, host=options.host, port=options.port)
 
 
 if __name__ == "__main__":

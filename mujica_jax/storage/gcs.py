@@ -135,7 +135,9 @@ class Bucket:
         return True
 
     def replace(self, name: str, data: bytes | Path) -> None:
-        """Write an object that may exist. Of several writers the last one's content stays, whole."""
+        """Write an object that may exist already.
+
+        Of several writers the last one's content stays, whole."""
         self._upload(name, data, generation=None, token=uuid.uuid4().hex)
 
     def append(self, name: str, data: bytes, generation: int, token: str) -> int | None:
