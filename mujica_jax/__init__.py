@@ -1,10 +1,10 @@
 """Post-training and serving of retrieval-augmented LLM agents on TPUs.
 
 A planner breaks a multi-hop question into a graph of sub-questions and asks the independent ones at
-the same time; a worker answers one sub-question from what a retriever or a knowledge graph returns.
-Both are one language model under two prompts, trained by MyGO: sample trajectories, keep those
-whose reward beats a rising threshold, maximise their likelihood. `records.py` holds the nouns,
-`config/schema.py` every knob, `train.py` the program that joins them.
+the same time. A worker answers one sub-question from the results of a retriever or a knowledge
+graph. Both are one language model under two prompts. MyGO trains it: sample trajectories, keep
+those whose reward beats a rising threshold, maximise their likelihood. `records.py` holds the
+nouns, `config/schema.py` every setting, and `train.py` the program that joins them.
 """
 
 import os

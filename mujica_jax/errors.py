@@ -23,6 +23,8 @@ class StoreUnavailable(UserError):
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """A hint for a name that is not known."""
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]}?" if near else f"there are: {', '.join(known)}"
+    """Return a hint for a name that is not known."""
+    matches = difflib.get_close_matches(name, known, n=1)
+    if matches:
+        return f"did you mean {matches[0]}?"
+    return f"there are: {', '.join(known)}"

@@ -1,9 +1,11 @@
 """Evaluate a policy on the held-out questions again: by question kind, greedily and sampled.
 
     python -m mujica_jax.eval --checkpoint RUN [--policy N] [--section.field value ...]
-    python -m mujica_jax.eval CONFIG --checkpoint HF_DIR|FILE.gguf|smollm2 [--out DIR] [--section.field value ...]
+    python -m mujica_jax.eval CONFIG --checkpoint HF_DIR|FILE.gguf|smollm2 [--out DIR] \\
+        [--section.field value ...]
     python -m mujica_jax.eval [CONFIG] --init HF_DIR|FILE.gguf|smollm2 --adapter DIR [...]
-    python -m mujica_jax.eval --checkpoint RUN --ask "Who is the mother of the director of Polish-Russian War?"
+    python -m mujica_jax.eval --checkpoint RUN \\
+        --ask "Who is the mother of the director of Polish-Russian War?"
     python -m mujica_jax.eval CONFIG --remote.base-url URL --remote.model NAME --remote.mode chat \\
         --remote.tokenizer DIR [...]
 
@@ -68,29 +70,23 @@ class EvalArguments:
     # A run directory (local or gs://BUCKET/PREFIX). With a configuration's name also a Hugging Face
     # directory, a GGUF file, or smollm2.
     checkpoint: str | None
-    adapter: str | None = (
-        None  # folder of a LoRA adapter (PEFT's format) on top of a checkpoint that is no run
-    )
-    policy: int | None = (
-        None  # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
-    )
+    # folder of a LoRA adapter (PEFT's format) on top of a checkpoint that is no run
+    adapter: str | None = None
+    # of a run: 0 is the warm-up, N the policy after round N (default: the latest)
+    policy: int | None = None
     # Another checkpoint or run that writes as mujica's worker; it has the tokenizer of the first.
     worker: str | None = None
     out: str | None = None  # folder of the results (default: RUN/eval, or eval)
-    agents: tuple[
-        str, ...
-    ] = ()  # further kinds, with the limits of `agent`: all are compared in one table
-    tasks: tuple[
-        str, ...
-    ] = ()  # configurations whose tasks are evaluated as well, by the same agents
-    sampled: bool = (
-        True  # a second time at eval.temperature; False: greedily alone, in half the time
-    )
+    # further kinds, with the limits of `agent`: all are compared in one table
+    agents: tuple[str, ...] = ()
+    # configurations whose tasks are evaluated as well, by the same agents
+    tasks: tuple[str, ...] = ()
+    # a second time at eval.temperature; False: greedily alone, in half the time
+    sampled: bool = True
     plot: bool = False  # a picture of the table too (extra `plots`)
-    ask: str | None = (
-        # a question of yours over the task's passages: shows how it is answered, in place of scores
-        None
-    )
+    # a question of yours over the task's passages: shows how it is answered, in place of scores
+    ask: str | None = None
+
     task: schema.TaskConfig
     agent: schema.AgentConfig
     engine: schema.EngineConfig
@@ -104,141 +100,224 @@ class EvalArguments:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, or ended by SIGTERM, its parts kept; 2 a mistake of the user's; 130
-    interrupted."""
+    """Return the exit status: 0 done, or ended by SIGTERM with its parts kept; 2 a mistake of the
+    user's; 130 interrupted."""
     preemption = Preemption(kept="what was evaluated is kept")
     preemption.then = "the same command goes on"
 
     def program() -> None:
         words = sys.argv[1:] if arguments is None else arguments
-        given, config = command_line(words)
-        distributed.start(given.distributed, preemption.on_notice)
-        find = find_checkpoint if given.remote.base_url is None else find_endpoint
-        configs = all_configs(given, config)
-        policy = distributed.primary_first("the policy", lambda: find(given))
+        options, config = command_line(words)
+        distributed.start(options.distributed, preemption.on_notice)
+        configs = all_configs(options, config)
+
+        # What writes: a policy or an endpoint, and on demand another worker and a judge.
+        if options.remote.base_url is None:
+            policy = distributed.primary_first("the policy", lambda: find_checkpoint(options))
+        else:
+            policy = distributed.primary_first("the policy", lambda: find_endpoint(options))
         worker = None
-        if given.worker is not None:
-            named = dataclasses.replace(given, checkpoint=given.worker, policy=None, adapter=None)
-            worker = distributed.primary_first(
-                "the worker's policy", lambda: find_checkpoint(named)
+        if options.worker is not None:
+            worker_options = dataclasses.replace(
+                options, checkpoint=options.worker, policy=None, adapter=None
             )
-        judge = None if given.judge.base_url is None else open_endpoint(given.judge, policy.out)
-        # A mistake in the arguments is answered before JAX has started.
+            worker = distributed.primary_first(
+                "the worker's policy", lambda: find_checkpoint(worker_options)
+            )
+        judge = None
+        if options.judge.base_url is not None:
+            judge = open_endpoint(options.judge, policy.out)
+
+        # Imported here: a mistake in the arguments is answered before JAX has started.
         from mujica_jax.methods.evaluate_policies import evaluate
 
-        options = {
-            "sampled": given.sampled,
-            "plot": given.plot,
-            "ask": given.ask,
-            "note": other_agent(words),
-        }
-        evaluate(configs, policy, preemption, worker=worker, judge=judge, **options)
+        evaluate(
+            configs,
+            policy,
+            preemption,
+            worker=worker,
+            judge=judge,
+            sampled=options.sampled,
+            plot=options.plot,
+            ask=options.ask,
+            note=other_agent(words),
+        )
         distributed.finish()
 
     return preemption.exit_status(program)
 
 
-def all_configs(given: EvalArguments, config: Config) -> list[Config]:
-    """Of every task and agent that is asked for. Raises UserError before anything is loaded."""
-    if given.worker is not None and (config.agent.kind != "mujica" or given.agents):
+def all_configs(options: EvalArguments, config: Config) -> list[Config]:
+    """Return the configuration of every task and agent to evaluate.
+
+    Raises UserError before anything is loaded."""
+    _check_worker(options, config)
+    if options.ask is not None:
+        _check_ask(options.ask, options, config.task)
+    if options.plot and not (options.agents or options.tasks):
+        raise UserError("--plot is True and there is nothing to compare: add --agents or --tasks")
+
+    tasks = [config.task]
+    for name in options.tasks:
+        tasks.append(uncapped(load_config(name).task))
+    agents = [config.agent]
+    for kind in options.agents:
+        agents.append(of_kind(config, "agent", kind).agent)
+
+    configs = []
+    for task in tasks:
+        for agent in agents:
+            configs.append(dataclasses.replace(config, task=task, agent=agent))
+    for pair_config in configs:
+        check(pair_config)
+        check_data_dir(pair_config.task)
+    _check_files_differ(configs)
+    return configs
+
+
+def _check_worker(options: EvalArguments, config: Config) -> None:
+    """Check that a worker's policy is given for the one agent that has workers."""
+    is_mujica_alone = config.agent.kind == "mujica" and not options.agents
+    if options.worker is not None and not is_mujica_alone:
         raise UserError(
-            f"--worker is {given.worker}, and of {', '.join((config.agent.kind, *given.agents))} "
-            "only mujica has workers: leave it out, or evaluate mujica alone"
+            f"--worker is {options.worker}, and of "
+            f"{', '.join((config.agent.kind, *options.agents))} only mujica has workers: leave it "
+            "out, or evaluate mujica alone"
         )
-    if given.ask is not None:
-        if not given.ask.strip():
-            raise UserError(f"--ask is {given.ask!r} and no question: write one between quotes")
-        task, setting = config.task, getattr(config.task, "setting", "open")
-        environment = getattr(task, "environment", "of its own")
-        if task.kind == "tiny_world" or (environment, setting) != ("text", "open"):
+
+
+def _check_ask(question: str, options: EvalArguments, task: schema.TaskConfig) -> None:
+    """Check that a question of the user's can be asked, and that nothing else is."""
+    if not question.strip():
+        raise UserError(f"--ask is {question!r} and no question: write one between quotes")
+
+    environment = getattr(task, "environment", "of its own")
+    setting = getattr(task, "setting", "open")
+    shares_passages = environment == "text" and setting == "open"
+    if task.kind == "tiny_world" or not shares_passages:
+        raise UserError(
+            f"--ask is {question!r} and {task.kind} has environment {environment}, setting "
+            f"{setting}: a question of yours comes with no entities and no passages; ask over "
+            "passages that all questions share"
+        )
+
+    comparisons = {
+        "agents": options.agents,
+        "tasks": options.tasks,
+        "plot": options.plot,
+        "judge": options.judge.base_url,
+    }
+    for name, value in comparisons.items():
+        if value:
             raise UserError(
-                f"--ask is {given.ask!r} and {task.kind} has environment {environment}, setting "
-                f"{setting}: a question of yours comes with no entities and no passages; ask over "
-                "passages that all questions share"
-            )
-        asked_too = {
-            "agents": given.agents,
-            "tasks": given.tasks,
-            "plot": given.plot,
-            "judge": given.judge.base_url,
-        }
-        if beside := [name for name, value in asked_too.items() if value]:
-            raise UserError(
-                f"--ask is {given.ask!r} and --{beside[0]} is given: one agent answers, and "
+                f"--ask is {question!r} and --{name} is given: one agent answers, and "
                 "nothing is compared"
             )
-    if given.plot and not (given.agents or given.tasks):
-        raise UserError("--plot is True and there is nothing to compare: add --agents or --tasks")
-    tasks = [config.task, *(uncapped(load_config(name).task) for name in given.tasks)]
-    agents = [config.agent, *(of_kind(config, "agent", kind).agent for kind in given.agents)]
-    found = [
-        dataclasses.replace(config, task=task, agent=agent) for task in tasks for agent in agents
-    ]
-    for one in found:
-        check(one)
-        check_data_dir(one.task)
-    named = [(one.task.kind, getattr(one.task, "environment", ""), one.agent.kind) for one in found]
-    if twice := [" ".join(filter(None, name)) for name in named if named.count(name) > 1]:
-        raise UserError(
-            f"{twice[0]} is asked for twice and would be written into one file: name each once"
-        )
-    return found
+
+
+def _check_files_differ(configs: Sequence[Config]) -> None:
+    """Check that no two evaluations are written into one file."""
+    file_names = []
+    for config in configs:
+        environment = getattr(config.task, "environment", "")
+        parts = (config.task.kind, environment, config.agent.kind)
+        file_names.append(" ".join(part for part in parts if part))
+    for name in file_names:
+        if file_names.count(name) > 1:
+            raise UserError(
+                f"{name} is asked for twice and would be written into one file: name each once"
+            )
 
 
 def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
-    """`[CONFIG] --checkpoint DIR [flags]` -> the arguments, and the whole configuration under
-    them."""
+    """Return the arguments of `[CONFIG] --checkpoint DIR [flags]`, and the whole configuration
+    under them."""
+    # These words decide which configuration the other flags change.
     words = init_as_checkpoint(arguments)
     name = take_file(words)
-    checkpoint, adapter = _flag_value(words, "--checkpoint"), _flag_value(words, "--adapter")
-    remote = _flag_value(words, "--remote.base-url", "--remote.base_url")
-    if remote is not None and (name is None or checkpoint is not None):
-        raise UserError(
-            f"--remote.base-url is {remote}: an endpoint is evaluated under a configuration and "
-            f"without a checkpoint, as in `python -m mujica_jax.eval {HELP_CONFIG} "
-            f"--remote.base-url {remote} ...`"
+    checkpoint = _flag_value(words, "--checkpoint")
+    remote_url = _flag_value(words, "--remote.base-url", "--remote.base_url")
+    _check_endpoint(words, name=name, checkpoint=checkpoint, remote_url=remote_url)
+    config = _base_config(words, name=name, checkpoint=checkpoint)
+
+    # The flags change the sections of that configuration.
+    section_names = vars(config).keys() & {
+        field.name for field in dataclasses.fields(EvalArguments)
+    }
+    sections = {name: getattr(config, name) for name in section_names}
+    sections["task"] = uncapped(config.task)
+    reward = _flag_value(words, "--reward") or config.reward
+    if not needs_judge(reward, config.staged):
+        # The run was not trained by a judge. Flags may name one for scores.
+        sections["judge"] = schema.JudgeConfig()
+    # A run's own section says which machines trained it.
+    sections["distributed"] = schema.DistributedConfig()
+    needs_checkpoint = remote_url is None and checkpoint is None
+    defaults = EvalArguments(
+        checkpoint=tyro.MISSING if needs_checkpoint else checkpoint,
+        remote=RemoteConfig(),
+        **sections,
+    )
+    options = override(defaults, words, prog="python -m mujica_jax.eval")
+
+    changed_sections = {name: getattr(options, name) for name in section_names}
+    if isinstance(options.task, schema.TwoWikiConfig):
+        # Copies are for demonstrations, and of graphs only.
+        changed_sections["task"] = dataclasses.replace(options.task, augmented_copies=0)
+    if remote_url is not None:
+        # An endpoint has an engine of its own, and may give log-probabilities.
+        changed_sections["engine"] = dataclasses.replace(
+            options.engine, kind="native", factory=None
         )
-    lone = next((word for word in words if word.startswith("--remote.")), None)
-    if lone is not None and remote is None and checkpoint is None:
-        raise UserError(f"{lone} is given and there is no endpoint: give --remote.base-url too")
-    if name is None and adapter is not None:
-        lacking = "has no config.json of the run that made it: name a configuration"
-        config = _config_left_in(
-            Path(adapter), "--init ... --adapter", wanted=ADAPTER_WANTED, lacking=lacking
-        )
-    elif name is None and checkpoint is not None:
-        lacking = "is no run directory: a Hugging Face directory is evaluated under a configuration"
-        config = _config_left_in(
-            run_path(checkpoint), "--checkpoint", wanted=WANTED, lacking=lacking
-        )
-    else:
-        config = load_config(name or HELP_CONFIG)
-        if (trained := _trained_agent(words)) is not None:
-            config = dataclasses.replace(config, agent=trained)
-    sections = {field.name for field in dataclasses.fields(EvalArguments)} & vars(config).keys()
-    defaults = {section: getattr(config, section) for section in sections}
-    defaults["remote"] = RemoteConfig()
-    defaults["task"] = uncapped(config.task)
-    if not needs_judge(_flag_value(words, "--reward") or config.reward, config.staged):
-        defaults["judge"] = (
-            schema.JudgeConfig()
-        )  # the run was not trained by one; flags may name one all the same
-    defaults["distributed"] = (
-        schema.DistributedConfig()
-    )  # a run's own says which machines trained it
-    defaults["checkpoint"] = tyro.MISSING if remote is None and checkpoint is None else checkpoint
-    given = override(EvalArguments(**defaults), words, prog="python -m mujica_jax.eval")
-    changed = {section: getattr(given, section) for section in sections}
-    if isinstance(
-        given.task, schema.TwoWikiConfig
-    ):  # copies are for demonstrations, and of graphs only
-        changed["task"] = dataclasses.replace(given.task, augmented_copies=0)
-    if remote is not None:  # an endpoint has an engine of its own, and may give log-probabilities
-        changed["engine"] = dataclasses.replace(given.engine, kind="native", factory=None)
-    config = dataclasses.replace(config, **changed)
+    config = dataclasses.replace(config, **changed_sections)
     check(config)
-    check_remote(given.remote)
-    return given, config
+    check_remote(options.remote)
+    return options, config
+
+
+def _check_endpoint(
+    words: Sequence[str], *, name: str | None, checkpoint: str | None, remote_url: str | None
+) -> None:
+    """Check that an endpoint comes with a configuration, without a checkpoint and with an
+    address."""
+    if remote_url is not None and (name is None or checkpoint is not None):
+        raise UserError(
+            f"--remote.base-url is {remote_url}: an endpoint is evaluated under a configuration "
+            f"and without a checkpoint, as in `python -m mujica_jax.eval {HELP_CONFIG} "
+            f"--remote.base-url {remote_url} ...`"
+        )
+    remote_flags = [word for word in words if word.startswith("--remote.")]
+    if remote_flags and remote_url is None and checkpoint is None:
+        raise UserError(
+            f"{remote_flags[0]} is given and there is no endpoint: give --remote.base-url too"
+        )
+
+
+def _base_config(words: Sequence[str], *, name: str | None, checkpoint: str | None) -> Config:
+    """Return the configuration that the flags change: the named one, or that of the run which
+    trained the policy."""
+    adapter = _flag_value(words, "--adapter")
+    if name is None and adapter is not None:
+        return _config_left_in(
+            Path(adapter),
+            "--init ... --adapter",
+            if_missing=ADAPTER_WANTED,
+            if_no_run="has no config.json of the run that made it: name a configuration",
+        )
+    if name is None and checkpoint is not None:
+        return _config_left_in(
+            run_path(checkpoint),
+            "--checkpoint",
+            if_missing=WANTED,
+            if_no_run=(
+                "is no run directory: a Hugging Face directory is evaluated under a configuration"
+            ),
+        )
+    config = load_config(name or HELP_CONFIG)
+    trained_agent = _trained_agent(words)
+    if trained_agent is None:
+        return config
+    return dataclasses.replace(config, agent=trained_agent)
 
 
 def uncapped(task: schema.TaskConfig) -> schema.TaskConfig:
@@ -250,29 +329,31 @@ def uncapped(task: schema.TaskConfig) -> schema.TaskConfig:
 
 
 def other_agent(arguments: Sequence[str]) -> str | None:
-    """Return a line where the configuration given beside a run's policy names another agent than
-    the policy plays."""
+    """Return a line for the user if the named configuration has another agent than the policy
+    plays."""
     words = init_as_checkpoint(arguments)
     name = take_file(words)
-    trained = _trained_agent(words)
-    if name is None or trained is None:
+    trained_agent = _trained_agent(words)
+    if name is None or trained_agent is None:
         return None
-    named = load_config(name).agent
-    if named.kind != trained.kind:
+
+    named_agent = load_config(name).agent
+    if named_agent.kind != trained_agent.kind:
         return (
-            f"the policy plays {trained.kind}, as it was trained; {name} says {named.kind}: "
-            "--agent.kind changes it"
+            f"the policy plays {trained_agent.kind}, as it was trained; {name} says "
+            f"{named_agent.kind}: --agent.kind changes it"
         )
-    others = [field for field, value in vars(trained).items() if getattr(named, field) != value]
-    if not others:
+
+    differences = []
+    for field, value in vars(trained_agent).items():
+        named_value = getattr(named_agent, field)
+        if named_value != value:
+            differences.append(f"agent.{field} {value!r}, not {named_value!r}")
+    if not differences:
         return None
-    settings = ", ".join(
-        f"agent.{field} {getattr(trained, field)!r}, not {getattr(named, field)!r}"
-        for field in others
-    )
     return (
-        f"the policy plays as it was trained, not as {name} says: {settings}; flags --agent.* "
-        "change it"
+        f"the policy plays as it was trained, not as {name} says: {', '.join(differences)}; flags "
+        "--agent.* change it"
     )
 
 
@@ -283,9 +364,9 @@ def _trained_agent(words: Sequence[str]) -> AgentConfig | None:
     folder = _folder_of_run(_flag_value(words, "--checkpoint"), _flag_value(words, "--adapter"))
     if folder is None:
         return None
-    trained = from_dict(Config, read_object(folder / "config.json")["config"]).agent
-    asked = _flag_value(words, "--agent.kind")
-    return trained if asked in (None, trained.kind) else None
+    trained_agent = from_dict(Config, read_object(folder / "config.json")["config"]).agent
+    kind = _flag_value(words, "--agent.kind")
+    return trained_agent if kind in (None, trained_agent.kind) else None
 
 
 def _folder_of_run(checkpoint: str | None, adapter: str | None) -> RunPath | None:
@@ -295,60 +376,67 @@ def _folder_of_run(checkpoint: str | None, adapter: str | None) -> RunPath | Non
     The model of one policy, RUN/policies/N/model, belongs to RUN."""
     folders = [run_path(name) for name in (adapter, checkpoint) if name is not None]
     for folder in tuple(folders):
-        if (
-            isinstance(folder, Path)
-            and folder.name == "model"
-            and folder.parent.parent.name == "policies"
-        ):
+        is_local_model = isinstance(folder, Path) and folder.name == "model"
+        if is_local_model and folder.parent.parent.name == "policies":
             folders.append(folder.parent.parent.parent)
-    return next((folder for folder in folders if folder.is_dir() and is_run(folder)), None)
+    for folder in folders:
+        if folder.is_dir() and is_run(folder):
+            return folder
+    return None
 
 
-def find_endpoint(given: EvalArguments) -> Endpoint:
-    """The model behind the endpoint that the flags describe."""
-    if given.adapter is not None:
+def find_endpoint(options: EvalArguments) -> Endpoint:
+    """Return the model behind the endpoint that the flags describe."""
+    if options.adapter is not None:
         raise UserError(
-            f"--adapter is {given.adapter} and an endpoint has its own model: leave --adapter out"
+            f"--adapter is {options.adapter} and an endpoint has its own model: leave --adapter out"
         )
-    if given.policy is not None:
+    if options.policy is not None:
         raise UserError(
-            f"--policy is {given.policy} and {given.remote.base_url} is no run directory: leave "
-            "--policy out"
+            f"--policy is {options.policy} and {options.remote.base_url} is no run directory: "
+            "leave --policy out"
         )
-    return open_endpoint(given.remote, run_path(given.out or "eval"))
+    return open_endpoint(options.remote, run_path(options.out or "eval"))
 
 
-def find_checkpoint(given: EvalArguments) -> Checkpoint:
-    """The policy to evaluate."""
-    assert given.checkpoint is not None, "only an endpoint is evaluated without one"
-    found = find_policy(given.checkpoint, policy=given.policy, adapter=given.adapter)
-    folder = run_path(given.out or "eval") if given.out or found.run is None else found.run / "eval"
-    return Checkpoint(**vars(found), out=folder)
+def find_checkpoint(options: EvalArguments) -> Checkpoint:
+    """Return the policy to evaluate."""
+    assert options.checkpoint is not None, "only an endpoint is evaluated without one"
+    policy = find_policy(options.checkpoint, policy=options.policy, adapter=options.adapter)
+    if options.out or policy.run is None:
+        folder = run_path(options.out or "eval")
+    else:
+        folder = policy.run / "eval"
+    return Checkpoint(**vars(policy), out=folder)
 
 
-def _config_left_in(folder: RunPath, flag: str, *, wanted: str, lacking: str) -> Config:
-    """The configuration that a run directory was begun with, or of the run that wrote an
-    adapter."""
+def _config_left_in(folder: RunPath, flag: str, *, if_missing: str, if_no_run: str) -> Config:
+    """Return the configuration of a run directory, or of the run that wrote an adapter.
+
+    `if_missing` and `if_no_run` end the errors for such a folder."""
     if not folder.is_dir():
-        raise UserError(f"there is no directory {folder}: {wanted}")
+        raise UserError(f"there is no directory {folder}: {if_missing}")
     if (folder / "adapter" / "adapter_config.json").exists():
-        asked = f"--adapter {folder / 'adapter'}, or --checkpoint RUN --policy N"
-        raise UserError(f"{folder} is a policy of a run: give {asked}")
+        raise UserError(
+            f"{folder} is a policy of a run: give --adapter {folder / 'adapter'}, or --checkpoint "
+            "RUN --policy N"
+        )
     if (folder / "model" / "config.json").exists():
         raise UserError(f"{folder} is a policy of a run: give --checkpoint RUN --policy N")
     if not is_run(folder):
         raise UserError(
-            f"{folder} {lacking}, as in `python -m mujica_jax.eval {HELP_CONFIG} {flag} {folder}`"
+            f"{folder} {if_no_run}, as in `python -m mujica_jax.eval {HELP_CONFIG} {flag} {folder}`"
         )
     return from_dict(Config, read_object(folder / "config.json")["config"])
 
 
 def _flag_value(words: Sequence[str], *spellings: str) -> str | None:
-    """The value of one flag, before the others can be read: they depend on the configuration that
-    it names."""
-    return next(
-        (value for flag in spellings if (value := take_flag([*words], flag)) is not None), None
-    )
+    """Return the value of one flag, before the others can be read."""
+    for flag in spellings:
+        value = take_flag([*words], flag)
+        if value is not None:
+            return value
+    return None
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 | rule | official script | what is particular |
 |---|---|---|
-| `hotpot` | HotpotQA `hotpot_evaluate_v1.py` | F1 is 0 if just one side is yes, no or noanswer; one gold answer |
-| `two_wiki` | 2WikiMultihopQA `2wikimultihop_evaluate_v1.1.py` | as `hotpot`, over the answer and its aliases |
+| `hotpot` | `hotpot_evaluate_v1.py` | F1 is 0 if just one side is yes, no or noanswer; one gold |
+| `two_wiki` | `2wikimultihop_evaluate_v1.1.py` | as `hotpot`, over the answer and its aliases |
 | `musique` | MuSiQue `metrics/answer.py` | plain token F1; two empty sides agree (F1 = 1) |
-| `triviaqa` | TriviaQA `triviaqa_evaluation.py` | punctuation becomes a space instead of nothing |
-| `cover_em` | open-domain QA papers | EM is 1 where a normalised gold answer is a substring; F1 as `musique` |
+| `triviaqa` | `triviaqa_evaluation.py` | punctuation becomes a space instead of nothing |
+| `cover_em` | open-domain QA papers | EM is 1 if a normalised gold is a part; F1 as `musique` |
 
 Over several gold answers every number is the best one over the golds, each by itself, as the
 official scripts of 2WikiMultihopQA, MuSiQue and TriviaQA do it. The HotpotQA script reads one gold
@@ -51,78 +51,91 @@ class Score:
 
 
 def score(prediction: str | None, golds: Sequence[str], rule: Rule) -> Score:
-    """The score of a prediction against the gold answers, of which there is one at least. None
-    scores zero."""
+    """Return the score of a prediction against one or more gold answers. None scores zero."""
     if not golds:
         raise ValueError("score needs at least one gold answer and got none")
     if prediction is None:
         return Score(em=0.0, f1=0.0, precision=0.0, recall=0.0)
     normalise = normalise_triviaqa if rule == "triviaqa" else normalise_squad
     answer = normalise(prediction)
-    singles: list[Score] = []
+    scores: list[Score] = []
     for gold in golds:
         normalised_gold = normalise(gold)
-        if (
-            normalised_gold or not gold.strip()
-        ):  # an empty gold answer is scored as the official scripts do
-            singles.append(_score_one(answer, normalised_gold, rule))
+        # An empty gold answer is scored as the official scripts do.
+        if normalised_gold or not gold.strip():
+            scores.append(_score_normalised(answer, normalised_gold, rule))
         else:
             equal = float(_as_written(prediction) == _as_written(gold))
-            singles.append(Score(em=equal, f1=equal, precision=equal, recall=equal))
+            scores.append(Score(em=equal, f1=equal, precision=equal, recall=equal))
     return Score(
-        **{name: max(getattr(single, name) for single in singles) for name in vars(singles[0])}
+        em=max(score.em for score in scores),
+        f1=max(score.f1 for score in scores),
+        precision=max(score.precision for score in scores),
+        recall=max(score.recall for score in scores),
     )
 
 
 def score_set(prediction: str | None, answer_sets: Sequence[Sequence[Sequence[str]]]) -> Score:
-    """Several answers against several that are asked for, as AmbigQA scores them
-    (`ambigqa_evaluate_script.py`): each predicted answer counts for one of them, by exact match
-    with one of its aliases; the best annotation counts. Several answers of one prediction are
+    """Return the score of several answers against several gold ones, as AmbigQA gives it.
+
+    Each predicted answer counts for one gold answer, by exact match with one of its aliases. The
+    best annotation counts (`ambigqa_evaluate_script.py`). Several answers of one prediction are
     separated by semicolons, which is ours.
     """
-    said = [normalise_squad(part) or _as_written(part) for part in (prediction or "").split(";")]
-    predicted = [part for part in said if part]
+    predicted = []
+    for part in (prediction or "").split(";"):
+        answer = normalise_squad(part) or _as_written(part)
+        if answer:
+            predicted.append(answer)
+
     best = Score(em=0.0, f1=0.0, precision=0.0, recall=0.0)
     for annotation in answer_sets:
-        left = list(predicted)
-        matched = 0
+        unmatched = list(predicted)
+        matches = 0
         for aliases in annotation:
-            asked = {normalise_squad(alias) or _as_written(alias) for alias in aliases}
-            hit = next((part for part in left if part in asked), None)
-            if hit is not None:
-                left.remove(hit)
-                matched += 1
-        em = float(matched == len(predicted) == len(annotation))
-        best = max(
-            best, _overlap(em, matched, len(predicted), len(annotation)), key=lambda score: score.f1
-        )
+            golds = {normalise_squad(alias) or _as_written(alias) for alias in aliases}
+            match = next((answer for answer in unmatched if answer in golds), None)
+            if match is not None:
+                unmatched.remove(match)
+                matches += 1
+        em = float(matches == len(predicted) == len(annotation))
+        score = _overlap(em, matches, len(predicted), len(annotation))
+        if score.f1 > best.f1:
+            best = score
     return best
 
 
 def gerbil_macro_f1(scores: Sequence[Score], answered: Sequence[bool]) -> float:
-    """GERBIL's Macro F1 QALD (Usbeck et al., 2019): the harmonic mean of macro precision and macro
-    recall, where a question without any answer has precision 1 and recall 0. The plain macro F1 is
-    the mean of the questions' F1.
+    """Return GERBIL's Macro F1 QALD (Usbeck et al., 2019).
+
+    It is the harmonic mean of macro precision and macro recall, where a question without any answer
+    has precision 1 and recall 0. The plain macro F1 is the mean of the questions' F1.
     """
-    said = [
-        score.precision if given else 1.0 for score, given in zip(scores, answered, strict=True)
+    precisions = [
+        score.precision if is_answered else 1.0
+        for score, is_answered in zip(scores, answered, strict=True)
     ]
-    precision, recall = sum(said) / len(said), sum(score.recall for score in scores) / len(scores)
+    precision = sum(precisions) / len(precisions)
+    recall = sum(score.recall for score in scores) / len(scores)
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
 def supporting(found: Collection[str], gold: Collection[str]) -> Score:
-    """HotpotQA's scores of supporting facts (`update_sp` of its script), of passages by their
-    titles. `gold` has one at least.
+    """Return HotpotQA's score of supporting facts (`update_sp` of its script), for passages by
+    their titles. `gold` has at least one.
     """
-    said, asked = set(found), set(gold)
-    return _overlap(float(said == asked), len(said & asked), len(said), len(asked))
+    found_titles = set(found)
+    gold_titles = set(gold)
+    em = float(found_titles == gold_titles)
+    shared = len(found_titles & gold_titles)
+    return _overlap(em, shared, len(found_titles), len(gold_titles))
 
 
 def bootstrap_interval(
     values: Sequence[float], seed: int = 0, resamples: int = 1000
 ) -> tuple[float, float]:
-    """95% percentile-bootstrap interval of the mean of `values` (each 0 to 1), in percent."""
+    """Return the 95% percentile-bootstrap interval of the mean of `values` (each 0 to 1), in
+    percent."""
     if not len(values):
         raise ValueError("bootstrap_interval needs at least one value and got none")
     sample = np.asarray(values, dtype=np.float64)
@@ -137,9 +150,10 @@ def bootstrap_interval(
 def paired_bootstrap(
     first: Sequence[float], second: Sequence[float], seed: int = 0, resamples: int = 1000
 ) -> tuple[float, tuple[float, float], float]:
-    """How much better the second of two systems is on the same questions, in percent: the
-    difference of the means, its 95% percentile-bootstrap interval over the questions, and the share
-    of resamples in which it is not above zero.
+    """Return how much better the second of two systems is on the same questions, in percent.
+
+    The three results are the difference of the means, its 95% percentile-bootstrap interval over
+    the questions, and the share of resamples in which the difference is not above zero.
     """
     if len(first) != len(second) or not len(first):
         raise ValueError(
@@ -147,19 +161,23 @@ def paired_bootstrap(
         )
     differences = np.asarray(second, dtype=np.float64) - np.asarray(first, dtype=np.float64)
     generator = np.random.default_rng(seed)
-    drawn = generator.integers(len(differences), size=(resamples, len(differences)))
-    means = 100 * differences[drawn].mean(axis=1)
+    indices = generator.integers(len(differences), size=(resamples, len(differences)))
+    means = 100 * differences[indices].mean(axis=1)
     low, high = np.percentile(means, [2.5, 97.5])
-    return float(100 * differences.mean()), (float(low), float(high)), float((means <= 0).mean())
+    mean_difference = float(100 * differences.mean())
+    share_not_better = float((means <= 0).mean())
+    return mean_difference, (float(low), float(high)), share_not_better
 
 
 def normalise_squad(text: str) -> str:
-    """SQuAD's normalisation, which most scripts share: lower case, no ASCII punctuation or
-    articles, single spaces."""
+    """Return text under SQuAD's normalisation, which most scripts share.
+
+    It has lower case, no ASCII punctuation, no articles and single spaces."""
     return " ".join(_articles.sub(" ", _lower(text).translate(_delete_punctuation)).split())
 
 
 def normalise_triviaqa(text: str) -> str:
+    """Return text under TriviaQA's normalisation: punctuation becomes a space."""
     return " ".join(_articles.sub(" ", _lower(text).translate(_space_punctuation)).split())
 
 
@@ -174,25 +192,31 @@ def _as_written(text: str) -> str:
     return " ".join(_lower(text).split())
 
 
-def _score_one(prediction: str, gold: str, rule: Rule) -> Score:
-    """Both sides normalised."""
+def _score_normalised(prediction: str, gold: str, rule: Rule) -> Score:
+    """Return the score of one answer against one gold answer, both normalised."""
     em = float(gold in prediction if rule == "cover_em" else gold == prediction)
-    closed = prediction in CLOSED_ANSWERS or gold in CLOSED_ANSWERS
-    if rule in ("hotpot", "two_wiki") and closed and prediction != gold:
+
+    # A partial match of yes, no or noanswer earns nothing.
+    is_closed = prediction in CLOSED_ANSWERS or gold in CLOSED_ANSWERS
+    if rule in ("hotpot", "two_wiki") and is_closed and prediction != gold:
         return Score(em=em, f1=0.0, precision=0.0, recall=0.0)
-    prediction_tokens, gold_tokens = prediction.split(), gold.split()
+
+    # Two empty sides agree.
+    prediction_tokens = prediction.split()
+    gold_tokens = gold.split()
     if rule in ("musique", "cover_em") and not (prediction_tokens and gold_tokens):
-        agree = float(prediction_tokens == gold_tokens)
-        return Score(em=em, f1=agree, precision=agree, recall=agree)
+        agreement = float(prediction_tokens == gold_tokens)
+        return Score(em=em, f1=agreement, precision=agreement, recall=agreement)
+
     shared = sum((Counter(prediction_tokens) & Counter(gold_tokens)).values())
     return _overlap(em, shared, len(prediction_tokens), len(gold_tokens))
 
 
-def _overlap(em: float, shared: int, said: int, asked: int) -> Score:
-    """`shared` of so many that were said and so many that are asked for."""
+def _overlap(em: float, shared: int, predicted: int, gold: int) -> Score:
+    """Return the score if `shared` of the predicted items are among the gold ones."""
     if not shared:
         return Score(em=em, f1=0.0, precision=0.0, recall=0.0)
-    precision, recall = shared / said, shared / asked
-    return Score(
-        em=em, f1=2 * precision * recall / (precision + recall), precision=precision, recall=recall
-    )
+    precision = shared / predicted
+    recall = shared / gold
+    f1 = 2 * precision * recall / (precision + recall)
+    return Score(em=em, f1=f1, precision=precision, recall=recall)

@@ -23,9 +23,8 @@ class StopReason(enum.StrEnum):
     # A graph search named a candidate number that was never given. Such a search is refused and the
     # episode goes on; records of earlier versions end with it.
     UNKNOWN_CANDIDATE = "unknown_candidate"
-    TOO_MANY_SEARCHES = (
-        "too_many_searches"  # one turn asked more searches than max_searches_per_turn
-    )
+    # one turn asked more searches than max_searches_per_turn
+    TOO_MANY_SEARCHES = "too_many_searches"
     ITERATION_LIMIT = "iteration_limit"  # max_iterations turns passed without an answer
     TURN_LENGTH = "turn_length"  # a turn reached max_turn_tokens before it ended
     TRAJECTORY_LENGTH = "trajectory_length"  # the conversation would exceed max_trajectory_tokens
@@ -33,9 +32,8 @@ class StopReason(enum.StrEnum):
     # the model's endpoint gave a reply that cannot be read, or refused this request
     BAD_REPLY = "bad_reply"
     SYNTHESIS_FAILED = "synthesis_failed"  # a teacher's turn stayed wrong in all of its tries
-    RETRIEVER_FAILED = (
-        "retriever_failed"  # the environment raised a typed retrieval error after its retries
-    )
+    # the environment raised a typed retrieval error after its retries
+    RETRIEVER_FAILED = "retriever_failed"
 
 
 JUDGE_FAILED = "judge_failed"  # in the counts of a trajectory on which the judge gave no verdict
@@ -71,20 +69,25 @@ class GoldPassage:
     by_title: bool = False
 
     def is_shown_by(self, line: str, *, cut: bool = False) -> bool:
-        """Whether a line `title: text`, as a search shows it, is this passage. White space does not
-        count.
+        """Return whether a line `title: text`, as a search shows it, is this passage.
+
+        White space does not count.
 
         `cut`: the line may be the beginning of a longer passage.
         """
         line = _composed(line)
-        beginning = _composed(f"{self.title}: ") + " " if self.title.strip() else ""
+        heading = _composed(f"{self.title}: ") + " " if self.title.strip() else ""
         if self.by_title or not self.text.strip():
-            return bool(beginning) and line.startswith(beginning)
-        whole = beginning + _composed(self.text)
-        return line == whole or (cut and len(line) > len(beginning) and whole.startswith(line))
+            return bool(heading) and line.startswith(heading)
+        passage = heading + _composed(self.text)
+        if line == passage:
+            return True
+        has_text = len(line) > len(heading)
+        return cut and has_text and passage.startswith(line)
 
 
 def _composed(text: str) -> str:
+    """Return text with composed letters (NFC) and single spaces."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
@@ -176,9 +179,8 @@ class Search:
     materials: tuple[str, ...] = ()  # what the retriever returned, in the order shown to the worker
     selected: tuple[int, ...] = ()  # indexes into materials that the worker chose
     sentence: str = ""  # the worker's answer as the planner saw it
-    found: bool = (
-        False  # whether it brought an answer, from materials or from the worker's own knowledge
-    )
+    # whether it brought an answer, from materials or from the worker's own knowledge
+    found: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -198,22 +200,20 @@ class Trajectory:
     attempt: int
     policy_version: int
     seed: int
-    conversations: tuple[
-        Conversation, ...
-    ]  # each an independent training row; the first one holds the final answer
+    # each an independent training row; the first one holds the final answer
+    conversations: tuple[Conversation, ...]
     answer: str
     reward: float = 0.0
     rewards_by_part: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    counts: Mapping[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # what the agent counted, by its own names
+    # what the agent counted, by its own names
+    counts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     stop_reason: StopReason
     searches: tuple[Search, ...]
     seconds: float  # not part of the trajectory's identity: excluded from checksums of content
 
     @property
     def final_answer(self) -> str | None:
-        """What is scored: None where the episode ended without an answer."""
+        """The answer that is scored; None if the episode ended without one."""
         return self.answer if self.stop_reason is StopReason.ANSWERED else None
 
     @property
@@ -232,9 +232,8 @@ class Trajectory:
 
     def without_verdict(self) -> "Trajectory":
         """Return the trajectory marked as one without a reward: the judge gave no verdict."""
-        return dataclasses.replace(
-            self, reward=0.0, rewards_by_part={}, counts={**self.counts, JUDGE_FAILED: 1.0}
-        )
+        counts = {**self.counts, JUDGE_FAILED: 1.0}
+        return dataclasses.replace(self, reward=0.0, rewards_by_part={}, counts=counts)
 
 
 def rewarded(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
@@ -243,6 +242,11 @@ def rewarded(trajectories: Iterable[Trajectory]) -> list[Trajectory]:
 
 
 def generated_tokens(trajectories: Sequence[Trajectory]) -> int:
-    """Number of tokens the model sampled in these trajectories."""
-    turns = (turn for t in trajectories for c in t.conversations for turn in c.turns)
-    return sum(len(turn.token_ids) for turn in turns if turn.role == "model")
+    """Return how many tokens the model sampled in these trajectories."""
+    tokens = 0
+    for trajectory in trajectories:
+        for conversation in trajectory.conversations:
+            for turn in conversation.turns:
+                if turn.role == "model":
+                    tokens += len(turn.token_ids)
+    return tokens

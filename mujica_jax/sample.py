@@ -31,7 +31,8 @@ from mujica_jax.tasks.data_folder import check_data_dir
 from mujica_jax.trajectories.store import CONFIG, Store
 
 PROGRAM = "python -m mujica_jax.sample"
-MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 5.0, 86_400.0
+MIN_LEASE_SECONDS = 5.0
+MAX_LEASE_SECONDS = 86_400.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,42 +47,45 @@ class SampleArguments:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 the run is finished or this worker was asked to end, 2 a mistake of the
-    user's, 130 Ctrl-C."""
+    """Return the exit status: 0 the run is finished or this worker was asked to end, 2 a mistake of
+    the user's, 130 Ctrl-C."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     preemption = Preemption(kept="finished units are kept")
 
     def program() -> None:
-        given = override(SampleArguments(run=tyro.MISSING), words, prog=PROGRAM)
-        if not MIN_LEASE_SECONDS <= given.lease_seconds <= MAX_LEASE_SECONDS:
+        options = override(SampleArguments(run=tyro.MISSING), words, prog=PROGRAM)
+        if not MIN_LEASE_SECONDS <= options.lease_seconds <= MAX_LEASE_SECONDS:
             raise UserError(
-                f"--lease-seconds is {given.lease_seconds} and must lie between "
+                f"--lease-seconds is {options.lease_seconds} and must lie between "
                 f"{MIN_LEASE_SECONDS:g} and {MAX_LEASE_SECONDS:g}: below, a unit under way would "
                 "be played twice"
             )
-        sample(given, preemption)
+        sample(options, preemption)
 
     return preemption.exit_status(program)
 
 
-def sample(given: SampleArguments, preemption: Preemption) -> None:
-    """Until the run is finished."""
+def sample(options: SampleArguments, preemption: Preemption) -> None:
+    """Play units of work until the run is finished."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.methods.sampler import Sampler
     from mujica_jax.methods.setup import open_sampling
 
-    if not (run_path(given.run) / CONFIG).exists():
+    if not (run_path(options.run) / CONFIG).exists():
         raise UserError(
-            f"there is no run in {given.run} yet: start its trainer first, or check --run"
+            f"there is no run in {options.run} yet: start its trainer first, or check --run"
         )
-    store = Store(given.run)
-    config = _config_of(store, given)
+    store = Store(options.run)
+    config = _config_of(store, options)
     progress = Progress(live=False)
-    while not store.policies():  # the warm-up goes on
+
+    # Wait for the end of the warm-up, which commits the first policy.
+    while not store.policies():
         preemption.check()
         time.sleep(1.0)
+
     run = open_sampling(config, store, preemption, progress)
-    leases = Leases(store, seconds=given.lease_seconds)
+    leases = Leases(store, seconds=options.lease_seconds)
     progress.line(f"{leases.owner} samples for {store.root}")
     sampler = Sampler(run, leases)
     try:
@@ -92,9 +96,10 @@ def sample(given: SampleArguments, preemption: Preemption) -> None:
         store.create(f"samplers/{leases.owner}.json", statistics.encode())
 
 
-def _config_of(store: Store, given: SampleArguments) -> Config:
-    """The run's own configuration, with this host's data. Raises UserError for a run that is led
-    otherwise."""
+def _config_of(store: Store, options: SampleArguments) -> Config:
+    """Return the run's own configuration, with this host's data.
+
+    Raises UserError if this program cannot sample for the run."""
     from mujica_jax.methods.setup import TRAINER
 
     config = from_dict(Config, store.read_json(CONFIG)["config"])
@@ -103,24 +108,25 @@ def _config_of(store: Store, given: SampleArguments) -> Config:
             f"the run in {store.root} has method.kind {config.method.kind}: workers sample for "
             "mygo alone"
         )
-    trainer, own = (
-        Leases(store, seconds=given.lease_seconds).newest(TRAINER),
-        provenance.git_revision(),
-    )
-    if trainer and trainer.revision and own and trainer.revision != own:
+
+    # Two revisions may sample differently. Where one of them is unknown, nothing is compared.
+    trainer = Leases(store, seconds=options.lease_seconds).newest(TRAINER)
+    trainer_revision = trainer.revision if trainer else ""
+    revision = provenance.git_revision()
+    if trainer_revision and revision and trainer_revision != revision:
         raise UserError(
-            f"the trainer of {store.root} is revision {trainer.revision} and this program is "
-            f"{own}: check out the same"
+            f"the trainer of {store.root} is revision {trainer_revision} and this program is "
+            f"{revision}: check out the same"
         )
-    if given.data_dir is not None:
+
+    if options.data_dir is not None:
         if not hasattr(config.task, "data_dir"):
             raise UserError(
-                f"--data-dir is {given.data_dir} and the task {config.task.kind} reads no files: "
+                f"--data-dir is {options.data_dir} and the task {config.task.kind} reads no files: "
                 "leave it out"
             )
-        config = dataclasses.replace(
-            config, task=dataclasses.replace(config.task, data_dir=given.data_dir)
-        )
+        task = dataclasses.replace(config.task, data_dir=options.data_dir)
+        config = dataclasses.replace(config, task=task)
     check_data_dir(config.task)
     return config
 

@@ -1,6 +1,7 @@
 """Serve a policy over gRPC, by JetStream's protocol (docs/serving.md).
 
-    python -m mujica_jax.serve --checkpoint RUN|HF_DIR|FILE.gguf|smollm2 [--policy N] [--adapter DIR] --port 9000
+    python -m mujica_jax.serve --checkpoint RUN|HF_DIR|FILE.gguf|smollm2 [--policy N] \\
+        [--adapter DIR] --port 9000
 
 The checkpoint is named as for `mujica_jax.eval`: a run directory (its latest policy, or
 `--policy`), or a model, with `--adapter` a LoRA adapter on top. Ctrl-C or SIGTERM ends it when the
@@ -12,7 +13,7 @@ import queue
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import tyro
 
@@ -20,13 +21,17 @@ from mujica_jax.config.checks import check_engine
 from mujica_jax.config.files import override
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
-from mujica_jax.methods.policies import find_policy, init_as_checkpoint
+from mujica_jax.methods.policies import SavedPolicy, find_policy, init_as_checkpoint
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.standard_output import run_program
+
+if TYPE_CHECKING:
+    from mujica_jax.inference.jetstream.server import Server
 
 PROGRAM = "python -m mujica_jax.serve"
 MAX_TOKENS = 4096  # of a prompt with its answer, unless the model's context is shorter
 GRACE_SECONDS = 30.0  # for the requests under way when it is asked to end
+MINIMUMS = {"max_tokens": 2, "max_new_tokens": 1, "temperature": 0, "queue_size": 0, "seed": 0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,9 +46,8 @@ class ServeArguments:
     host: str = "127.0.0.1"  # 0.0.0.0 for other machines; the connection is not encrypted
     port: int = 9000  # 0: any that is free
     metrics_port: int | None = None  # for Prometheus (default: none)
-    max_tokens: int | None = (
-        None  # of a prompt with its answer (default: 4096, or the model's context if shorter)
-    )
+    # of a prompt with its answer (default: 4096, or the model's context if shorter)
+    max_tokens: int | None = None
     max_new_tokens: int = 512  # of an answer, where a request does not say
     temperature: float = 0.0  # 0: the likeliest token
     queue_size: int = 64  # requests that wait beside those that run; what comes on top is refused
@@ -53,90 +57,102 @@ class ServeArguments:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 ended by a signal, 2 a mistake of the user's."""
+    """Return the exit status: 0 ended by a signal, 2 a mistake of the user's."""
     words = init_as_checkpoint(sys.argv[1:] if arguments is None else arguments)
     engine = EngineConfig(slots=16, decode_steps_per_call=8, prefill_tokens=2048)
     try:
-        given = override(
-            ServeArguments(checkpoint=tyro.MISSING, engine=engine), words, prog=PROGRAM
-        )
-        _check(given)
-        serve(given)
+        defaults = ServeArguments(checkpoint=tyro.MISSING, engine=engine)
+        options = override(defaults, words, prog=PROGRAM)
+        _check(options)
+        serve(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def _check(given: ServeArguments) -> None:
-    check_engine(given)
-    for name, least in (
-        ("max_tokens", 2),
-        ("max_new_tokens", 1),
-        ("temperature", 0),
-        ("queue_size", 0),
-        ("seed", 0),
-    ):
-        value = getattr(given, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} is {value} and must be at least {least}")
-    for name, port in (("port", given.port), ("metrics-port", given.metrics_port)):
+def _check(options: ServeArguments) -> None:
+    """Check the flags. Raises UserError naming the first wrong one."""
+    check_engine(options)
+    for name, minimum in MINIMUMS.items():
+        value = getattr(options, name)
+        if value is not None and value < minimum:
+            raise UserError(f"--{name.replace('_', '-')} is {value} and must be at least {minimum}")
+    for name, port in (("port", options.port), ("metrics-port", options.metrics_port)):
         if port is not None and not 0 <= port < 2**16:
             raise UserError(
                 f"--{name} is {port} and must be from 0, for any that is free, to {2**16 - 1}"
             )
-    if given.max_tokens is not None and given.max_new_tokens >= given.max_tokens:
+    if options.max_tokens is not None and options.max_new_tokens >= options.max_tokens:
         raise UserError(
-            f"--max-new-tokens is {given.max_new_tokens} and leaves no room for a prompt in "
-            f"--max-tokens {given.max_tokens}: lower the one or raise the other"
+            f"--max-new-tokens is {options.max_new_tokens} and leaves no room for a prompt in "
+            f"--max-tokens {options.max_tokens}: lower the one or raise the other"
         )
 
 
-def serve(given: ServeArguments) -> None:
-    """Until a signal comes."""
+def serve(options: ServeArguments) -> None:
+    """Load the policy and serve it until a signal comes."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
     from mujica_jax.inference.counters import LiveCounters, serve_metrics
-    from mujica_jax.inference.generator import check_temperatures
-    from mujica_jax.inference.jetstream.server import Server
-    from mujica_jax.inference.requests import SamplingParams
-    from mujica_jax.methods.parts import open_generator
     from mujica_jax.runtime.compilation_cache import use_compilation_cache
 
-    policy = find_policy(given.checkpoint, policy=given.policy, adapter=given.adapter)
+    policy = find_policy(options.checkpoint, policy=options.policy, adapter=options.adapter)
     use_compilation_cache()
-    tokenizer, decoder = policy.load(given.dtype, context_tokens=given.max_tokens or 0)
-    max_tokens = given.max_tokens
-    max_new_tokens = given.max_new_tokens
-    if max_tokens is None:
-        max_tokens = min(MAX_TOKENS, decoder.config.context_tokens)
-        max_new_tokens = min(max_new_tokens, max_tokens // 2)  # the other half is for the prompt
-    generator = open_generator(
-        decoder, given.engine, tokenizer, positions=max_tokens, queue_size=given.queue_size
-    )
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens, temperature=given.temperature, seed=given.seed
-    )
-    if given.engine.factory is not None:
-        name = f"engine.factory {given.engine.factory}"
-        check_temperatures(generator.capabilities, {"--temperature": given.temperature}, name)
-    server = Server(generator, sampling, tokenizer=tokenizer, host=given.host, port=given.port)
+    server = _make_server(policy, options)
+
     # Not an Event: a handler that sets one waits for ever if the signal comes while `wait` holds
     # the event's lock.
     signals: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.put(number))
-    port, close_metrics = server.start(), None
-    if given.metrics_port is not None:
+
+    port = server.start()
+    close_metrics = None
+    if options.metrics_port is not None:
         counters = LiveCounters(lambda: server.statistics)
         metrics_port, close_metrics = serve_metrics(
-            counters, port=given.metrics_port, host=given.host
+            counters, port=options.metrics_port, host=options.host
         )
-        print(f"metrics at http://{given.host}:{metrics_port}/metrics", flush=True)
-    print(f"{policy.name} at {given.host}:{port}", flush=True)
+        print(f"metrics at http://{options.host}:{metrics_port}/metrics", flush=True)
+    print(f"{policy.name} at {options.host}:{port}", flush=True)
     signals.get()
+
     server.stop(grace_seconds=GRACE_SECONDS)
     if close_metrics is not None:
         close_metrics()
+
+
+def _make_server(policy: SavedPolicy, options: ServeArguments) -> "Server":
+    """Load the policy and return a server for it, which is not started."""
+    from mujica_jax.inference.generator import check_temperatures
+    from mujica_jax.inference.jetstream.server import Server
+    from mujica_jax.inference.requests import SamplingParams
+    from mujica_jax.methods.parts import open_generator
+
+    tokenizer, decoder = policy.load(options.dtype, context_tokens=options.max_tokens or 0)
+    max_tokens = options.max_tokens
+    max_new_tokens = options.max_new_tokens
+    if max_tokens is None:
+        max_tokens = min(MAX_TOKENS, decoder.config.context_tokens)
+        max_new_tokens = min(max_new_tokens, max_tokens // 2)  # the other half is for the prompt
+
+    generator = open_generator(
+        decoder,
+        options.engine,
+        tokenizer,
+        positions=max_tokens,
+        queue_size=options.queue_size,
+    )
+    if options.engine.factory is not None:
+        check_temperatures(
+            generator.capabilities,
+            {"--temperature": options.temperature},
+            f"engine.factory {options.engine.factory}",
+        )
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=options.temperature, seed=options.seed
+    )
+    return Server(generator, sampling, tokenizer=tokenizer, host=options.host, port=options.port)
 
 
 if __name__ == "__main__":

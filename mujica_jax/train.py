@@ -1,9 +1,10 @@
-"""Train an agent by the configured method, and show the table of what came of it.
+"""Train an agent by the configured method, and show its scores in a table.
 
-    python -m mujica_jax.train [configs/NAME.py] [--run DIR] [--init HF_DIR] [--section.field value ...]
+    python -m mujica_jax.train [configs/NAME.py] [--run DIR] [--init HF_DIR] \\
+        [--section.field value ...]
 
-Without a configuration file it trains the tiny world. The same --run directory again goes on where
-a killed run stopped.
+Without a configuration file it trains the tiny world. A killed run continues where it stopped when
+the same --run directory is given again.
 """
 
 import shlex
@@ -24,8 +25,8 @@ DEFAULT_CONFIG = "tiny_world"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done or preempted and resumable, 2 a mistake of the user's, 130 interrupted
-    and resumable."""
+    """Return the exit status: 0 done or preempted and resumable, 2 a mistake of the user's, 130
+    interrupted and resumable."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     preemption = Preemption()
 
@@ -37,10 +38,16 @@ def main(arguments: list[str] | None = None) -> int:
         check_log_probabilities(config)
         distributed.start(config.distributed, preemption.on_notice)
         check_data_dir(config.task)
-        new = f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        directory = config.run or distributed.broadcast("run directory", lambda: new)
-        again = words if take_flag([*words], "--run") else [*words, "--run", directory]
-        preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(again)}"
+
+        # All processes of a job take the directory that process 0 names.
+        new_directory = f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        directory = config.run or distributed.broadcast("run directory", lambda: new_directory)
+
+        # The same words continue the run, with its directory among them.
+        is_run_named = take_flag([*words], "--run")
+        resume_words = words if is_run_named else [*words, "--run", directory]
+        preemption.then = f"go on with: python -m mujica_jax.train {shlex.join(resume_words)}"
+
         train(config, directory, preemption)
         distributed.finish()
 
@@ -48,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def train(config: Config, directory: str, preemption: Preemption) -> None:
-    """The whole run. Everything that a restart needs is under `directory`."""
+    """Train one run from start to end. Everything that a restart needs is under `directory`."""
     # Imported here: a mistake in the configuration is answered before JAX has started.
     from mujica_jax.methods.setup import open_training
     from mujica_jax.report.results import closing_table, question_tree, summary_dict
@@ -56,7 +63,9 @@ def train(config: Config, directory: str, preemption: Preemption) -> None:
     from mujica_jax.trajectories.store import SUMMARY
 
     with open_training(config, run_path(directory), preemption) as run:
-        phases = tuple(result.row for result in implementation(config.method)(run))
+        method = implementation(config.method)
+        phases = tuple(result.row for result in method(run))
+
         summary = summary_dict(
             phases,
             task=run.task.name,
@@ -67,9 +76,11 @@ def train(config: Config, directory: str, preemption: Preemption) -> None:
         )
         if distributed.is_primary():
             run.store.write_json_once(SUMMARY, summary)
+
         run.progress.show(closing_table(phases))
-        if solved := run.solved_question(phases[-1].name):
-            run.progress.show(question_tree(*solved))
+        solved_question = run.solved_question(phases[-1].name)
+        if solved_question:
+            run.progress.show(question_tree(*solved_question))
         run.progress.line(f"policies, predictions and metrics: {directory}")
 
 

@@ -3,26 +3,26 @@
 import dataclasses
 from typing import ClassVar, Literal
 
+from mujica_jax.config.bounds import PositiveInt
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AgentLimits:
-    """Each with its unit."""
+    """Limits of an agent."""
 
     environments: ClassVar[tuple[str, ...]] = ("graph", "text")  # what it can search
-    max_turn_tokens: int  # tokens one model turn may generate
-    max_trajectory_tokens: int  # tokens a conversation may hold, context included
-    max_observation_tokens: (
-        int  # tokens of materials shown to a model at once; further materials are left out
-    )
+    max_turn_tokens: PositiveInt  # tokens one model turn may generate
+    max_trajectory_tokens: PositiveInt  # tokens a conversation may hold, context included
+    # tokens of materials shown to a model at once; further materials are left out
+    max_observation_tokens: PositiveInt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptedAgent(AgentLimits):
-    """With a choice of prompts."""
+    """An agent with a choice of prompts."""
 
-    prompt: Literal[
-        "brief", "zero_shot", "few_shot"
-    ]  # brief: one line, for models that were trained on the format
+    # brief: one line, for models that were trained on the format
+    prompt: Literal["brief", "zero_shot", "few_shot"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,9 @@ class MujicaConfig(PromptedAgent):
 
     kind: Literal["mujica"] = "mujica"
     implementation: ClassVar[str] = "mujica_jax.agents.mujica:Mujica"
-    max_iterations: int  # planner turns before the episode ends without an answer
-    max_searches_per_turn: (
-        int  # sub-questions a planner may ask at once; a turn with more ends the episode
-    )
+    max_iterations: PositiveInt  # planner turns before the episode ends without an answer
+    # sub-questions a planner may ask at once; a turn with more ends the episode
+    max_searches_per_turn: PositiveInt
     # Tags and prompts of planner and workers: Mujica's own, or those of EviPath's tables 8 to 11. A
     # policy knows the one that it was trained on.
     protocol: Literal["mujica", "evipath"] = "mujica"
@@ -52,7 +51,7 @@ class SingleConfig(PromptedAgent):
     implementation: ClassVar[str] = "mujica_jax.agents.single:Single"
     environments: ClassVar[tuple[str, ...]] = ("text",)
     style: Literal["reflect", "search_r1"] = "reflect"  # the tags of its turns
-    max_searches: int = 4  # before the episode ends without an answer
+    max_searches: PositiveInt = 4  # before the episode ends without an answer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -62,7 +61,7 @@ class DecexConfig(PromptedAgent):
     kind: Literal["decex"] = "decex"
     implementation: ClassVar[str] = "mujica_jax.agents.decex:Decex"
     environments: ClassVar[tuple[str, ...]] = ("text",)
-    max_iterations: int = 4  # T, sub-questions before the final answer
+    max_iterations: PositiveInt = 4  # T, sub-questions before the final answer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,32 +98,32 @@ class SkrConfig(BaselineConfig):
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IterRetGenConfig(BaselineConfig):
     kind: Literal["iter_retgen"] = "iter_retgen"
-    max_searches: int = 2  # rounds of searching and answering, the first one included
+    max_searches: PositiveInt = 2  # rounds of searching and answering, the first one included
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IrcotConfig(BaselineConfig):
     kind: Literal["ircot"] = "ircot"
-    max_searches: int = 4  # at most; then it answers
+    max_searches: PositiveInt = 4  # at most; then it answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchO1Config(BaselineConfig):
     kind: Literal["search_o1"] = "search_o1"
-    max_searches: int = 4  # at most; then it answers
+    max_searches: PositiveInt = 4  # at most; then it answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReactConfig(BaselineConfig):
     kind: Literal["react"] = "react"
-    max_searches: int = 5  # at most; then it answers
+    max_searches: PositiveInt = 5  # at most; then it answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlareConfig(BaselineConfig):
     kind: Literal["flare"] = "flare"
-    max_searches: int = 4  # at most; then sentences stay as they are
-    max_sentences: int = 8  # of an answer with its reasons
+    max_searches: PositiveInt = 4  # at most; then sentences stay as they are
+    max_sentences: PositiveInt = 8  # of an answer with its reasons
     min_probability: float = 0.4  # of a token; a sentence with a less likely one is searched for
 
 

@@ -18,30 +18,30 @@ _log = logging.getLogger(__name__)
 
 
 def cache_folder(
-    of: Literal["searches", "compiled", "buckets", "checkpoints", "questions", "verdicts"],
+    name: Literal["searches", "compiled", "buckets", "checkpoints", "questions", "verdicts"],
 ) -> Path:
     """Return a folder that exists and can be written."""
-    named = os.environ.get("XDG_CACHE_HOME")  # one that is empty counts as none
+    configured_root = os.environ.get("XDG_CACHE_HOME")  # an empty value counts as none
     try:
-        root = Path(named) if named else Path.home() / ".cache"
-        folder = root / "mujica_jax" / of
+        root = Path(configured_root) if configured_root else Path.home() / ".cache"
+        folder = root / "mujica_jax" / name
         folder.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:
-        return _temporary_folder(of, reason=str(error))
+        return _temporary_folder(name, reason=str(error))
     if not os.access(folder, os.W_OK | os.X_OK):
-        return _temporary_folder(of, reason=f"{folder} is not writable")
+        return _temporary_folder(name, reason=f"{folder} is not writable")
     return folder
 
 
 @functools.cache
-def _temporary_folder(of: str, *, reason: str) -> Path:
+def _temporary_folder(name: str, *, reason: str) -> Path:
     """Make a folder for this process. One line on the console says that nothing is kept."""
-    folder = Path(tempfile.mkdtemp(prefix=f"mujica_jax-{of}-"))
+    folder = Path(tempfile.mkdtemp(prefix=f"mujica_jax-{name}-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     _log.warning(
         "the cache of %s cannot be kept (%s): it is made again at each start; set XDG_CACHE_HOME "
         "to a folder that you may write to",
-        of,
+        name,
         reason,
     )
     return folder

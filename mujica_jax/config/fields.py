@@ -1,48 +1,87 @@
-"""Fields of a configuration by their dotted names: what each may be, said in one sentence."""
+"""Check the fields of a configuration. An error names the field, its value and what it may be."""
 
 import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
+from mujica_jax.config.bounds import Bound, above, at_least
 from mujica_jax.config.remote import RemoteConfig
 from mujica_jax.errors import UserError
 
+# Checked only where an endpoint is given.
+REMOTE_BOUNDS = {
+    "concurrency": at_least(1),
+    "timeout_seconds": above(0),
+    "deadline_seconds": above(0),
+}
+
 
 def check_types(config: Any, section: str = "") -> None:
-    """A flag has the type of its field, and is one of its choices; what a configuration file says
-    need not."""
+    """Check that every value has the type of its field and is one of its choices.
+
+    Flags are checked when they are parsed. A configuration file may say anything."""
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
-        name, hint, value = section + field.name, hints[field.name], getattr(config, field.name)
-        is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-        options = typing.get_args(hint) if is_union else (hint,)
+        name = section + field.name
+        value = getattr(config, field.name)
+        options = union_members(hints[field.name])
         if not any(_fits(value, option) for option in options):
-            what = " or ".join(map(_shown, options))
+            types_in_words = " or ".join(_in_words(option) for option in options)
             raise UserError(
-                f"{name} is {value!r} and must be {what}: change it in the configuration"
+                f"{name} is {value!r} and must be {types_in_words}: change it in the configuration"
             )
         if dataclasses.is_dataclass(value):
             check_types(value, f"{name}.")
 
 
+def check_bounds(config: Any, section: str = "") -> None:
+    """Check every number against the bounds in the type of its field (`bounds.py`)."""
+    hints = typing.get_type_hints(type(config), include_extras=True)
+    for field in dataclasses.fields(config):
+        name = section + field.name
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            check_bounds(value, section=f"{name}.")
+        elif value is not None:
+            for bound in _bounds(hints[field.name]):
+                _check_number(name, value, bound.holds, bound.words)
+
+
+def _bounds(hint: Any) -> Iterator[Bound]:
+    """Yield the bounds of a field's type, as in `Annotated[int, at_least(1)] | None`."""
+    for option in union_members(hint):
+        for annotation in getattr(option, "__metadata__", ()):
+            if isinstance(annotation, Bound):
+                yield annotation
+
+
+def union_members(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself."""
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    return typing.get_args(hint) if is_union else (hint,)
+
+
 def _fits(value: Any, hint: Any) -> bool:
-    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    """Return whether a value has this type. A `float` may be written as an integer."""
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin is Literal:
-        return value in options
-    if origin is tuple and isinstance(value, tuple) and options[-1] is not ...:
-        return len(value) == len(options) and all(map(_fits, value, options))
-    if hint in (int, float):
-        return isinstance(value, (int, float) if hint is float else int) and not isinstance(
-            value, bool
-        )
+        return value in arguments
+    if origin is tuple and isinstance(value, tuple) and arguments[-1] is not ...:
+        return len(value) == len(arguments) and all(map(_fits, value, arguments))
+    if hint is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if hint is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
     kind = origin or hint
     return not isinstance(kind, type) or kind is Any or isinstance(value, kind)
 
 
-def _shown(hint: Any) -> str:
+def _in_words(hint: Any) -> str:
+    """Return a type as an error names it."""
     if typing.get_origin(hint) is Literal:
         return f"one of {', '.join(map(str, typing.get_args(hint)))}"
     if hint is types.NoneType:
@@ -50,33 +89,37 @@ def _shown(hint: Any) -> str:
     return str(hint) if typing.get_origin(hint) else getattr(hint, "__name__", str(hint))
 
 
-def check_least(config: Any, least_of: Mapping[str, int | float]) -> None:
-    for name, least in least_of.items():
-        require(config, name, lambda value, least=least: value >= least, f"at least {least}")
+def require(config: Any, name: str, holds: Callable[[float], bool], words: str) -> None:
+    """Check that a field's value is a finite number for which `holds` is true. `words` say it in
+    the error. A kind of section that lacks the field passes."""
+    value = field_value(config, name)
+    if value is not ...:
+        _check_number(name, value, holds, words)
 
 
-def require(config: Any, name: str, holds: Callable[[float], bool], what: str) -> None:
-    if (value := field_value(config, name)) is ...:
-        return
-    if not (isinstance(value, int | float) and math.isfinite(value) and holds(value)):
+def _check_number(name: str, value: Any, holds: Callable[[float], bool], words: str) -> None:
+    is_finite_number = isinstance(value, int | float) and math.isfinite(value)
+    if not (is_finite_number and holds(value)):
         raise UserError(
-            f"{name} is {value!r} and must be {what}: change it in the configuration or pass "
+            f"{name} is {value!r} and must be {words}: change it in the configuration or pass "
             f"{flag_of(name)}"
         )
 
 
 def field_value(config: Any, name: str) -> Any:
-    """`...` where it is of a section of several kinds, and this kind has no such field."""
+    """Return the value of a field by its dotted name; `...` if this kind of section lacks it."""
     section, _, field = name.rpartition(".")
-    return getattr(getattr(config, section) if section else config, field, ...)
+    owner = getattr(config, section) if section else config
+    return getattr(owner, field, ...)
 
 
 def flag_of(name: str) -> str:
+    """Return the flag that sets a field."""
     return "--" + name.replace("_", "-")
 
 
 def check_remote(remote: RemoteConfig, section: str = "remote") -> None:
-    """An endpoint is described wholly, or not at all."""
+    """Check that an endpoint is described wholly, or not at all."""
     if remote.base_url is None:
         for field in dataclasses.fields(remote):
             if getattr(remote, field.name) != field.default:
@@ -92,10 +135,7 @@ def check_remote(remote: RemoteConfig, section: str = "remote") -> None:
                 f"--{section}.base-url is {remote.base_url} and --{section}.{name} is not given: "
                 "an endpoint needs both"
             )
-    for name, least in (("concurrency", 1), ("timeout_seconds", 0), ("deadline_seconds", 0)):
+    for name, bound in REMOTE_BOUNDS.items():
         value = getattr(remote, name)
-        if not (math.isfinite(value) and value >= least and value > 0):
-            raise UserError(
-                f"{flag_of(f'{section}.{name}')} is {value} and must be "
-                f"{'at least 1' if least else 'above 0'}"
-            )
+        if not (math.isfinite(value) and bound.holds(value)):
+            raise UserError(f"{flag_of(f'{section}.{name}')} is {value} and must be {bound.words}")

@@ -13,7 +13,6 @@ import dataclasses
 import importlib
 import importlib.util
 import sys
-import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import tyro
 
-from mujica_jax.config.fields import check_types, flag_of
+from mujica_jax.config.fields import check_types, flag_of, union_members
 from mujica_jax.config.schema import Config
 from mujica_jax.config.tasks import STORED_WITHOUT
 from mujica_jax.errors import UserError, nearest
@@ -34,35 +33,48 @@ Section = TypeVar("Section")
 
 
 def command_line(arguments: Sequence[str], *, default: str) -> Config:
-    """`[FILE] [flags]` -> Config. FILE is a path or the name of a file in configs/."""
+    """Return the Config of a command line `[FILE] [flags]`.
+
+    FILE is a path or the name of a file in configs/."""
     words = list(arguments)
     name = take_file(words) or default
     return override(load_config(name), words, prog=f"python -m mujica_jax.train {name}")
 
 
 def take_file(words: list[str]) -> str | None:
-    """Remove the configuration from a command line: the first word if no flag, or a `.py` that is
-    no flag's value."""
+    """Remove the configuration's name from a command line, and return it.
+
+    It is the first word, unless that is a flag, or a `.py` file that is no flag's value."""
     if words and not words[0].startswith("-"):
         return words.pop(0)
-    for place in range(1, len(words)):
-        before, word = words[place - 1], words[place]
-        if (
-            word.endswith(".py")
-            and not word.startswith("-")
-            and (not before.startswith("-") or "=" in before)
-        ):
-            return words.pop(place)
+    for index in range(1, len(words)):
+        is_file = words[index].endswith(".py") and not words[index].startswith("-")
+        # `--flag value` takes the next word as its value; `--flag=value` does not.
+        previous = words[index - 1]
+        is_flag_value = previous.startswith("-") and "=" not in previous
+        if is_file and not is_flag_value:
+            return words.pop(index)
     return None
 
 
 def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section:
-    """The dataclass with the fields that flags name replaced."""
+    """Return the dataclass with the fields replaced that flags name.
+
+    Tyro parses the flags. Three things that it cannot do come first."""
     words = list(arguments)
     for section, kinds in _sections_with_kinds(type(values)).items():
+        # Flags of the last release get their new names.
         words = _with_new_names(words, section, kinds.values())
-        values = _of_kind(values, section, kinds, words)
-    words = _with_true(words, set(_true_or_false("", values)))
+
+        # `--section.kind NAME` is taken out, and the section becomes one of that kind.
+        named_kind = take_flag(words, f"--{section}.kind")
+        kind = getattr(values, section).kind if named_kind is None else named_kind
+        _check_kind(section, kind, kinds, words)
+        values = _of_kind(values, section, kinds[kind])
+
+    # `--flag` without a value means `--flag True`.
+    words = _with_true(words, flags=set(_true_or_false("", values)))
+
     return tyro.cli(
         tyro.conf.AvoidSubcommands[type(values)],
         args=words,
@@ -75,9 +87,9 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
 def _with_true(words: Sequence[str], flags: Collection[str]) -> list[str]:
     """Return the command line with True behind each of these flags that has no value."""
     complete: list[str] = []
-    for place, word in enumerate(words):
+    for index, word in enumerate(words):
         complete.append(word)
-        has_value = place + 1 < len(words) and not words[place + 1].startswith("--")
+        has_value = index + 1 < len(words) and not words[index + 1].startswith("--")
         if word.replace("_", "-") in flags and not has_value:
             complete.append("True")
     return complete
@@ -95,13 +107,16 @@ def _true_or_false(prefix: str, section: Any) -> Iterator[str]:
 
 
 def of_kind(config: Config, section: str, kind: str) -> Config:
-    """With a section of another kind: what both have keeps the value that was chosen, the rest has
-    its default."""
-    changed = _of_kind(
-        config, section, _sections_with_kinds(type(config))[section], [f"--{section}.kind", kind]
-    )
-    for field in dataclasses.fields(getattr(changed, section)):
-        if getattr(getattr(changed, section), field.name) is tyro.MISSING:
+    """Return the configuration with a section of another kind.
+
+    Fields that both kinds have keep a value that was chosen. The others have their default."""
+    kinds = _sections_with_kinds(type(config))[section]
+    _check_kind(section, kind, kinds, words=[])
+    changed = _of_kind(config, section, kinds[kind])
+
+    new_section = getattr(changed, section)
+    for field in dataclasses.fields(new_section):
+        if getattr(new_section, field.name) is tyro.MISSING:
             raise UserError(
                 f"{section} {kind} needs {field.name}, which {section}.kind "
                 f"{getattr(config, section).kind} has not: begin with --{section}.kind {kind}"
@@ -110,12 +125,8 @@ def of_kind(config: Config, section: str, kind: str) -> Config:
 
 
 def load_config(name: str | Path) -> Config:
-    """The Config of a file: a path, or a name in configs/ with or without `.py`."""
-    known = {path.stem: path for path in sorted(CONFIG_FOLDER.glob("*.py"))}
-    path = Path(name) if Path(name).suffix == ".py" and Path(name).is_file() else None
-    path = path or known.get(str(Path(name)).removeprefix("configs/").removesuffix(".py"))
-    if path is None:
-        raise UserError(f"there is no configuration {name}: {nearest(Path(name).stem, known)}")
+    """Return the Config of a file: a path, or a name in configs/ with or without `.py`."""
+    path = _config_path(name)
     spec = importlib.util.spec_from_file_location(f"mujica_config_{path.stem}", path)
     assert spec is not None and spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
@@ -138,13 +149,25 @@ def load_config(name: str | Path) -> Config:
     return config
 
 
+def _config_path(name: str | Path) -> Path:
+    """Return the path of a configuration file. Raises UserError if there is none of this name."""
+    path = Path(name)
+    if path.suffix == ".py" and path.is_file():
+        return path
+    installed = {file.stem: file for file in sorted(CONFIG_FOLDER.glob("*.py"))}
+    stem = str(path).removeprefix("configs/").removesuffix(".py")
+    if stem not in installed:
+        raise UserError(f"there is no configuration {name}: {nearest(path.stem, installed)}")
+    return installed[stem]
+
+
 def implementation(section: Any) -> Callable[..., Any]:
-    """What a section of several kinds names as its implementation, imported now."""
-    sentence = (
+    """Import and return the implementation that a section of several kinds names."""
+    return _imported(
+        section.implementation,
         f"the implementation of {section.kind} is {section.implementation!r} and is not there; its "
-        "section must name"
+        "section must name it as module:function",
     )
-    return _imported(section.implementation, f"{sentence} it as module:function")
 
 
 def named_object(place: str, *, setting: str) -> Callable[..., Any]:
@@ -179,40 +202,51 @@ def _imported(place: str, sentence: str) -> Any:
 
 
 def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
-    """A config dataclass from what `dataclasses.asdict` made of it, read back from JSON.
+    """Return the config dataclass that `dataclasses.asdict` and JSON made these values of.
 
     Raises UserError naming a field that this program does not know or that is missing.
     """
-    hints = typing.get_type_hints(kind)
-    known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
-    renamed = getattr(kind, "renamed", {})
-    values = {renamed.get(name, name): value for name, value in values.items()}
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+
+    # Fields of the last release get their new names.
+    new_names = getattr(kind, "renamed", {})
+    values = {new_names.get(name, name): value for name, value in values.items()}
     for name in values:
-        if name not in known:
-            raise UserError(f"{kind.__name__} has no field {name}: {nearest(name, sorted(known))}")
-    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if name not in fields:
+            raise UserError(f"{kind.__name__} has no field {name}: {nearest(name, sorted(fields))}")
+
+    # Fields that are younger than the stored configuration get the value of that time.
+    for field in fields.values():
         if STORED_WITHOUT in field.metadata:
             values = {field.name: field.metadata[STORED_WITHOUT], **values}
+
+    hints = typing.get_type_hints(kind)
+    restored = {
+        name: _value(f"{kind.__name__}.{name}", hints[name], value)
+        for name, value in values.items()
+    }
     try:
-        return kind(
-            **{
-                name: _value(f"{kind.__name__}.{name}", hints[name], value)
-                for name, value in values.items()
-            }
-        )
+        return kind(**restored)
     except TypeError as error:
         raise UserError(f"{kind.__name__} cannot be read back: {error}") from error
 
 
 def _value(name: str, hint: Any, value: Any) -> Any:
-    options = _options(hint)
-    if isinstance(value, list) and any(typing.get_origin(option) is tuple for option in options):
+    """Return the value of one field as its type has it: a tuple for a list, a section for an
+    object."""
+    options = union_members(hint)
+    has_tuple = any(typing.get_origin(option) is tuple for option in options)
+    if isinstance(value, list) and has_tuple:
         return tuple(value)
+
+    # A field of single values.
     sections = [option for option in options if _is_section(option)]
     if not sections and isinstance(value, Mapping):
         raise UserError(f"{name} is {value} and must be a single value")
     if not sections:
         return value
+
+    # A section, which may be one of several kinds.
     if not isinstance(value, Mapping):
         fields = " or ".join(f"the fields of {section.__name__}" for section in sections)
         raise UserError(f"{name} is {value} and must be an object with {fields}")
@@ -221,11 +255,6 @@ def _value(name: str, hint: Any, value: Any) -> Any:
     if kind not in kinds:
         raise UserError(f"there is no kind {kind}: {nearest(kind, kinds.keys())}")
     return from_dict(kinds[kind], value)
-
-
-def _options(hint: Any) -> tuple[Any, ...]:
-    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    return typing.get_args(hint) if is_union else (hint,)
 
 
 def _is_section(option: Any) -> TypeGuard[type]:
@@ -248,13 +277,14 @@ def _kind_of(section: type) -> str:
 
 
 def _sections_with_kinds(config: type) -> dict[str, dict[str, type]]:
-    """Section -> kind -> dataclass."""
-    found = {}
+    """Return the dataclass of each kind, for each section of several kinds."""
+    sections: dict[str, dict[str, type]] = {}
     for name, hint in typing.get_type_hints(config).items():
-        members = {_kind_of(option): option for option in _options(hint) if _is_section(option)}
-        if members and "" not in members:
-            found[name] = members
-    return found
+        members = [option for option in union_members(hint) if _is_section(option)]
+        kinds = {_kind_of(member): member for member in members}
+        if kinds and "" not in kinds:
+            sections[name] = kinds
+    return sections
 
 
 def _with_new_names(words: Sequence[str], section: str, kinds: Iterable[type]) -> list[str]:
@@ -272,62 +302,68 @@ def _with_new_names(words: Sequence[str], section: str, kinds: Iterable[type]) -
     return renamed_words
 
 
-def _of_kind(values: Section, section: str, kinds: Mapping[str, type], words: list[str]) -> Section:
-    """`values` with the section of the kind that a flag names, which is taken out of `words`."""
-    current = getattr(values, section)
-    kind = take_flag(words, f"--{section}.kind")
-    kind = current.kind if kind is None else kind
+def _check_kind(section: str, kind: str, kinds: Mapping[str, type], words: Sequence[str]) -> None:
+    """Check that there is this kind, and that no flag sets a field that only other kinds have."""
     if kind not in kinds:
         raise UserError(
             f"--{section}.kind is {kind} and there is none of this name: "
             f"{nearest(kind, kinds.keys())}"
         )
-    fields = _fields(kinds[kind])
     for word in words:
+        if not word.startswith(f"--{section}."):
+            continue
         name = word.partition("=")[0].removeprefix(f"--{section}.").replace("-", "_")
         owners = [other for other, member in kinds.items() if name in _fields(member)]
-        if word.startswith(f"--{section}.") and name not in fields and owners:
+        if owners and kind not in owners:
             raise UserError(
                 f"--{section}.{name.replace('_', '-')} is a field of {section}.kind "
                 f"{' and '.join(owners)}, and {section}.kind is {kind}: leave it out, or add "
                 f"--{section}.kind {owners[0]}"
             )
-    if kind == current.kind:
+
+
+def _of_kind(values: Section, section: str, new_kind: type) -> Section:
+    """Return `values` with the section of another kind. A field without a value is MISSING."""
+    old_section = getattr(values, section)
+    if old_section.kind == _kind_of(new_kind):
         return values
-    defaults, defaults_before = _defaults(kinds[kind]), _defaults(type(current))
-    shared = {name: getattr(current, name) for name in fields & _fields(type(current)) - {"kind"}}
-    # What nobody chose gives way to what the new kind says.
-    kept = {
-        name: value
-        for name, value in shared.items()
-        if name not in defaults or value != defaults_before.get(name, tyro.MISSING)
-    }
-    required = {
-        name: tyro.MISSING
-        for name in fields - {"kind"}
-        if name not in defaults and name not in kept
-    }
-    return dataclasses.replace(values, **{section: kinds[kind](**kept, **required)})  # type: ignore[type-var]
+
+    new_defaults = _defaults(new_kind)
+    old_defaults = _defaults(type(old_section))
+    new_fields = _fields(new_kind) - {"kind"}
+
+    # Fields of both kinds keep a value that was chosen; a mere default gives way to the new one.
+    fields: dict[str, Any] = {}
+    for name in new_fields & _fields(type(old_section)):
+        value = getattr(old_section, name)
+        was_chosen = value != old_defaults.get(name, tyro.MISSING)
+        if was_chosen or name not in new_defaults:
+            fields[name] = value
+
+    # What has neither a value nor a default has to be given by a flag.
+    for name in new_fields:
+        if name not in new_defaults and name not in fields:
+            fields[name] = tyro.MISSING
+
+    return dataclasses.replace(values, **{section: new_kind(**fields)})  # type: ignore[type-var]
 
 
 def _defaults(section: type) -> dict[str, Any]:
+    """Return the fields that have a default, with it."""
     return {
-        f.name: f.default
-        for f in dataclasses.fields(section)
-        if f.default is not dataclasses.MISSING
+        field.name: field.default
+        for field in dataclasses.fields(section)
+        if field.default is not dataclasses.MISSING
     }
 
 
 def take_flag(words: list[str], flag: str) -> str | None:
-    """Remove `flag VALUE` or `flag=VALUE` from a command line; the last one counts."""
-    value = None
-    for place in reversed(range(len(words))):
-        if words[place].startswith(f"{flag}="):
-            given = words.pop(place).partition("=")[2]
-        elif words[place] == flag and place + 1 < len(words):
-            given = words[place + 1]
-            del words[place : place + 2]
-        else:
-            continue
-        value = given if value is None else value
-    return value
+    """Remove each `flag VALUE` and `flag=VALUE` from a command line, and return the last value."""
+    values = []  # from the last one to the first
+    for index in reversed(range(len(words))):
+        if words[index].startswith(f"{flag}="):
+            values.append(words.pop(index).partition("=")[2])
+        elif words[index] == flag and index + 1 < len(words):
+            values.append(words.pop(index + 1))
+            del words[index]
+    return values[0] if values else None

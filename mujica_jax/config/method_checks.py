@@ -1,4 +1,4 @@
-"""Whether a method's section agrees with the rest of the configuration. Called by
+"""Check that a method's section agrees with the rest of the configuration. Called by
 `checks.check`."""
 
 from mujica_jax.config.agents import DecexConfig, MujicaConfig, SingleConfig
@@ -15,22 +15,23 @@ from mujica_jax.errors import UserError
 
 
 def check_method(config: Config) -> None:
-    """Raises UserError."""
-    method, kind, control = config.method, config.method.kind, config.eval.control
-    if not isinstance(method, MygoConfig) and config.sampling.workers == "external":
+    """Check the section of the method, and those that only some methods use. Raises UserError."""
+    method = config.method
+    is_mygo = isinstance(method, MygoConfig)
+    if config.sampling.workers == "external" and not is_mygo:
         raise UserError(
-            f"sampling.workers is external and method.kind {kind}: workers sample for mygo alone, "
-            "so give --sampling.workers internal"
+            f"sampling.workers is external and method.kind {method.kind}: workers sample for mygo "
+            "alone, so give --sampling.workers internal"
         )
-    if (
-        control
-        and not config.warmup.steps
-        and not (isinstance(method, MygoConfig) and has_script(config))
-    ):
+
+    # The control learns the demonstrations of the warm-up, or those that a script plays for MyGO.
+    has_demonstrations = config.warmup.steps or (is_mygo and has_script(config))
+    if config.eval.control and not has_demonstrations:
         raise UserError(
             "eval.control is True and warmup.steps 0: the control learns the warm-up's "
             "demonstrations, so give warmup.steps, or --eval.control False"
         )
+
     match method:
         case MygoConfig():
             _check_mygo(config, method)
@@ -40,6 +41,7 @@ def check_method(config: Config) -> None:
             _check_evipath(config, method)
         case DecexTreeConfig():
             _check_trees(config, method)
+
     if config.reward == "staged":
         _check_staged(config.staged)
     check_remote(config.judge, "judge")
@@ -66,9 +68,9 @@ def _check_judge(config: Config) -> None:
     """Check that a reward which asks a judge has one, and a method that can wait for it."""
     if not needs_judge(config.reward, config.staged):
         return
-    correctness = (
-        f" with staged.correctness {config.staged.correctness}" if config.reward == "staged" else ""
-    )
+    correctness = ""
+    if config.reward == "staged":
+        correctness = f" with staged.correctness {config.staged.correctness}"
     if config.judge.base_url is None:
         raise UserError(
             f"reward is {config.reward}{correctness}, which asks a judge, and judge.base_url is "
@@ -106,27 +108,31 @@ def check_log_probabilities(config: Config) -> None:
 
 
 def has_script(config: Config) -> bool:
-    """Whether demonstrations of the agent are played by a script."""
+    """Return whether a script plays the demonstrations of the agent."""
     return config.warmup.source == "scripted" and isinstance(
         config.agent, MujicaConfig | SingleConfig | DecexConfig
     )
 
 
 def _check_policy_gradient(config: Config, method: PolicyGradientConfig) -> None:
-    """What a policy gradient is measured against can be had."""
-    if method.overlong_tokens and not 0 < method.overlong_cache_tokens <= method.overlong_tokens:
+    """Check the length punishment, the rows of an update, and that policy 0 stays if it is read."""
+    is_cache_valid = 0 < method.overlong_cache_tokens <= method.overlong_tokens
+    if method.overlong_tokens and not is_cache_valid:
         raise UserError(
             f"method.overlong_cache_tokens is {method.overlong_cache_tokens} and "
             f"method.overlong_tokens {method.overlong_tokens}: give from 1 to that many, or "
             "--method.overlong-tokens 0"
         )
-    parts = config.trainer.data * config.trainer.fsdp * config.trainer.accumulation_steps
+
+    trainer = config.trainer
+    parts = trainer.data * trainer.fsdp * trainer.accumulation_steps
     if method.rows_per_update % parts:
         raise UserError(
             f"method.rows_per_update {method.rows_per_update} cannot be split over data x fsdp x "
             f"accumulation_steps = {parts}: use a multiple of {parts}, or 0 for "
             "trainer.rows_per_step"
         )
+
     if method.kl_coefficient and config.keep_policies:
         raise UserError(
             f"method.kl_coefficient is {method.kl_coefficient}, which measures the distance to "
@@ -136,29 +142,34 @@ def _check_policy_gradient(config: Config, method: PolicyGradientConfig) -> None
 
 
 def _check_mygo(config: Config, method: MygoConfig) -> None:
-    """MyGO can keep what it is asked to keep."""
-    kept = config.keep_policies
-    lags = {"asynchronous": 2, "offline": method.rounds + 1}.get(method.schedule, 1)
-    if 0 < kept < lags:
+    """Check that MyGO keeps the policies that sample, and that its numbers can be reached."""
+    # How many policies a schedule needs: the newest one samples, the one before it, or the first.
+    needed_policies = 1
+    if method.schedule == "asynchronous":
+        needed_policies = 2
+    elif method.schedule == "offline":
+        needed_policies = method.rounds + 1
+    if 0 < config.keep_policies < needed_policies:
         raise UserError(
-            f"keep_policies is {kept} and method.schedule {method.schedule} samples by older "
-            f"policies: keep at least {lags}, or all with 0"
+            f"keep_policies is {config.keep_policies} and method.schedule {method.schedule} "
+            f"samples by older policies: keep at least {needed_policies}, or all with 0"
         )
+
     if method.keep_per_question > method.max_attempts:
         raise UserError(
             f"method.keep_per_question is {method.keep_per_question} and method.max_attempts "
             f"{method.max_attempts}: no question has more trajectories than attempts, so lower the "
             "first or raise the second"
         )
-    best = (
-        float(config.staged.answer) + float(config.staged.format)
-        if config.reward == "staged"
-        else 1.0
-    )  # rewards/
-    if not 0 <= method.initial_threshold <= best:
+
+    # As in rewards/, which stands above this folder.
+    best_reward = 1.0
+    if config.reward == "staged":
+        best_reward = float(config.staged.answer) + float(config.staged.format)
+    if not 0 <= method.initial_threshold <= best_reward:
         raise UserError(
             f"method.initial_threshold is {method.initial_threshold} and the best reward is "
-            f"{best:g}: give a K from 0 to {best:g}"
+            f"{best_reward:g}: give a K from 0 to {best_reward:g}"
         )
 
 
@@ -173,6 +184,7 @@ def _check_evipath(config: Config, method: EviPathConfig) -> None:
     require(config, "method.threshold", lambda value: 0 <= value <= 1, "between 0 and 1")
     _check_teacher(method)
     check_remote(method.remote, "method.remote")
+
     if method.distractors == "retrieved" and method.mode != "abductive":
         raise UserError(
             f"method.distractors is retrieved and method.mode {method.mode}, where the worker "
@@ -184,15 +196,16 @@ def _check_evipath(config: Config, method: EviPathConfig) -> None:
             f"method.trajectories is {method.trajectories} and sampling.questions_per_round "
             f"{questions}: a question has one trajectory, so lower the first or raise the second"
         )
-    from_scratch = method.teacher == "policy" and config.init is None
-    if from_scratch and method.mode != "deductive" and not is_taught(config):
+
+    is_from_scratch = method.teacher == "policy" and config.init is None
+    if is_from_scratch and method.mode != "deductive" and not is_taught(config):
         raise UserError(
             f"method.mode is {method.mode}, and warmup.steps {config.warmup.steps}, warmup.source "
             f"{config.warmup.source}: a policy from scratch reads the teacher's prompts where a "
             "scripted warm-up shows them, so give --warmup.steps, choose deductive, or name a "
             "checkpoint with --init"
         )
-    if from_scratch and method.mode == "no_evidence":
+    if is_from_scratch and method.mode == "no_evidence":
         raise UserError(
             "method.mode is no_evidence, and the warm-up shows a policy from scratch the prompts "
             "with evidence alone: choose abductive or deductive, or name a checkpoint with --init"
@@ -228,6 +241,7 @@ def _check_teacher(method: EviPathConfig) -> None:
             f"{method.teacher}: it is the limit of a second checkpoint, so add --method.teacher "
             "checkpoint, or leave it out"
         )
+
     if method.teacher != "scripted":
         return
     if method.mode != "abductive":
@@ -281,15 +295,17 @@ def check_pairs(config: Config) -> None:
     method = config.method
     if not isinstance(method, DecexTreeConfig) or not _learns_pairs(method):
         return
-    conversation = config.agent.max_trajectory_tokens
-    row = config.trainer.row_tokens
-    if row < 2 * conversation:
+    max_tokens = config.agent.max_trajectory_tokens
+    row_tokens = config.trainer.row_tokens
+    if row_tokens < 2 * max_tokens:
         raise UserError(
-            f"trainer.row_tokens is {row} and agent.max_trajectory_tokens {conversation}: a row "
-            "holds both conversations of a preference pair, so give --trainer.row-tokens "
-            f"{2 * conversation}, --agent.max-trajectory-tokens {row // 2}, or --method.dpo False"
+            f"trainer.row_tokens is {row_tokens} and agent.max_trajectory_tokens {max_tokens}: a "
+            "row holds both conversations of a preference pair, so give --trainer.row-tokens "
+            f"{2 * max_tokens}, --agent.max-trajectory-tokens {row_tokens // 2}, or --method.dpo "
+            "False"
         )
 
 
 def _learns_pairs(method: DecexTreeConfig) -> bool:
+    """Return whether DPO learns any pair of the trees."""
     return method.dpo and (method.decision_pairs or method.execution_pairs)

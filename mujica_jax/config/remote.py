@@ -8,9 +8,8 @@ from typing import Literal
 class RemoteConfig:
     """A model behind an OpenAI-compatible endpoint, which writes in the place of a checkpoint."""
 
-    base_url: str | None = (
-        None  # what stands before /completions or /chat/completions, as in http://localhost:8000/v1
-    )
+    # what stands before /completions or /chat/completions, as in http://localhost:8000/v1
+    base_url: str | None = None
     model: str | None = None  # its name at the endpoint
     # completions: token ids there and back, for vLLM and what speaks like it; chat: messages there,
     # text back, for everything else

@@ -3,9 +3,12 @@
 import dataclasses
 from typing import Literal
 
+from mujica_jax.config.bounds import NonNegativeFloat, NonNegativeInt, PositiveInt
 from mujica_jax.config.remote import RemoteConfig
 
-STAGED, JUDGE = "staged", "judge"  # rewards with a section of their own
+# Rewards with a section of their own.
+STAGED = "staged"
+JUDGE = "judge"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,8 +18,8 @@ class StagedRewardConfig:
 
     # First round of the second stage. The paper does not say when it begins: each stage has half of
     # its 500 rounds.
-    stage_two_round: int = 251
-    beta: float = 0.3  # what a search counts
+    stage_two_round: NonNegativeInt = 251
+    beta: NonNegativeFloat = 0.3  # what a search counts
     # What says that an answer is right: an exact match under the task's rule, or the model behind
     # `judge`, as in the paper.
     correctness: Literal["exact_match", "judge"] = "exact_match"
@@ -26,7 +29,7 @@ class StagedRewardConfig:
     # What says how alike two queries are: counts of their words, or an embedder (a folder, minilm,
     # a Hugging Face name)
     embedder: str = "words"
-    max_query_words: int = 10  # of a concise query
+    max_query_words: PositiveInt = 10  # of a concise query
     format: bool = True  # without: a malformed episode earns as a well-formed one
     search: bool = True  # without: how searches are written earns nothing
     answer: bool = True  # without: answers earn nothing

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import ClassVar, Literal
 
+from mujica_jax.config.bounds import Percent, PositiveFloat, PositiveInt
+
 # Key in a field's metadata: the value to assume in a stored configuration that is older than the
 # field.
 STORED_WITHOUT = "stored_without"
@@ -13,7 +15,7 @@ DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
 class PassageSearch:
     """What is searched, and how."""
 
-    top_k: int  # materials shown to the worker
+    top_k: PositiveInt  # materials shown to the worker
     # Of passages, and of a graph's crowded entity's triples: by their words, or by embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
     # What is searched instead of the passages that data_dir holds (by BM25, in memory): a directory
@@ -38,8 +40,9 @@ class OpenDomainConfig(PassageSearch):
     environment: ClassVar[Literal["text"]] = "text"
     implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.task:build"
     data_dir: str  # folder with the official files, plain or .gz, or tfds:NAME (docs/evaluation.md)
-    dev_percent: int = 30  # share of the questions held out that are dev; the rest is test
-    max_questions: int | None = None  # of each split, the first by the hash of their ids
+    # share of the questions held out that are dev; the rest is test
+    dev_percent: Percent = 30
+    max_questions: PositiveInt | None = None  # of each split, the first by the hash of their ids
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,11 +99,11 @@ class QaldConfig:
     environment: ClassVar[Literal["graph"]] = "graph"
     implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.qald:build"
     data_dir: str  # folder with qald_10.json, plain or .gz, or tfds:qald10
-    top_k: int  # triples shown to the worker
+    top_k: PositiveInt  # triples shown to the worker
     # The graph: a directory made by `python -m mujica_jax.index build --kind graph`, or
     # sparql+https://HOST/sparql.
     index: str | None = None
-    queries_per_second: float = 10.0  # what a SPARQL endpoint is asked at most
+    queries_per_second: PositiveFloat = 10.0  # what a SPARQL endpoint is asked at most
     # How the triples of an entity that has more than top_k are ranked: by their words, or by
     # embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
@@ -108,8 +111,8 @@ class QaldConfig:
     embedder: str = DEFAULT_EMBEDDER
     # Of the questions, and of the labels of entities where the graph has them.
     language: Literal["en", "de", "zh", "ru"] = "en"
-    dev_percent: int = 30  # the rest, by the hash of the ids, is test
-    max_questions: int | None = None  # of each split, the first by the hash of their ids
+    dev_percent: Percent = 30  # the rest, by the hash of the ids, is test
+    max_questions: PositiveInt | None = None  # of each split, the first by the hash of their ids
 
 
 OpenDomain = (

@@ -69,7 +69,7 @@ class TransientError(Exception):
 
 
 class HttpClient:
-    """One address. Use from one event loop at a time."""
+    """Requests to one address. Use it from one event loop at a time."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class HttpClient:
         example: str = "http://HOST:PORT/v1",
         max_answer_bytes: int = MAX_ANSWER_BYTES,
     ) -> None:
-        """`example` is how an address of this kind is written."""
+        """Check the address and the key. `example` shows how an address of this kind is written."""
         import httpx  # 0.2 s
 
         self.url = _checked(url, example)
@@ -92,16 +92,18 @@ class HttpClient:
         self._users = 0
 
     async def post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The JSON object that comes back. Raises TransientError or RequestRefused."""
-        answer = await self.exchange(json.dumps(body), {"Content-Type": "application/json"})
-        read = _json(answer)
-        if not isinstance(read, dict):
-            shown = self.shown(answer.decode(errors="replace"))
+        """Send a JSON object and return the one that comes back.
+
+        Raises TransientError or RequestRefused."""
+        content = await self.exchange(json.dumps(body), {"Content-Type": "application/json"})
+        answer = _json(content)
+        if not isinstance(answer, dict):
+            shown = self.shown(content.decode(errors="replace"))
             raise TransientError(f"an answer that is no JSON object ({shown})", was_answered=True)
-        return read
+        return answer
 
     async def exchange(self, content: str, headers: Mapping[str, str]) -> bytes:
-        """What comes back with status 200. Raises as `post` does."""
+        """Send a request and return what comes back with status 200. Raises as `post` does."""
         import httpx
 
         try:
@@ -109,32 +111,42 @@ class HttpClient:
                 self.connected() as client,
                 client.stream("POST", self.url, content=content, headers=dict(headers)) as response,
             ):
-                answer = bytearray()
-                async for part in response.aiter_raw():
-                    answer += part
-                    if len(answer) > self._max_answer_bytes:
-                        raise PayloadTooLarge(
-                            f"{self.url} sent more than {self._max_answer_bytes:,} bytes, and no "
-                            "answer is that large: check the address"
-                        )
+                answer = await self._read_answer(response)
         except httpx.TransportError as error:
             raise TransientError(self.shown(f"{type(error).__name__}: {error}")) from error
+
         status = response.status_code
         if status in TRANSIENT_STATUSES or status >= 500:
-            said = f"status {status} ({self._message(answer)})"
-            raise TransientError(said, _retry_after(response), was_answered=status == SERVER_ERROR)
+            raise TransientError(
+                f"status {status} ({self._message(answer)})",
+                after_seconds=_retry_after(response),
+                was_answered=status == SERVER_ERROR,
+            )
         if status != 200:
-            refused = PayloadTooLarge if status == TOO_LARGE else RequestRefused
-            raise refused(
+            refusal = PayloadTooLarge if status == TOO_LARGE else RequestRefused
+            raise refusal(
                 f"{self.url} refused the request with status {status}: {self._message(answer)}",
                 status,
             )
+        return answer
+
+    async def _read_answer(self, response: "httpx.Response") -> bytes:
+        """Return the body of an answer. Raises PayloadTooLarge as soon as it is too long."""
+        answer = bytearray()
+        async for part in response.aiter_raw():
+            answer += part
+            if len(answer) > self._max_answer_bytes:
+                raise PayloadTooLarge(
+                    f"{self.url} sent more than {self._max_answer_bytes:,} bytes, and no answer is "
+                    "that large: check the address"
+                )
         return bytes(answer)
 
     @contextlib.asynccontextmanager
     async def connected(self) -> AsyncIterator["httpx.AsyncClient"]:
-        """One client for as long as anyone uses it, so that an event loop ends with no connection
-        open."""
+        """Yield one client that all users share.
+
+        The last user closes it, so that an event loop ends with no connection open."""
         import httpx
 
         if self._client is None:
@@ -157,38 +169,41 @@ class HttpClient:
                 self._client = None
                 await client.aclose()
 
-    def _message(self, answer: bytes | bytearray) -> str:
-        """What the server says of its refusal."""
-        read = _json(answer)
-        if read is None:
-            read = answer.decode(errors="replace")
+    def _message(self, answer: bytes) -> str:
+        """Return the server's reason for a refusal."""
+        message = _json(answer)
+        if message is None:
+            message = answer.decode(errors="replace")
+        # Servers nest it differently, as in {"error": {"message": ...}}.
         for name in ("error", "message", "detail"):
-            if isinstance(read, dict) and read.get(name):
-                read = read[name]
-        return self.shown(str(read)) or "without a word"
+            if isinstance(message, dict) and message.get(name):
+                message = message[name]
+        return self.shown(str(message)) or "without a word"
 
     def shown(self, text: str) -> str:
-        """One line of bounded length, without what steers a terminal and without the key."""
+        """Return text as one line of bounded length, without control characters and without the
+        key."""
         if self._key is not None:
             text = text.replace(self._key, "***")
-        line = " ".join(
-            "".join(character if character.isprintable() else " " for character in text).split()
-        )
-        return (
-            line if len(line) <= MAX_MESSAGE_CHARACTERS else f"{line[:MAX_MESSAGE_CHARACTERS]}..."
-        )
+        printable = [character if character.isprintable() else " " for character in text]
+        line = " ".join("".join(printable).split())
+        if len(line) > MAX_MESSAGE_CHARACTERS:
+            return f"{line[:MAX_MESSAGE_CHARACTERS]}..."
+        return line
 
 
-def _json(answer: bytes | bytearray) -> Any:
+def _json(content: bytes) -> Any:
+    """Return what JSON text says, or None if it is no JSON."""
     try:
-        return json.loads(answer)
+        return json.loads(content)
     except (ValueError, RecursionError):
         return None
 
 
 def _retry_after(response: "httpx.Response") -> float:
-    """Seconds that the server asks to wait: a number, or a date. 0 where it asks for nothing that
-    can be read."""
+    """Return the seconds that the server asks to wait, which it gives as a number or a date.
+
+    Return 0 if it asks for nothing that can be read."""
     value = response.headers.get("retry-after", "").strip()
     try:
         seconds = float(value)
@@ -201,14 +216,15 @@ def _retry_after(response: "httpx.Response") -> float:
     return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
 
 
-def _checked(given: str, example: str) -> str:
+def _checked(address: str, example: str) -> str:
+    """Return an address without a slash at its end. Raises UserError if it cannot be used."""
     import httpx
 
     try:
-        url = httpx.URL(given)
+        url = httpx.URL(address)
     except httpx.InvalidURL as error:
         raise UserError(
-            f"the endpoint's address {given!r} cannot be read ({error}): write it as {example}"
+            f"the endpoint's address {address!r} cannot be read ({error}): write it as {example}"
         ) from error
     if url.userinfo or url.query or url.fragment:
         raise UserError(
@@ -216,11 +232,14 @@ def _checked(given: str, example: str) -> str:
             "printed: leave them out and name an environment variable that holds the key"
         )
     if url.scheme not in ("http", "https") or not url.host:
-        raise UserError(f"the endpoint's address {given!r} names no server: write it as {example}")
+        raise UserError(
+            f"the endpoint's address {address!r} names no server: write it as {example}"
+        )
     return str(url).rstrip("/")
 
 
 def _api_key(name: str | None) -> str | None:
+    """Return the API key in the environment variable of this name. Raises UserError."""
     if name is None:
         return None
     key = os.environ.get(name, "")

@@ -1,5 +1,4 @@
-"""A request that is sent again after transient errors, with pauses that double; one deadline covers
-all of it.
+"""Send a request again after transient errors, with pauses that double and one deadline for all.
 
 What the server refuses is not sent again. Callers turn the errors of `client.py` into their own.
 """
@@ -19,9 +18,8 @@ Answer = TypeVar("Answer")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RetryPolicy:
     timeout_seconds: float = 30.0  # of one attempt
-    deadline_seconds: float = (
-        120.0  # of a request with all of its attempts and the pauses between them
-    )
+    # of a request with all of its attempts and the pauses between them
+    deadline_seconds: float = 120.0
     max_attempts: int = 6
     first_wait_seconds: float = 0.25
     max_wait_seconds: float = 10.0  # between two attempts, unless the server asks for more
@@ -38,13 +36,15 @@ async def retry(
     before_attempt: Callable[[], Awaitable[None]] | None = None,
     on_retry: Callable[[TransientError], None] = lambda error: None,
 ) -> Answer:
-    """What `attempt` returns; a TransientError of it, or its lateness, is worth another attempt.
+    """Call `attempt` until it succeeds, and return its result. Raises HttpError.
 
-    The deadline counts from `began` (now; on the monotonic clock). What `before_attempt` waits
-    counts against the deadline alone. `advice` tells the user what to check where all attempts
-    fail. Raises HttpError.
+    Another attempt follows a TransientError and one that takes too long. The deadline counts from
+    `began` (default: now), on the monotonic clock. The time that `before_attempt` waits counts
+    against the deadline alone. `advice` tells the user what to check if all attempts fail.
     """
-    deadline, made = (time.monotonic() if began is None else began) + policy.deadline_seconds, 0
+    start_time = time.monotonic() if began is None else began
+    deadline = start_time + policy.deadline_seconds
+    attempts = 0
     error: TransientError | None = None
     while True:
         try:
@@ -56,32 +56,41 @@ async def retry(
                         return await attempt()
                 except TimeoutError:
                     error = TransientError(f"no whole answer within {policy.timeout_seconds:g} s")
-                except TransientError as found:
-                    error = found
+                except TransientError as transient:
+                    error = transient
         except TimeoutError as late:
-            so_far = (
-                "no attempt ended"
-                if error is None
-                else f"{made} attempts; the last one ended with {error}"
-            )
+            so_far = "no attempt ended"
+            if error is not None:
+                so_far = f"{attempts} attempts; the last one ended with {error}"
             raise deadline_exceeded(url, policy, so_far) from late
-        made += 1
-        if made >= policy.max_attempts:
-            sentence = f"{url} failed {made} times, the last time with {error}: {advice}"
-            raise RetriesExhausted(sentence, was_answered=error.was_answered)
-        doubled = min(policy.first_wait_seconds * 2 ** (made - 1), policy.max_wait_seconds)
-        wait = max(error.after_seconds, doubled * draw.uniform(0.5, 1.5))
-        if time.monotonic() + wait >= deadline:
+
+        attempts += 1
+        if attempts >= policy.max_attempts:
+            raise RetriesExhausted(
+                f"{url} failed {attempts} times, the last time with {error}: {advice}",
+                was_answered=error.was_answered,
+            )
+
+        # The server may ask for a longer pause.
+        wait_seconds = max(error.after_seconds, _pause_seconds(policy, attempts, draw))
+        if time.monotonic() + wait_seconds >= deadline:
             so_far = (
-                f"{made} attempts; the last one ended with {error}; the next one was due in "
-                f"{wait:.1f} s"
+                f"{attempts} attempts; the last one ended with {error}; the next one was due in "
+                f"{wait_seconds:.1f} s"
             )
             raise deadline_exceeded(url, policy, so_far)
         on_retry(error)
-        await asyncio.sleep(wait)
+        await asyncio.sleep(wait_seconds)
+
+
+def _pause_seconds(policy: RetryPolicy, attempts: int, draw: random.Random) -> float:
+    """Return the pause after this many attempts. It doubles, up to a limit, and varies by half."""
+    doubled_seconds = policy.first_wait_seconds * 2 ** (attempts - 1)
+    return min(doubled_seconds, policy.max_wait_seconds) * draw.uniform(0.5, 1.5)
 
 
 def deadline_exceeded(url: str, policy: RetryPolicy, so_far: str) -> DeadlineExceeded:
+    """Return the error of a request that was not answered in time."""
     return DeadlineExceeded(
         f"{url} gave no answer within the deadline of {policy.deadline_seconds:g} s ({so_far}): "
         "allow more time or send less at once"

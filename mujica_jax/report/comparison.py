@@ -22,87 +22,101 @@ class Compared:
     task: str
     agent: str
     summary: dict[str, Any]  # of the evaluation
-    em: tuple[
-        float | None, ...
-    ]  # of each question, 0 to 1, in the task's order; None where a search failed
+    # of each question, 0 to 1, in the task's order; None where a search failed
+    em: tuple[float | None, ...]
 
 
 def rows(compared: Sequence[Compared]) -> list[dict[str, Any]]:
-    """What is written as JSON: the summary of each, and how it differs from the first agent on the
-    same questions: the first ones, where it was asked fewer. Questions at which a search of either
-    agent failed are left out.
+    """Return what is written as JSON: the summary of each, and how it differs from the first agent.
+
+    Two agents are compared on the same questions: the first ones, if one of them was asked fewer.
+    Questions at which a search of either agent failed are left out.
     """
-    first: dict[str, Compared] = {}
-    found = []
-    for one in compared:
-        base = first.setdefault(one.task, one)
-        row = {"task": one.task, "agent": one.agent, **one.summary}
-        pairs = _scored_by_both(base, one)
-        if base is not one and pairs:
-            before, after = zip(*pairs, strict=True)
-            difference, interval, worse = metrics.paired_bootstrap(before, after)
+    first_of_task: dict[str, Compared] = {}
+    result_rows = []
+    for result in compared:
+        base = first_of_task.setdefault(result.task, result)
+        row = {"task": result.task, "agent": result.agent, **result.summary}
+        pairs = _scored_by_both(base, result)
+        if result is not base and pairs:
+            base_scores, scores = zip(*pairs, strict=True)
+            difference, interval, share_not_better = metrics.paired_bootstrap(base_scores, scores)
             row["against"] = {
                 "agent": base.agent,
                 "questions": len(pairs),
                 "em": round(difference, 2),
                 "em_interval": [round(bound, 2) for bound in interval],
-                "share_not_better": round(worse, 4),
+                "share_not_better": round(share_not_better, 4),
             }
-        found.append(row)
-    return found
+        result_rows.append(row)
+    return result_rows
 
 
 def _scored_by_both(base: Compared, other: Compared) -> list[tuple[float, float]]:
     """Return the exact matches of the questions that both agents were scored on."""
     return [
-        (before, after)
-        for before, after in zip(base.em, other.em, strict=False)
-        if before is not None and after is not None
+        (base_score, score)
+        for base_score, score in zip(base.em, other.em, strict=False)
+        if base_score is not None and score is not None
     ]
 
 
 def cells(row: dict[str, Any]) -> tuple[str, ...]:
-    def with_interval(value: float, interval: Sequence[float], form: str, to: str) -> str:
-        low, high = (format(bound, form) for bound in interval)
-        return f"{format(value, form)} ({low}{to}{high})"
-
-    em, f1 = (
-        with_interval(row[name], row[f"{name}_interval"], ".1f", "-") for name in ("em", "f1")
-    )
-    numbers = (f"{row['searches']:.2f}", f"{row['tokens']:.0f}", f"{row['seconds']:.1f}")
+    """Return a row of the table, below `HEADINGS`."""
     against = row.get("against")
-    difference = (
-        ""
-        if against is None
-        else with_interval(against["em"], against["em_interval"], "+.1f", " to ")
+    difference = ""
+    if against is not None:
+        difference = _with_interval(against["em"], against["em_interval"], "+.1f", between=" to ")
+    return (
+        row["task"],
+        row["agent"],
+        _with_interval(row["em"], row["em_interval"], ".1f", between="-"),
+        _with_interval(row["f1"], row["f1_interval"], ".1f", between="-"),
+        f"{row['searches']:.2f}",
+        f"{row['tokens']:.0f}",
+        f"{row['seconds']:.1f}",
+        difference,
     )
-    return (row["task"], row["agent"], em, f1, *numbers, difference)
 
 
-def markdown(found: Sequence[dict[str, Any]]) -> str:
-    lines = [HEADINGS, tuple("---" for _ in HEADINGS), *(cells(row) for row in found)]
+def _with_interval(
+    value: float, interval: Sequence[float], number_format: str, *, between: str
+) -> str:
+    """Return a number with its interval, as in `61.5 (58.0-65.1)`."""
+    low, high = interval
+    interval_text = f"{format(low, number_format)}{between}{format(high, number_format)}"
+    return f"{format(value, number_format)} ({interval_text})"
+
+
+def markdown(result_rows: Sequence[dict[str, Any]]) -> str:
+    """Return the table as Markdown."""
+    lines = [HEADINGS, tuple("---" for _ in HEADINGS), *(cells(row) for row in result_rows)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def table(found: Sequence[dict[str, Any]]) -> Table:
-    return text_table(HEADINGS, map(cells, found), left=2, wrap=True)
+def table(result_rows: Sequence[dict[str, Any]]) -> Table:
+    """Return the table for the console."""
+    return text_table(HEADINGS, map(cells, result_rows), left=2, wrap=True)
 
 
-def draw(found: Sequence[dict[str, Any]]) -> bytes:
-    """EM of each with its interval, as PNG. Raises UserError where matplotlib is missing."""
+def draw(result_rows: Sequence[dict[str, Any]]) -> bytes:
+    """Return a picture of each EM with its interval, as PNG.
+
+    Raises UserError if matplotlib is missing."""
     figures = import_extra("matplotlib.figure", "--plot", extra="plots")
 
-    labels = [f"{row['task']}\n{row['agent']}" for row in found]
-    figure = figures.Figure(figsize=(1.5 + 1.1 * len(found), 4), layout="constrained")
+    labels = [f"{row['task']}\n{row['agent']}" for row in result_rows]
+    figure = figures.Figure(figsize=(1.5 + 1.1 * len(result_rows), 4), layout="constrained")
     axes = figure.add_subplot()
-    heights = [row["em"] for row in found]
+    heights = [row["em"] for row in result_rows]
     errors = [
-        [row["em"] - row["em_interval"][0] for row in found],
-        [row["em_interval"][1] - row["em"] for row in found],
+        [row["em"] - row["em_interval"][0] for row in result_rows],
+        [row["em_interval"][1] - row["em"] for row in result_rows],
     ]
     axes.bar(labels, heights, yerr=errors, capsize=4)
     axes.set_ylabel("EM, percent, with 95% intervals")
     axes.tick_params(axis="x", labelrotation=45)
+
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=150)
     return png.getvalue()

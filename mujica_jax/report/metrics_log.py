@@ -43,39 +43,45 @@ class MetricsLog:
     ) -> None:
         """`about` is the run's configuration, for those who show it beside the curves."""
         config = MetricsConfig() if config is None else config
-        self._directory, self._draws = directory, config.tensorboard
+        self._directory = directory
+        self._has_tensorboard = config.tensorboard
         self._io_statistics = IoStatistics() if io_statistics is None else io_statistics
         self._path = directory / "metrics.jsonl"
         with as_user_error(self._path):
             directory.mkdir(parents=True, exist_ok=True)
-            self._earlier = _last_steps(self._path)  # of each phase, written by earlier runs
+            # The last step of each phase that earlier runs wrote.
+            self._earlier_steps = _last_steps(self._path)
             self._lines = self._path.read_bytes().count(b"\n") if self._path.exists() else 0
         self._file = open_to_append(self._path)
-        self._last_step = dict(self._earlier)
+        self._last_step = dict(self._earlier_steps)
         self._tensorboard: _TensorBoard | None = None
-        self._wandb = None if config.wandb == "off" else WandbLog(config, directory, about or {})
+        self._wandb: WandbLog | None = None
+        if config.wandb != "off":
+            self._wandb = WandbLog(config, directory, about or {})
 
     def has(self, phase: str, step: int) -> bool:
-        """Whether this step, or a later one of its phase, is written."""
+        """Return whether this step, or a later one of its phase, is written."""
         return step <= self._last_step.get(phase, -1)
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
-        """Append one line, or return False if an earlier run has. Values are strings, or what
-        `float` takes."""
-        if step <= self._earlier.get(phase, -1):
+        """Append one line. Return False if an earlier run wrote it.
+
+        Values are strings, or what `float` takes."""
+        if step <= self._earlier_steps.get(phase, -1):
             return False
-        last = self._last_step.get(phase, -1)
-        assert step > last, (
-            f"metrics of phase {phase}: step {step} comes after step {last}; steps rise"
+        last_step = self._last_step.get(phase, -1)
+        assert step > last_step, (
+            f"metrics of phase {phase}: step {step} comes after step {last_step}; steps rise"
         )
         assert not KEYS & set(values), "phase, step and time are the line's own fields"
+
         line = {"phase": phase, "step": step, "time": round(time.time(), 3)}
         line |= {name: _json_value(value) for name, value in values.items()}
         data = (json.dumps(line, allow_nan=False) + "\n").encode()
         with as_user_error(self._path), self._io_statistics.timed("write", len(data)):
             _append(self._file, data)
-            if self._draws:
-                self._draw(line)
+            if self._has_tensorboard:
+                self._write_tensorboard(line)
         if self._wandb is not None:
             self._wandb.add(line, _scalars(line), self._lines)
         self._lines += 1
@@ -83,7 +89,7 @@ class MetricsLog:
         return True
 
     def flush(self) -> None:
-        """Until it returns, lines may be lost with the process."""
+        """Bring all lines into the file. Until then they may be lost with the process."""
         if isinstance(self._file, AppendedObject):
             with self._io_statistics.timed("write"):
                 self._file.flush()
@@ -99,24 +105,29 @@ class MetricsLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not StoreUnavailable:  # that one has waited long enough
+        # A store that did not answer has been waited for long enough.
+        if kind is not StoreUnavailable:
             self.close()
 
-    def _draw(self, line: dict[str, Any]) -> None:
+    def _write_tensorboard(self, line: dict[str, Any]) -> None:
+        """Add a line to the TensorBoard file, which is made with the first number."""
         if self._tensorboard is not None:
             self._tensorboard.add(line)
-        elif _scalars(line):
-            for outdated in self._directory.glob(f"events.*{TENSORBOARD_SUFFIX}*"):
-                outdated.unlink()
-            self._file.flush()
-            self._tensorboard = _TensorBoard(self._directory)
-            for written in self._path.read_text(encoding="utf-8").splitlines():  # ends with `line`
-                self._tensorboard.add(json.loads(written))
+            return
+        if not _scalars(line):
+            return
+
+        # Make the file from all lines so far; `line` is the last of them.
+        for outdated in self._directory.glob(f"events.*{TENSORBOARD_SUFFIX}*"):
+            outdated.unlink()
+        self._file.flush()
+        self._tensorboard = _TensorBoard(self._directory)
+        for text in self._path.read_text(encoding="utf-8").splitlines():
+            self._tensorboard.add(json.loads(text))
 
 
 class NoMetrics:
-    """In the place of a MetricsLog in every process of a job but the first, which writes for
-    all."""
+    """Stands in for a MetricsLog in every process of a job but the first, which writes for all."""
 
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
         return False
@@ -154,18 +165,20 @@ class _TensorBoard:
         self._file.close()
 
     def _write(self, **fields: Any) -> None:
-        """One event in the framing of TFRecord files: length, its checksum, data, their
+        """Write one event, framed as in TFRecord files: length, its checksum, data, their
         checksum."""
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] - made at run time
         from tensorboardX.record_writer import masked_crc32c
 
         data = Event(**fields).SerializeToString()
         length = struct.pack("<Q", len(data))
-        check = [struct.pack("<I", masked_crc32c(part)) for part in (length, data)]
-        _append(self._file, length + check[0] + data + check[1])
+        length_checksum = struct.pack("<I", masked_crc32c(length))
+        data_checksum = struct.pack("<I", masked_crc32c(data))
+        _append(self._file, length + length_checksum + data + data_checksum)
 
 
 def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a line, without its key and time."""
     return {
         name: value
         for name, value in line.items()
@@ -174,21 +187,23 @@ def _scalars(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _append(file: FileIO | AppendedObject, data: bytes) -> None:
-    """All of it: an unbuffered file may take a part at a time."""
+    """Write all bytes. An unbuffered file may take a part at a time."""
     while data:
-        data = data[file.write(data) :]
+        written_bytes = file.write(data)
+        data = data[written_bytes:]
 
 
 def _last_steps(path: RunPath) -> dict[str, int]:
-    """The last step of each phase in a metrics file, after removing a last line without its end."""
+    """Return the last step of each phase in a metrics file. Remove a last line without its end."""
     if not path.exists():
         return {}
     content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        atomic_write(path, content[:whole])
+    whole_bytes = content.rfind(b"\n") + 1
+    if whole_bytes < len(content):
+        atomic_write(path, content[:whole_bytes])
+
     steps: dict[str, int] = {}
-    for number, text in enumerate(content[:whole].splitlines(), start=1):
+    for number, text in enumerate(content[:whole_bytes].splitlines(), start=1):
         try:
             line = json.loads(text)
             steps[line["phase"]] = int(line["step"])
@@ -201,8 +216,9 @@ def _last_steps(path: RunPath) -> dict[str, int]:
 
 
 def _json_value(value: Any) -> int | float | str:
-    """Strings and integers as they are, all else as a float. nan and inf, which JSON lacks, become
-    strings."""
+    """Return strings and integers as they are, and all else as a float.
+
+    NaN and infinity, which JSON lacks, become strings."""
     if isinstance(value, str | int):
         return value
     number = float(value)

@@ -20,14 +20,13 @@ from mujica_jax.report.text import encoding_of, is_terminal, plain, visible, wri
 
 Figure = int | float | str | None
 
-REFRESHES_PER_SECOND = (
-    4  # a refresh costs a fraction of a millisecond: well under one percent of the time
-)
+# A refresh costs a fraction of a millisecond: well under one percent of the time.
+REFRESHES_PER_SECOND = 4
 SECONDS_BETWEEN_LINES = 5.0  # of plain output
 MIN_RATE_SECONDS = 0.5  # before that a rate would be noise
-MIN_ETA_UNITS = (
-    20  # or a twentieth of what is left, if that is less: the first ones wait for compilation
-)
+# Units before a time is estimated, or a twentieth of all if that is less: the first ones wait for
+# compilation.
+MIN_ETA_UNITS = 20
 RATE_WINDOW_SECONDS = 30.0  # a rate over all the time would carry the compilation for ever
 FIGURE_LABELS = {"tokens_per_second": "tokens/s", "k": "K", "em": "EM", "f1": "F1"}
 
@@ -54,7 +53,7 @@ class Progress:
         self._live = is_terminal(self._stream) if live is None else live
         self._clock = clock
         self._open: list[Stage] = []
-        self._last_line = clock()
+        self._last_line_time = clock()
         self._terminal: Console | None = None
 
     @contextlib.contextmanager
@@ -67,14 +66,14 @@ class Progress:
         done: int = 0,
         live: Callable[[], Mapping[str, Figure]] = dict,
     ) -> Iterator["Stage"]:
-        """Show a stage until the block ends, then leave one line. `done` is what an earlier run had
-        finished already.
+        """Show a stage until the block ends, then leave one line.
 
-        `live` gives figures of the moment. It is asked whenever the stage is shown, on a terminal
-        from the display's own thread.
+        `done` units were finished by an earlier run. `live` gives figures of the moment. It is
+        called whenever the stage is shown, on a terminal from the display's own thread.
         """
         stage = Stage(self, name, total=total, unit=unit, done=done, live=live)
-        with self._display() if self._live and not self._open else contextlib.nullcontext():
+        needs_display = self._live and not self._open
+        with self._display() if needs_display else contextlib.nullcontext():
             self._open.append(stage)
             try:
                 yield stage
@@ -84,7 +83,7 @@ class Progress:
             self._close(stage, "")
 
     def line(self, text: str) -> None:
-        """One line of text, above the live display where there is one."""
+        """Print one line of text, above the live display if there is one."""
         text = visible(text)
         if self._live:
             self._console().print(Text(text))
@@ -99,11 +98,10 @@ class Progress:
             write(self._stream, plain(renderable, encoding=encoding_of(self._stream)))
 
     def _updated(self, stage: "Stage") -> None:
-        """The live display redraws itself; plain output gets a line when the last one is old
-        enough."""
-        if self._live or stage.seen - self._last_line < SECONDS_BETWEEN_LINES:
+        """Print a line if the last one is old enough. The live display redraws itself."""
+        if self._live or stage.seen - self._last_line_time < SECONDS_BETWEEN_LINES:
             return
-        self._last_line = stage.seen
+        self._last_line_time = stage.seen
         self.line(f"{stage.name}: {', '.join([stage.counts(), *stage.figures_now()])}")
 
     def _close(self, stage: "Stage", manner: str) -> None:
@@ -123,35 +121,39 @@ class Progress:
         return self._terminal
 
     def _display(self) -> contextlib.AbstractContextManager[Any]:
-        shown = {
-            "get_renderable": self._stages,
-            "refresh_per_second": REFRESHES_PER_SECOND,
-            "transient": True,
-        }
-        return Live(console=self._console(), **shown)
+        return Live(
+            console=self._console(),
+            get_renderable=self._stages,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            transient=True,
+        )
 
     def _stages(self) -> Group:
+        """Return the live display: two lines for each open stage."""
         rows: list[RenderableType] = []
         for stage in tuple(self._open):
-            row = Table.grid(padding=(0, 1))
             bar = ProgressBar(
                 total=stage.total, completed=stage.done, width=24, pulse=stage.total is None
             )
             counts = Text(stage.counts(), no_wrap=True, overflow="ellipsis")
+            row = Table.grid(padding=(0, 1))
             row.add_row(Text(visible(stage.name), style="bold"), bar, counts)
+            rows.append(row)
+
             figures = Text(
                 "  " + ", ".join(stage.figures_now()),
                 style="cyan",
                 no_wrap=True,
                 overflow="ellipsis",
             )
-            rows += [row, figures]
+            rows.append(figures)
         return Group(*rows)
 
 
 class NoConsole(io.StringIO):
-    """Where every process of a job but the first shows its progress: they all do the same, and
-    errors go to stderr."""
+    """Discards the progress of every process of a job but the first.
+
+    All processes do the same, and errors go to stderr."""
 
     def write(self, s: str, /) -> int:
         return len(s)
@@ -170,21 +172,30 @@ class Stage:
         done: int,
         live: Callable[[], Mapping[str, Figure]],
     ) -> None:
-        self.name, self.total, self.unit, self.done = name, total, unit, done
-        self._progress, self._clock, self._first, self._live = progress, progress._clock, done, live
+        self.name = name
+        self.total = total
+        self.unit = unit
+        self.done = done
+        self._progress = progress
+        self._clock = progress._clock
+        self._done_at_start = done
+        self._live = live
         self._values: dict[str, Figure] = {}
-        self._began = self.seen = self._clock()
-        self._marks: deque[tuple[float, int]] = deque([(self._began, done)])
+        self._start_time = self._clock()
+        self.seen = self._start_time  # time of the last update
+        # Times and units of the last half minute, a second apart.
+        self._marks: deque[tuple[float, int]] = deque([(self._start_time, done)])
 
     def update(self, done: int, **figures: Figure) -> None:
-        """`done` of `total` units so far, and figures to show with them; a figure stays until a
-        newer one replaces it.
+        """Show that `done` of `total` units are finished, with figures.
 
-        `acceptance` is a share (0 to 1), `em` and `f1` are percent. Costs about a microsecond: call
-        it after every unit. Figures are Python numbers: a device array would wait for the device.
+        A figure stays until a newer one replaces it. `acceptance` is a share (0 to 1), `em` and
+        `f1` are percent. A call costs about a microsecond: call it after every unit. Figures are
+        Python numbers: a device array would wait for the device.
         """
         self.done = done
-        self._values = self._values | figures  # a new one: the display reads it from its own thread
+        # A new dictionary: the display reads the old one from its own thread.
+        self._values = self._values | figures
         self.seen = self._clock()
         if self.seen - self._marks[-1][0] >= 1.0:
             self._marks.append((self.seen, done))
@@ -193,38 +204,48 @@ class Stage:
         self._progress._updated(self)
 
     def rate(self) -> float:
-        """Units a second over the last half minute; zero as long as there is too little to tell."""
-        began, before = self._marks[0]
-        seconds = self.seen - began
-        return (self.done - before) / seconds if seconds >= MIN_RATE_SECONDS else 0.0
+        """Return units a second over the last half minute; 0 while there is too little to tell."""
+        mark_time, mark_done = self._marks[0]
+        seconds = self.seen - mark_time
+        if seconds < MIN_RATE_SECONDS:
+            return 0.0
+        return (self.done - mark_done) / seconds
 
     def counts(self) -> str:
-        """Units, rate and time: `120/600 steps, 3.21 steps/s, eta 2:30`."""
+        """Return units, rate and time, as in `120/600 steps, 3.21 steps/s, eta 2:30`."""
         parts = [self._amount()]
         rate = self.rate()
         if rate > 0:
             parts.append(f"{_short(rate)} {self.unit}/s")
-            enough = min(MIN_ETA_UNITS, ((self.total or 0) - self._first) / 20)
-            if self.total is not None and self.done - self._first >= enough:
-                parts.append(f"eta {_duration(max(self.total - self.done, 0) / rate)}")
-        return ", ".join([*parts, f"{_duration(self._clock() - self._began)} so far"])
+            if self.total is not None:
+                min_units = min(MIN_ETA_UNITS, (self.total - self._done_at_start) / 20)
+                if self.done - self._done_at_start >= min_units:
+                    remaining_units = max(self.total - self.done, 0)
+                    parts.append(f"eta {_duration(remaining_units / rate)}")
+        parts.append(f"{_duration(self._clock() - self._start_time)} so far")
+        return ", ".join(parts)
 
     def figures(self) -> list[str]:
+        """Return the figures of the last updates, as text."""
         return _figures(self._values)
 
     def figures_now(self) -> list[str]:
-        """With those of the moment, which the closing line leaves out."""
+        """Return all figures. Those of the moment are left out of the closing line."""
         return [*self.figures(), *_figures(self._live())]
 
     def summary(self) -> str:
-        """`600/600 steps in 3:05 (3.24 steps/s), loss 0.312`."""
-        seconds = self._clock() - self._began
-        units = self.done - self._first
-        speed = f" ({_short(units / seconds)} {self.unit}/s)" if units > 0 and seconds > 0 else ""
+        """Return the closing line, as in `600/600 steps in 3:05 (3.24 steps/s), loss 0.312`."""
+        seconds = self._clock() - self._start_time
+        units = self.done - self._done_at_start
+        speed = ""
+        if units > 0 and seconds > 0:
+            speed = f" ({_short(units / seconds)} {self.unit}/s)"
         return ", ".join([f"{self._amount()} in {_duration(seconds)}{speed}", *self.figures()])
 
     def _amount(self) -> str:
-        return f"{self.done}{'' if self.total is None else f'/{self.total}'} {self.unit}"
+        if self.total is None:
+            return f"{self.done} {self.unit}"
+        return f"{self.done}/{self.total} {self.unit}"
 
 
 def _figures(values: Mapping[str, Figure]) -> list[str]:
@@ -232,30 +253,34 @@ def _figures(values: Mapping[str, Figure]) -> list[str]:
 
 
 def _figure(name: str, value: int | float | str) -> str:
+    """Return a figure with its label."""
     label = FIGURE_LABELS.get(name, name.replace("_", " "))
     if isinstance(value, str):
         return f"{label} {visible(value)}"
     if name == "acceptance":
         return f"{label} {100 * value:.0f}%"
-    return f"{label} {value:.1f}" if name in ("em", "f1") else f"{label} {_short(value)}"
+    if name in ("em", "f1"):
+        return f"{label} {value:.1f}"
+    return f"{label} {_short(value)}"
 
 
 def _short(value: int | float) -> str:
-    """Three figures: 0.0312, 3.21, 412, 41.2k, 1.20M."""
-    for size, letter in ((1e6, "M"), (1e4, "k")):
-        if math.isfinite(value) and abs(value) >= size:
-            return f"{value / (1e3 if letter == 'k' else size):.3g}{letter}"
-    return (
-        str(value)
-        if isinstance(value, int)
-        else f"{value:.0f}"
-        if abs(value) >= 1000
-        else f"{value:.3g}"
-    )
+    """Return a number with three figures: 0.0312, 3.21, 412, 41.2k, 1.20M."""
+    if math.isfinite(value) and abs(value) >= 1e6:
+        return f"{value / 1e6:.3g}M"
+    if math.isfinite(value) and abs(value) >= 1e4:
+        return f"{value / 1e3:.3g}k"
+    if isinstance(value, int):
+        return str(value)
+    if abs(value) >= 1000:
+        return f"{value:.0f}"
+    return f"{value:.3g}"
 
 
 def _duration(seconds: float) -> str:
-    """`2:05`, `1:02:05`."""
-    minutes, rest = divmod(round(seconds), 60)
+    """Return a time as `2:05` or `1:02:05`."""
+    minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    if hours:
+        return f"{hours}:{minutes:02d}:{seconds:02d}"
+    return f"{minutes}:{seconds:02d}"

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from mujica_jax.records import Question, StopReason, Trajectory
+from mujica_jax.records import Question, Search, StopReason, Trajectory
 from mujica_jax.report.text import text_table, visible
 
 
@@ -22,9 +22,8 @@ class PhaseRow:
     name: str
     em: float  # greedy decoding, percent
     f1: float
-    em_sampled: float | None = (
-        None  # at the evaluation temperature, percent; None where it was not measured
-    )
+    # at the evaluation temperature, percent; None where it was not measured
+    em_sampled: float | None = None
     f1_sampled: float | None = None
     questions: int  # held-out questions that the greedy scores are means over
     left_out: int = 0  # episodes of both evaluations whose search failed: no score counts them
@@ -39,13 +38,14 @@ class PhaseRow:
 
 
 def summary_dict(phases: Sequence[PhaseRow], **about: Any) -> dict[str, Any]:
-    """The content of `summary.json`: what the run is, its phases, and their seconds, each of the
-    start that finished it.
+    """Return the content of `summary.json`: what the run is, its phases, and their seconds.
 
-    Numbers are rounded to two decimals; `PhaseRow(**phase)` takes a phase back.
+    The seconds of a phase are those of the start that finished it. Numbers are rounded to two
+    decimals. `PhaseRow(**phase)` takes a phase back.
     """
     rows = tuple(dataclasses.asdict(phase) for phase in phases)
-    return rounded({**about, "phases": rows, "seconds": sum(phase.seconds for phase in phases)})
+    seconds = sum(phase.seconds for phase in phases)
+    return rounded({**about, "phases": rows, "seconds": seconds})
 
 
 def closing_table(phases: Sequence[PhaseRow]) -> Table:
@@ -67,98 +67,131 @@ def closing_table(phases: Sequence[PhaseRow]) -> Table:
     has_left_out = any(phase.left_out for phase in phases)
     if has_left_out:
         headings.append("left out")
+
     rows = []
     for phase in phases:
-        numbers = (phase.em, phase.f1, phase.em_sampled, phase.f1_sampled)
-        scores = ("-" if number is None else f"{number:.1f}" for number in numbers)
-        counts = (
-            f"{count:,}" if phase.trajectories else "-"
-            for count in (phase.trajectories, phase.accepted)
-        )
-        searches = "-" if phase.searches is None else f"{phase.searches:.2f}"
-        left_out = (f"{phase.left_out:,}",) if has_left_out else ()
-        rows.append(
-            (phase.name, *scores, *counts, searches, f"{phase.seconds / 60:.1f}", *left_out)
-        )
+        row = [phase.name]
+        for score in (phase.em, phase.f1, phase.em_sampled, phase.f1_sampled):
+            row.append("-" if score is None else f"{score:.1f}")
+        for count in (phase.trajectories, phase.accepted):
+            row.append(f"{count:,}" if phase.trajectories else "-")
+        row.append("-" if phase.searches is None else f"{phase.searches:.2f}")
+        row.append(f"{phase.seconds / 60:.1f}")
+        if has_left_out:
+            row.append(f"{phase.left_out:,}")
+        rows.append(row)
     return text_table(headings, rows)
 
 
 def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any] | None = None) -> Table:
-    """A row a question kind and one for all of them, from the summaries of evaluations of the same
-    questions."""
-    scores, rows = ("EM", "95% of EM", "F1"), []
-    for kind, row in [*sorted(greedy["by_kind"].items()), ("all", greedy)]:
-        beside: tuple[str, ...] = ()
+    """Return a table with a row for each question kind, and one for all questions.
+
+    `greedy` and `sampled` are the summaries of two evaluations of the same questions."""
+    headings = ["kind", "questions", "EM", "95% of EM", "F1"]
+    if sampled:
+        headings += ["EM\nsampled", "95% of EM\nsampled", "F1\nsampled"]
+
+    rows = []
+    for kind, summary in sorted(greedy["by_kind"].items()):
+        row = [kind, f"{summary['questions']:,}", *_score_cells(summary)]
         if sampled:
-            other = sampled if row is greedy else sampled["by_kind"].get(kind)
-            beside = (
-                ("-", "-", "-") if other is None else _score_cells(other)
-            )  # all of its searches failed
-        rows.append((kind, f"{row['questions']:,}", *_score_cells(row), *beside))
-    return text_table(
-        ("kind", "questions", *scores, *(f"{score}\nsampled" for score in scores if sampled)), rows
-    )
+            # None if all searches of this kind failed.
+            row += _score_cells(sampled["by_kind"].get(kind))
+        rows.append(row)
+
+    all_questions = ["all", f"{greedy['questions']:,}", *_score_cells(greedy)]
+    if sampled:
+        all_questions += _score_cells(sampled)
+    return text_table(headings, [*rows, all_questions])
 
 
 def question_tree(question: Question, trajectory: Trajectory) -> Tree:
-    """Question -> iterations -> sub-questions, each with the evidence its worker chose and the
-    sentence it wrote; then the answer, and its reward where the question has gold answers.
+    """Return a solved question as a tree: iterations, sub-questions, evidence, answer.
+
+    A sub-question has the evidence that its worker chose and the sentence that it wrote. Gold
+    answers and the reward are shown if the question has gold answers.
 
     Data is shown literally: "[bold]" in a passage is no markup, and control characters are made
     visible.
     """
-
-    def node(label: str, text: str = "", style: str = "") -> Text:
-        return Text.assemble((label, "dim"), (visible(text), style))
-
     assert question.id == trajectory.question_id, (
         f"question {question.id}, trajectory of {trajectory.question_id}"
     )
-    tree = Tree(node("", question.text, "bold"), guide_style="dim")
+    tree = Tree(_node("", question.text, "bold"), guide_style="dim")
+
+    # The searches, by iteration.
     ordered = sorted(trajectory.searches, key=lambda search: search.iteration)
-    for number, (_, group) in enumerate(
-        itertools.groupby(ordered, key=lambda search: search.iteration), start=1
-    ):
-        iteration = tree.add(node(f"iteration {number}"))
-        for search in group:
-            branch = iteration.add(
-                node(f"{search.entity and f'[{visible(search.entity)}] '}", search.query, "cyan")
-            )
-            size = len(search.materials)
-            for i in search.selected:
-                nowhere = f"number {i} of {size} (does not exist)"
-                branch.add(node("evidence: ", search.materials[i] if 0 <= i < size else nowhere))
-            if search.sentence or not search.found:
-                branch.add(
-                    node("worker: ", search.sentence or f"nothing found in {size} materials")
-                )
-            elif not search.selected:  # of an agent without workers
-                for material in search.materials:
-                    branch.add(node("found: ", material))
+    groups = itertools.groupby(ordered, key=lambda search: search.iteration)
+    for number, (_, searches) in enumerate(groups, start=1):
+        iteration = tree.add(_node(f"iteration {number}"))
+        for search in searches:
+            _add_search(iteration, search)
+
+    # The answer, or why there is none.
     if trajectory.stop_reason is StopReason.ANSWERED:
-        tree.add(node("answer: ", trajectory.answer, "bold"))
+        tree.add(_node("answer: ", trajectory.answer, "bold"))
     else:
-        tree.add(node("no answer: ", trajectory.stop_reason.value, "red"))
-        turns = [
-            turn for conversation in trajectory.conversations[:1] for turn in conversation.turns
-        ]
-        if written := [turn.text for turn in turns if turn.role == "model"]:
-            tree.add(node("last turn: ", written[-1]))
+        tree.add(_node("no answer: ", trajectory.stop_reason.value, "red"))
+        last_turn = _last_model_turn(trajectory)
+        if last_turn is not None:
+            tree.add(_node("last turn: ", last_turn))
+
+    # What it earned.
     if question.answers:
-        tree.add(node("gold: ", " | ".join(question.answers)))
-        parts = ", ".join(
-            f"{name} {value:.2f}" for name, value in trajectory.rewards_by_part.items()
-        )
-        tree.add(node("reward: ", f"{trajectory.reward:.2f}{f' ({parts})' if parts else ''}"))
+        tree.add(_node("gold: ", " | ".join(question.answers)))
+        reward = f"{trajectory.reward:.2f}"
+        if trajectory.rewards_by_part:
+            parts = [f"{name} {value:.2f}" for name, value in trajectory.rewards_by_part.items()]
+            reward = f"{reward} ({', '.join(parts)})"
+        tree.add(_node("reward: ", reward))
     return tree
 
 
-def _score_cells(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    low, high = row["em_interval"]
-    return f"{row['em']:.1f}", f"{low:.1f}-{high:.1f}", f"{row['f1']:.1f}"
+def _node(label: str, text: str = "", style: str = "") -> Text:
+    """Return one line of the tree."""
+    return Text.assemble((label, "dim"), (visible(text), style))
+
+
+def _add_search(iteration: Tree, search: Search) -> None:
+    """Add a sub-question with its evidence, and the worker's sentence or what was found."""
+    label = f"[{visible(search.entity)}] " if search.entity else ""
+    branch = iteration.add(_node(label, search.query, "cyan"))
+
+    materials = search.materials
+    for index in search.selected:
+        if 0 <= index < len(materials):
+            branch.add(_node("evidence: ", materials[index]))
+        else:
+            branch.add(_node("evidence: ", f"number {index} of {len(materials)} (does not exist)"))
+
+    if search.sentence:
+        branch.add(_node("worker: ", search.sentence))
+    elif not search.found:
+        branch.add(_node("worker: ", f"nothing found in {len(materials)} materials"))
+    elif not search.selected:
+        # An agent without workers reads the materials itself.
+        for material in materials:
+            branch.add(_node("found: ", material))
+
+
+def _last_model_turn(trajectory: Trajectory) -> str | None:
+    """Return the text of the model's last turn in the first conversation, if it has any."""
+    if not trajectory.conversations:
+        return None
+    turns = [turn for turn in trajectory.conversations[0].turns if turn.role == "model"]
+    return turns[-1].text if turns else None
+
+
+def _score_cells(summary: Mapping[str, Any] | None) -> tuple[str, str, str]:
+    """Return EM, its interval and F1 as text; dashes if nothing was scored."""
+    if summary is None:
+        return "-", "-", "-"
+    low, high = summary["em_interval"]
+    return f"{summary['em']:.1f}", f"{low:.1f}-{high:.1f}", f"{summary['f1']:.1f}"
 
 
 def rounded(value: Any) -> Any:
+    """Return a value with its floats rounded to two decimals, and lists for tuples."""
     if isinstance(value, Mapping):
         return {key: rounded(entry) for key, entry in value.items()}
     if isinstance(value, tuple):

@@ -1,8 +1,10 @@
-"""Where the time of a run goes: seconds by stage, each second in one of them.
+"""Measure where the time of a run goes: seconds by stage, each second in one of them.
 
-clock = StageClock(compiled=lambda: compile_counter().seconds)
-with clock.stage("sampling"): ...
-clock.take()        # {"sampling": 12.1, "compiling": 3.0, "other": 0.2}, and start from zero
+    clock = StageClock(compiled=lambda: compile_counter().seconds)
+    with clock.stage("sampling"): ...
+    clock.take()        # {"sampling": 12.1, "compiling": 3.0, "other": 0.2}, and start from zero
+
+Compilation is a stage of its own, wherever it happens.
 """
 
 import collections
@@ -25,39 +27,47 @@ class StageClock:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`compiled` gives the seconds that compiling has taken so far."""
-        self._compiled, self._clock = compiled, clock
-        self._open = [OTHER]
-        self._since, self._compiled_before = clock(), compiled()
+        self._compiled = compiled
+        self._clock = clock
+        self._open_stages = [OTHER]
+        self._mark_time = clock()
+        self._mark_compiled = compiled()
         self._total: dict[str, float] = collections.defaultdict(float)
-        self._taken: dict[str, float] = {}
+        self._total_at_take: dict[str, float] = {}
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
         self._mark()
-        self._open.append(name)
+        self._open_stages.append(name)
         try:
             yield
         finally:
             self._mark()
-            self._open.pop()
+            self._open_stages.pop()
 
     def seconds(self, name: str) -> float:
-        """Of one stage, since the beginning."""
+        """Return the seconds of one stage since the beginning."""
         self._mark()
         return self._total[name]
 
     def take(self) -> dict[str, float]:
-        """Seconds of every stage since the last time that this was asked."""
+        """Return the seconds of every stage since the last call."""
         self._mark()
-        found = {name: total - self._taken.get(name, 0.0) for name, total in self._total.items()}
-        self._taken = dict(self._total)
-        return {name: seconds for name, seconds in found.items() if seconds > 0}
+        seconds_by_stage = {}
+        for name, total in self._total.items():
+            seconds = total - self._total_at_take.get(name, 0.0)
+            if seconds > 0:
+                seconds_by_stage[name] = seconds
+        self._total_at_take = dict(self._total)
+        return seconds_by_stage
 
     def _mark(self) -> None:
         """Give the time since the last mark to the stage that is open."""
-        now, compiled = self._clock(), self._compiled()
-        passed = now - self._since
-        compiling = min(passed, compiled - self._compiled_before)
-        self._total[COMPILING] += compiling
-        self._total[self._open[-1]] += passed - compiling
-        self._since, self._compiled_before = now, compiled
+        now = self._clock()
+        compiled = self._compiled()
+        seconds = now - self._mark_time
+        compiling_seconds = min(seconds, compiled - self._mark_compiled)
+        self._total[COMPILING] += compiling_seconds
+        self._total[self._open_stages[-1]] += seconds - compiling_seconds
+        self._mark_time = now
+        self._mark_compiled = compiled

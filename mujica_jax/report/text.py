@@ -20,8 +20,9 @@ JOINERS = "\u200c\u200d"  # format characters that ordinary text needs
 
 
 def plain(renderable: RenderableType, *, encoding: str = "utf-8") -> str:
-    """A table or tree as text without colours or trailing blanks, in ASCII drawings if the encoding
-    needs them."""
+    """Return a table or tree as text without colours or trailing blanks.
+
+    Lines are drawn in ASCII if the encoding needs it."""
     file = io.TextIOWrapper(
         io.BytesIO(), encoding=encoding, errors="backslashreplace", newline="\n"
     )
@@ -43,26 +44,32 @@ def plain(renderable: RenderableType, *, encoding: str = "utf-8") -> str:
 def text_table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wrap: bool = False
 ) -> Table:
-    """Narrow enough for 80 columns; the first `left` columns stand left, and break if they may
-    `wrap`."""
+    """Return a table that is narrow enough for 80 columns.
+
+    The first `left` columns are aligned left, and break if they may `wrap`."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
-    for place, heading in enumerate(headings):
-        table.add_column(
-            heading, justify="left" if place < left else "right", no_wrap=place < left and not wrap
-        )
+    for index, heading in enumerate(headings):
+        if index < left:
+            table.add_column(heading, justify="left", no_wrap=not wrap)
+        else:
+            table.add_column(heading, justify="right")
     for row in rows:
         table.add_row(*(Text(visible(cell)) for cell in row))
     return table
 
 
 def visible(text: str) -> str:
-    """`text` with control, direction and surrogate characters escaped: data cannot steer a
-    terminal."""
+    """Return text with control, direction and surrogate characters escaped.
+
+    So data cannot steer a terminal."""
     if text.isprintable():
         return text
-    return "".join(
-        one.encode("unicode_escape").decode("ascii") if _is_control(one) else one for one in text
-    )
+    characters = []
+    for character in text:
+        if _is_control(character):
+            character = character.encode("unicode_escape").decode("ascii")
+        characters.append(character)
+    return "".join(characters)
 
 
 def is_terminal(stream: TextIO) -> bool:
@@ -74,11 +81,10 @@ def encoding_of(stream: TextIO) -> str:
 
 
 def write(stream: TextIO, text: str) -> None:
-    """Write what the stream's encoding cannot hold as escapes: a run must not end for a name with
-    an accent.
+    """Write text to a stream, with escapes for characters that its encoding lacks.
 
-    Nor must it end because the file that its output goes to is on a full disk: it goes on without
-    that output.
+    A run must not end for a name with an accent. Nor must it end because its output goes to a file
+    on a full disk: it continues without that output.
     """
     encoding = encoding_of(stream)
     try:

@@ -33,18 +33,21 @@ class WandbLog:
         """`about` is the run's configuration, which is shown beside its curves."""
         wandb = import_wandb(config)
         mode = os.environ.get(MODE, config.wandb)
-        local = (
-            directory if isinstance(directory, Path) else None
-        )  # wandb keeps its files on local disk
+        # wandb keeps its files on local disk.
+        local_directory = directory if isinstance(directory, Path) else None
         # The identifier that wandb gave this run directory: its folders are named run-TIME-ID and
         # offline-run-TIME-ID.
-        earlier = sorted((local / FOLDER).glob("*run-*-*")) if local else []
+        identifier = None
+        if local_directory is not None:
+            earlier_folders = sorted((local_directory / FOLDER).glob("*run-*-*"))
+            if earlier_folders:
+                identifier = earlier_folders[-1].name.rpartition("-")[2]
         try:
             self._run = wandb.init(
                 project=config.wandb_project,
                 name=directory.name,
-                id=earlier[-1].name.rpartition("-")[2] if earlier else None,
-                dir=str(local or Path()),
+                id=identifier,
+                dir=str(local_directory or Path()),
                 mode=mode,
                 resume="allow",
                 config=dict(about),
@@ -58,8 +61,8 @@ class WandbLog:
         self._phases: set[str] = set()
 
     def add(self, line: Mapping[str, Any], scalars: Mapping[str, float], number: int) -> None:
-        """`number` counts the lines of the run, also those of earlier starts: wandb drops what does
-        not rise."""
+        """Add one line. `number` counts the lines of the run, also those of earlier starts: wandb
+        drops a line whose number does not rise."""
         phase = line["phase"]
         if phase not in self._phases:
             self._phases.add(phase)

@@ -41,9 +41,8 @@ ILL_FORMED_ENDS = (
 
 
 Parts = Callable[[Score, Trajectory], Reward | Awaitable[Reward]]
-Correctness = Callable[
-    [Question, str | None], Awaitable[bool]
-]  # of an answer, None where there is none
+# Of an answer, which is None if the episode ended without one.
+Correctness = Callable[[Question, str | None], Awaitable[bool]]
 
 
 class NoVerdict(Exception):
@@ -65,15 +64,17 @@ def judged(answer: Score, trajectory: Trajectory) -> Reward:
 
 
 def is_well_formed(trajectory: Trajectory) -> bool:
-    """No turn that its parser refused ended the episode, and the agent counted nothing
-    malformed."""
-    malformed = sum(
+    """Return whether every turn was well-formed.
+
+    Then no refused turn ended the episode, and the agent counted nothing malformed."""
+    malformed_turns = sum(
         count for name, count in trajectory.counts.items() if name.startswith(MALFORMED)
     )
-    return trajectory.stop_reason not in ILL_FORMED_ENDS and not malformed
+    return trajectory.stop_reason not in ILL_FORMED_ENDS and not malformed_turns
 
 
 def f1_and_format(answer: Score, trajectory: Trajectory) -> Reward:
+    """Return 0.9 F1 + 0.1 for a well-formed episode."""
     well_formed = float(is_well_formed(trajectory))
     total = (1 - FORMAT_SHARE) * answer.f1 + FORMAT_SHARE * well_formed
     return Reward(total=total, parts={"f1": answer.f1, "format": well_formed})
@@ -119,23 +120,22 @@ class RewardFunction:
     def _score(self, trajectory: Trajectory, question: Question) -> Score:
         return score(trajectory.final_answer, question.answers, self.rule)
 
-    def _checked(self, found: Any) -> Reward:
-        has_parts = isinstance(found, Reward) and isinstance(found.parts, Mapping)
-        numbers = [found.total, *found.parts.values()] if has_parts else [None]
+    def _checked(self, reward: Any) -> Reward:
+        """Return the reward. Raises UserError if it is no Reward of finite numbers."""
+        is_reward = isinstance(reward, Reward) and isinstance(reward.parts, Mapping)
+        numbers = [reward.total, *reward.parts.values()] if is_reward else [None]
         if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
             name = getattr(self.of, "__name__", self.of)
             raise UserError(
-                f"the reward {name} gave {found!r}; it must return a Reward of finite numbers"
+                f"the reward {name} gave {reward!r}; it must return a Reward of finite numbers"
             )
-        return found
+        return reward
 
     def at(self, round_number: int) -> "RewardFunction":
-        """What an episode of this round earns."""
-        return (
-            self
-            if self.of_round is None
-            else dataclasses.replace(self, of=self.of_round(round_number))
-        )
+        """Return the reward of a round."""
+        if self.of_round is None:
+            return self
+        return dataclasses.replace(self, of=self.of_round(round_number))
 
 
 def find_reward(
@@ -152,8 +152,10 @@ def find_reward(
     name if there is no such reward.
     """
     staged = staged or StagedRewardConfig()
-    if name not in (*REWARDS, STAGED, JUDGE):
-        raise UserError(f"there is no reward {name}: {nearest(name, [*REWARDS, STAGED, JUDGE])}")
+    names = [*REWARDS, STAGED, JUDGE]
+    if name not in names:
+        raise UserError(f"there is no reward {name}: {nearest(name, names)}")
+
     if not needs_judge(name, staged):
         judge = None
     elif judge is None:
@@ -161,6 +163,7 @@ def find_reward(
         raise UserError(
             f"the reward {name}{correctness} asks a judge and there is none: give --judge.base-url"
         )
+
     if name == STAGED:
         return _staged(rule, staged, similarity, judge)
     return RewardFunction(rule=rule, of=judged if name == JUDGE else REWARDS[name], judge=judge)
@@ -169,17 +172,27 @@ def find_reward(
 def _staged(
     rule: Rule, config: StagedRewardConfig, similarity: Similarity | None, judge: Correctness | None
 ) -> RewardFunction:
-    def of_round(number: int) -> Parts:
-        stage = 1 if number < config.stage_two_round else 2
+    """Return the reward `staged`, whose stage depends on the round."""
+
+    def of_round(round_number: int) -> Parts:
+        stage = 1 if round_number < config.stage_two_round else 2
 
         def of(answer: Score, trajectory: Trajectory) -> Reward:
-            given = {"stage": stage, "config": config, "similarity": similarity}
             return staged_reward(
-                answer, trajectory, well_formed=is_well_formed(trajectory), **given
+                answer,
+                trajectory,
+                well_formed=is_well_formed(trajectory),
+                stage=stage,
+                config=config,
+                similarity=similarity,
             )
 
         return of
 
     return RewardFunction(
-        rule=rule, of=of_round(0), best=best_reward(config), of_round=of_round, judge=judge
+        rule=rule,
+        of=of_round(0),
+        best=best_reward(config),
+        of_round=of_round,
+        judge=judge,
     )

@@ -1,13 +1,16 @@
 """The rewards of "Learning When to Search" (section 3.3), for an agent that decides itself whether
 to search.
 
-    total  = answer + search + format                                                       (equation 12)
-    format = 1 if every turn has one of the permitted shapes and the episode is answered, else -1    (equation 6)
-    search = -(mean cosine similarity of the queries' pairs)   with more than one search    (equations 7 to 9)
+    total  = answer + search + format                                        (equation 12)
+    format = 1 if every turn has one of the permitted shapes and the episode
+             is answered, else -1                                            (equation 6)
+    search = -(mean cosine similarity of the queries' pairs)
+             with more than one search                                       (equations 7 to 9)
              0 if the query is concise or there is none, else -1
-    answer, first stage  = 1 if right, else -1 + beta searches                              (equation 10)
-    answer, second stage = 1 - beta searches if right, else -1                              (equation 11)
-    answer, unified      = 1 - beta searches if right, else -1 + beta searches              (table 2)
+    answer, first stage  = 1 if right, else -1 + beta searches               (equation 10)
+    answer, second stage = 1 - beta searches if right, else -1               (equation 11)
+    answer, unified      = 1 - beta searches if right,
+                           else -1 + beta searches                           (table 2)
 
 The first stage teaches to search, the second one to leave it where it is not needed. With `unified`
 there are no stages, as in the paper's table 2; the paper gives that reward in words only.
@@ -26,7 +29,6 @@ Differences from the paper:
 As printed, a wrong answer of the first stage earns more than 0 from four searches on.
 """
 
-import itertools
 import re
 import statistics
 from collections.abc import Callable, Sequence
@@ -54,7 +56,7 @@ def staged_reward(
     config: StagedRewardConfig,
     similarity: Similarity | None,
 ) -> Reward:
-    """Total and parts; a part that is switched off is absent."""
+    """Return the reward with its parts. A part that is switched off is absent."""
     queries = [search.query for search in trajectory.searches]
     parts: dict[str, float] = {}
     if config.answer:
@@ -67,26 +69,24 @@ def staged_reward(
             queries, max_words=config.max_query_words, similarity=similarity
         )
     if config.format:
-        parts["format"] = (
-            1.0 if well_formed and trajectory.stop_reason is StopReason.ANSWERED else -1.0
-        )
+        is_answered = trajectory.stop_reason is StopReason.ANSWERED
+        parts["format"] = 1.0 if well_formed and is_answered else -1.0
     return Reward(total=sum(parts.values()), parts=parts)
 
 
 def best_reward(config: StagedRewardConfig) -> float:
-    """Right, well-formed and without a search."""
+    """Return the best total there is: right, well-formed and without a search."""
     return float(config.answer) + float(config.format)
 
 
 def answer_reward(*, right: bool, searches: int, stage: int, config: StagedRewardConfig) -> float:
-    """Return the answer's part by equation 10 or 11, or by both at once where there are no
-    stages."""
-    searched = config.beta * searches
+    """Return the answer's part by equation 10 or 11, or by both at once if there are no stages."""
+    cost = config.beta * searches
     is_softened = config.unified or (stage == 1 and config.stage_one)
     is_lessened = config.unified or (stage == 2 and config.stage_two)
     if right:
-        return 1.0 - searched if is_lessened else 1.0
-    return -1.0 + searched if is_softened else -1.0
+        return 1.0 - cost if is_lessened else 1.0
+    return -1.0 + cost if is_softened else -1.0
 
 
 def search_reward(queries: Sequence[str], *, max_words: int, similarity: Similarity) -> float:
@@ -96,16 +96,20 @@ def search_reward(queries: Sequence[str], *, max_words: int, similarity: Similar
 
 
 def mean_similarity(queries: Sequence[str], similarity: Similarity) -> float:
-    """Over the pairs of two or more."""
-    pairs = (
-        similarity(query, queries[place:]) for place, query in enumerate(queries[:-1], start=1)
-    )
-    return statistics.fmean(itertools.chain.from_iterable(pairs))
+    """Return the mean similarity over the pairs of two or more queries."""
+    similarities: list[float] = []
+    for index, query in enumerate(queries[:-1]):
+        similarities += similarity(query, queries[index + 1 :])
+    return statistics.fmean(similarities)
 
 
 def is_concise(query: str, max_words: int) -> bool:
-    """Keywords: no question, no preposition at either end, not too many words."""
+    """Return whether a query consists of keywords: no question, no preposition at either end, not
+    too many words."""
     words = _WORD.findall(query.casefold())
-    if not 0 < len(words) <= max_words or query.rstrip().endswith("?"):
+    has_valid_length = 0 < len(words) <= max_words
+    if not has_valid_length or query.rstrip().endswith("?"):
         return False
-    return words[0] not in QUESTION_WORDS | PREPOSITIONS and words[-1] not in PREPOSITIONS
+    begins_well = words[0] not in QUESTION_WORDS | PREPOSITIONS
+    ends_well = words[-1] not in PREPOSITIONS
+    return begins_well and ends_well

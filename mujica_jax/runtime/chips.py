@@ -47,45 +47,53 @@ CHIPS = (
 )
 PRODUCT_SIZE = {"cpu": 1024}  # rows and columns of the measured product
 LARGE_PRODUCT_SIZE = 8192  # on an accelerator
-MEASURED_SECONDS = 0.3  # the product is repeated for so long, and the fastest one counts
+MEASURED_SECONDS = 0.3  # for which the product is repeated; the fastest one counts
 
 
 def chip_of(device_kind: str) -> Chip | None:
+    """Return the chip that JAX calls by this name, or None if it is not in the table."""
     return next((chip for chip in CHIPS if device_kind in chip.kinds), None)
 
 
 def peak_flops_per_second(devices: Sequence[Any], dtype: str) -> float:
-    """FLOPs a second of all these devices together: published for chips that are in the table, in
-    bfloat16 whatever `dtype` is, as MFU is always quoted; measured in `dtype` for the others.
+    """Return the FLOPs a second of all these devices together.
 
-    The devices of a CPU are parts of one machine, which is measured as a whole.
+    Chips in the table have their published figure, in bfloat16 whatever `dtype` is, as MFU is
+    always quoted. Others are measured in `dtype`. The devices of a CPU are parts of one machine,
+    which is measured as a whole.
     """
-    first = devices[0]
-    if (chip := chip_of(first.device_kind)) is not None:
+    device = devices[0]
+    chip = chip_of(device.device_kind)
+    if chip is not None:
         return chip.flops_per_second * len(devices)
-    machines = (
-        len({device.process_index for device in devices})
-        if first.platform == "cpu"
-        else len(devices)
-    )
-    return measured_flops_per_second(first.platform, dtype) * machines
+
+    if device.platform == "cpu":
+        measured_units = len({device.process_index for device in devices})  # machines
+    else:
+        measured_units = len(devices)
+    return measured_flops_per_second(device.platform, dtype) * measured_units
 
 
 @functools.cache
 def measured_flops_per_second(platform: str, dtype: str) -> float:
-    """FLOPs a second of the largest of a few square products on the first device here."""
+    """Return the FLOPs a second of the fastest of a few square products on the first device."""
     size = PRODUCT_SIZE.get(platform, LARGE_PRODUCT_SIZE)
-    matrix = jnp.ones((size, size), jnp.dtype(dtype), device=jax.local_devices(backend=platform)[0])
+    device = jax.local_devices(backend=platform)[0]
+    matrix = jnp.ones((size, size), jnp.dtype(dtype), device=device)
     product = jax.jit(lambda matrix: matrix @ matrix)
     return 2 * size**3 / fastest_seconds(lambda: product(matrix).block_until_ready())
 
 
 def fastest_seconds(call: Callable[[], Any], *, spend_seconds: float = MEASURED_SECONDS) -> float:
-    """Seconds of the fastest of as many calls as fit `spend_seconds`, at least one, after one that
-    may compile."""
+    """Return the seconds of the fastest call among those that fit into `spend_seconds`.
+
+    At least one call is measured. A first one, which may compile, is not."""
     call()
-    fastest, until = float("inf"), time.perf_counter() + spend_seconds
-    while (began := time.perf_counter()) < until or fastest == float("inf"):
+    end_time = time.perf_counter() + spend_seconds
+    fastest = float("inf")
+    while True:
+        start_time = time.perf_counter()
+        if start_time >= end_time and fastest != float("inf"):
+            return fastest
         call()
-        fastest = min(fastest, time.perf_counter() - began)
-    return fastest
+        fastest = min(fastest, time.perf_counter() - start_time)

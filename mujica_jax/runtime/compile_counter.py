@@ -22,34 +22,39 @@ REMEMBERED_SPANS = 256  # what a span may contain has ended shortly before it
 
 
 class CompileCounter:
-    """Counted in whichever thread compiles."""
+    """Counts programs in whichever thread compiles them."""
 
     def __init__(self) -> None:
         self.programs = 0
         self.seconds = 0.0  # tracing, lowering and compiling
-        self._ended: collections.deque[tuple[float, float]] = collections.deque(
+        # Start and end of the latest spans.
+        self._spans: collections.deque[tuple[float, float]] = collections.deque(
             maxlen=REMEMBERED_SPANS
         )
         self._lock = threading.Lock()
 
     def add(self, event: str, start_time: float, end_time: float, **_: str | int) -> None:
-        """A span of time that JAX has measured. Spans are nested, as a traced function calls
-        others: each second counts once.
+        """Add a span of time that JAX has measured.
+
+        Spans are nested, as a traced function calls others. Each second counts once.
         """
         if event not in STAGES:
             return
         with self._lock:
-            self.programs += event == COMPILED
+            if event == COMPILED:
+                self.programs += 1
             self.seconds += end_time - start_time
-            while self._ended and self._ended[-1][0] >= start_time:
-                inner = self._ended.pop()
-                self.seconds -= inner[1] - inner[0]
-            self._ended.append((start_time, end_time))
+
+            # The spans inside this one have ended before it, and were counted.
+            while self._spans and self._spans[-1][0] >= start_time:
+                inner_start, inner_end = self._spans.pop()
+                self.seconds -= inner_end - inner_start
+            self._spans.append((start_time, end_time))
 
 
 @functools.cache
 def compile_counter() -> CompileCounter:
-    """The count of this process."""
-    counted = CompileCounter()
-    jax.monitoring.register_event_time_span_listener(counted.add)
-    return counted
+    """Return the counter of this process."""
+    counter = CompileCounter()
+    jax.monitoring.register_event_time_span_listener(counter.add)
+    return counter

@@ -4,10 +4,12 @@ A job starts before anything else of JAX is used: on a TPU pod from what the pod
 elsewhere from an explicit coordinator (`DistributedConfig`). Then the processes run the same
 program and agree at four kinds of places:
 
-    barrier(name)               all wait for all, at most `barrier_seconds`; a process that does not come is named
-    broadcast(name, decide)     process 0 decides, all get its answer: where a clock or a disk decides for all
-    exchange(name, own)         all get what each of them has
-    primary_first(name, work)   process 0 does the work first; what it created once, the others find
+    barrier(name)               all wait for all, at most `barrier_seconds`; a process that does
+                                not come is named
+    broadcast(name, decide)     process 0 decides, and all get its answer: for questions that a
+                                clock or a disk decides
+    exchange(name, own)         all get the values of all
+    primary_first(name, work)   process 0 does the work first, and the others find its files
 
 A lost process is named within `deadline_seconds` (`heartbeat`), one that ends by itself leaves a
 shutdown notice (`abort`). All of it goes through JAX's coordination service: `multihost_utils` has
@@ -37,18 +39,15 @@ if TYPE_CHECKING:
     from mujica_jax.runtime.heartbeat import Heartbeat
 
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")  # one of them exists where a TPU is
-HEARTBEAT_FRACTION = (
-    0.6  # of the deadline: JAX's own timeout may come a quarter late, and is then looked into
-)
-PREEMPTED, SHUTDOWN = (
-    "notice/preempted",
-    "notice/shutdown",
-)  # keys in the job's store; the first notice of each counts
+# Of the deadline. JAX's own timeout may come a quarter late, and is then looked into.
+HEARTBEAT_FRACTION = 0.6
+# Keys in the job's store. The first notice of each counts.
+PREEMPTED = "notice/preempted"
+SHUTDOWN = "notice/shutdown"
 DAY_SECONDS = 86_400.0
 SHUTDOWN_BARRIER_SECONDS = 6.0  # a lost process never comes
-SHUTDOWN_SECONDS = (
-    8.0  # after a preemption's grace time of 20 s; platforms kill 30 s after the notice
-)
+# After a preemption's grace time of 20 s. Platforms kill 30 s after the notice.
+SHUTDOWN_SECONDS = 8.0
 Result = TypeVar("Result")
 
 
@@ -78,14 +77,17 @@ _job = Job(hosts=("this host",))
 
 
 def start(config: DistributedConfig, on_preemption: Callable[[int], object]) -> None:
-    """Join the job that the configuration or the TPU pod names; nothing happens without either.
+    """Join the job that the configuration or the TPU pod names. Do nothing without either.
 
     `on_preemption(signal's number)` is called when another process of the job was asked to end.
     """
     global _job
-    if (place := _place(config)) is None:
+    place = _place(config)
+    if place is None:
         return
     coordinator, count, number = place
+
+    # All processes meet, so that a missing one can be named.
     hosts = rendezvous(
         coordinator,
         count,
@@ -93,28 +95,11 @@ def start(config: DistributedConfig, on_preemption: Callable[[int], object]) -> 
         host=socket.gethostname(),
         deadline_seconds=config.deadline_seconds,
     )
-    import jax
-    from jax._src.distributed import (
-        global_state,
-    )  # the client has no public name; Orbax takes it from here too
 
+    # Imported here: with one process there is no heartbeat.
     from mujica_jax.runtime.heartbeat import Heartbeat
 
-    jax.config.update(
-        "jax_enable_preemption_service", False
-    )  # it would keep SIGTERM for training steps alone
-    jax.config.update(
-        "jax_enable_recoverability", True
-    )  # a lost process is named by `heartbeat`, not aborted by JAX
-    jax.distributed.initialize(
-        coordinator,
-        count,
-        number,
-        cluster_detection_method="deactivate",  # nothing is guessed beside what was said
-        initialization_timeout=math.ceil(config.deadline_seconds),
-        heartbeat_timeout_seconds=max(1, int(HEARTBEAT_FRACTION * config.deadline_seconds)),
-    )
-    client = global_state.client
+    client = _join_service(coordinator, count, number, deadline_seconds=config.deadline_seconds)
     heartbeat = Heartbeat(client, hosts, number, deadline_seconds=config.deadline_seconds)
     _job = Job(
         hosts=hosts,
@@ -126,83 +111,110 @@ def start(config: DistributedConfig, on_preemption: Callable[[int], object]) -> 
         heartbeat=heartbeat,
     )
     heartbeat.start()
-    for key, heard in (
-        (PREEMPTED, lambda sender, signal: on_preemption(signal)),
-        (SHUTDOWN, _on_shutdown),
-    ):
-        threading.Thread(target=_wait_for_notice, args=(key, heard), name=key, daemon=True).start()
+    _listen(PREEMPTED, lambda sender, signal: on_preemption(signal))
+    _listen(SHUTDOWN, _on_shutdown)
+
+
+def _join_service(coordinator: str, count: int, number: int, *, deadline_seconds: float) -> Any:
+    """Join JAX's coordination service, and return its client."""
+    # The client has no public name; Orbax takes it from here too.
+    import jax
+    from jax._src.distributed import global_state
+
+    # JAX's preemption service would keep SIGTERM for training steps alone.
+    jax.config.update("jax_enable_preemption_service", False)
+    # A lost process is named by `heartbeat`, not aborted by JAX.
+    jax.config.update("jax_enable_recoverability", True)
+    jax.distributed.initialize(
+        coordinator,
+        count,
+        number,
+        cluster_detection_method="deactivate",  # guess nothing
+        initialization_timeout=math.ceil(deadline_seconds),
+        heartbeat_timeout_seconds=max(1, int(HEARTBEAT_FRACTION * deadline_seconds)),
+    )
+    return global_state.client
+
+
+def _listen(key: str, on_notice: Callable[[int, Any], object]) -> None:
+    """Wait for a notice in a thread of its own."""
+    threading.Thread(target=_wait_for_notice, args=(key, on_notice), name=key, daemon=True).start()
 
 
 def process() -> int:
+    """Return the number of this process."""
     return _job.process
 
 
 def host() -> str:
-    """The name of the machine, as messages give it."""
+    """Return the name of the machine, as messages give it."""
     return _job.hosts[_job.process]
 
 
 def address() -> str:
-    """The IPv4 address of this machine in the network of the job."""
-    name, _, port = _job.coordinator.rpartition(":")
-    with socket.socket(
-        socket.AF_INET, socket.SOCK_DGRAM
-    ) as unsent:  # connecting a datagram socket sends nothing
-        unsent.connect((name, int(port) or 1))
-        return unsent.getsockname()[0]
+    """Return the IPv4 address of this machine in the network of the job."""
+    coordinator_host, _, port = _job.coordinator.rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagram_socket:
+        # Connecting a datagram socket sends nothing.
+        datagram_socket.connect((coordinator_host, int(port) or 1))
+        return datagram_socket.getsockname()[0]
 
 
 def processes() -> int:
+    """Return the number of processes of the job."""
     return len(_job.hosts)
 
 
 def is_primary() -> bool:
-    """Whether this process writes what is written once: metrics, tables, manifests."""
+    """Return whether this process writes what is written once: metrics, tables, manifests."""
     return _job.process == 0
 
 
 def shard_for_process(items: Iterable[Result]) -> list[Result]:
-    """This process's part of units of work: every `processes()`-th."""
+    """Return this process's part of units of work: every `processes()`-th."""
     return [item for number, item in enumerate(items) if number % processes() == _job.process]
 
 
 def barrier(name: str) -> None:
-    """Wait until every process is here. Raises HostMissing naming those that do not come within
-    `barrier_seconds`."""
+    """Wait until every process is here.
+
+    Raises HostMissing naming those that do not come within `barrier_seconds`."""
     if processes() == 1:
         return
-    client, key = _job.client, _key(name)
+    client = _job.client
+    key = _key(name)
     client.key_value_set(f"arrived/{key}/{_job.process}", host())
     with _bounded(name, lambda: _not_arrived(key)):
         client.wait_at_barrier(key, _milliseconds(_job.barrier_seconds))
 
 
 def broadcast(name: str, decide: Callable[[], Any]) -> Any:
-    """What `decide` returns in process 0: a value that JSON holds. The others wait for it."""
+    """Return what `decide` returns in process 0, a value that JSON holds.
+
+    The others wait for it."""
     if processes() == 1:
         return decide()
     key = f"broadcast/{_key(name)}"
     if is_primary():
         _job.client.key_value_set(key, json.dumps(decide()))
     with _bounded(name, lambda: [0]):
-        return json.loads(
-            _job.client.blocking_key_value_get(key, _milliseconds(_job.barrier_seconds))
-        )
+        value = _job.client.blocking_key_value_get(key, _milliseconds(_job.barrier_seconds))
+        return json.loads(value)
 
 
 def exchange(name: str, own: Any) -> list[Any]:
-    """What each process has, by number: values that JSON holds."""
+    """Return the values of all processes, by number. JSON holds them."""
     if processes() == 1:
         return [own]
     key = f"exchange/{_key(name)}"
     _job.client.key_value_set(f"{key}/{_job.process}", json.dumps(own))
     barrier(name)
-    found = dict(_job.client.key_value_dir_get(f"{key}/"))
-    return [json.loads(found[f"{key}/{number}"]) for number in range(processes())]
+    values = dict(_job.client.key_value_dir_get(f"{key}/"))
+    return [json.loads(values[f"{key}/{number}"]) for number in range(processes())]
 
 
 def primary_first(name: str, work: Callable[[], Result]) -> Result:
-    """`work` in process 0, and then in all the others."""
+    """Do `work` in process 0, and then in all the others. Return its result."""
     if is_primary():
         result = work()
         barrier(name)
@@ -212,8 +224,9 @@ def primary_first(name: str, work: Callable[[], Result]) -> Result:
 
 
 def finish() -> None:
-    """The end of a job that went well: ends all processes together with status 0. Returns only if
-    there are no others.
+    """End all processes of a job that went well together, with status 0.
+
+    Returns only if there are no others.
 
     An orderly end of the interpreter would meet threads that wait in JAX's client, and crash.
     """
@@ -224,15 +237,17 @@ def finish() -> None:
 
 
 def announce_preemption(signal: int) -> None:
-    """This process was asked to end: the others hear of it. Returns at once, also where the store
-    hangs."""
+    """Tell the other processes that this one was asked to end.
+
+    Returns at once, also if the store hangs."""
     if processes() > 1:
         threading.Thread(target=_announce, args=(PREEMPTED, signal), daemon=True).start()
 
 
 def abort(sentence: str, status: int) -> None:
-    """This process ends by itself, and so do the others, which are told why. Returns only if there
-    are no others."""
+    """End this process and the others, which are told why.
+
+    Returns only if there are no others."""
     if processes() > 1:
         with _job.ending:
             _announce(SHUTDOWN, [status, sentence])
@@ -240,57 +255,62 @@ def abort(sentence: str, status: int) -> None:
 
 
 def abort_with_traceback() -> None:
-    """As `abort`, by the error that is handled, unless it only shows that another process has ended
-    or is lost."""
+    """End all processes as `abort` does, because of the error that is handled.
+
+    The error may only show that another process has ended or is lost. Then that is the reason."""
     if processes() > 1:
-        with (
-            _job.ending
-        ):  # never free again if another thread ends this process: a shutdown notice came
+        # If a shutdown notice came, another thread has this lock and ends this process.
+        with _job.ending:
             pass
         traceback.print_exc()
-        time.sleep(
-            _job.deadline_seconds
-        )  # in here `heartbeat` ends this process if another one is lost
+        # If another process is lost, `heartbeat` ends this one in the meantime.
+        time.sleep(_job.deadline_seconds)
         abort("an error of the program, which its output shows", 1)
 
 
 def _place(config: DistributedConfig) -> tuple[str, int, int] | None:
-    """Coordinator, number of processes, and this one's. JAX is asked for those of a pod only where
-    there is a TPU."""
+    """Return the coordinator, the number of processes, and the number of this one.
+
+    JAX is asked about a pod only if there is a TPU."""
     if config.coordinator is not None:
         return config.coordinator, config.processes, config.process
-    asked_for = os.environ.get("JAX_PLATFORMS", "tpu")
-    if "tpu" not in asked_for or not any(Path(device).exists() for device in TPU_DEVICES):
+
+    may_use_tpu = "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
+    if not may_use_tpu or not any(Path(device).exists() for device in TPU_DEVICES):
         return None
     from jax._src.clusters.cloud_tpu_cluster import GceTpuCluster, GkeTpuCluster
 
     for cluster in (GkeTpuCluster, GceTpuCluster):
-        if cluster.is_env_present() and (count := cluster.get_process_count()) > 1:
+        if not cluster.is_env_present():
+            continue
+        count = cluster.get_process_count()
+        if count > 1:
             port = os.environ.get("JAX_COORDINATOR_PORT")
             address = cluster.get_coordinator_address(math.ceil(config.deadline_seconds), port)
             return address, count, cluster.get_process_id()
     return None
 
 
-def _announce(key: str, what: Any) -> None:
-    with contextlib.suppress(
-        RuntimeError
-    ):  # of JAX: another process was first, or process 0 is gone
-        _job.client.key_value_set(key, json.dumps([_job.process, what]))
+def _announce(key: str, notice: Any) -> None:
+    """Leave a notice for the other processes."""
+    # JAX raises RuntimeError if another process was first, or process 0 is gone.
+    with contextlib.suppress(RuntimeError):
+        _job.client.key_value_set(key, json.dumps([_job.process, notice]))
 
 
-def _wait_for_notice(key: str, heard: Callable[[int, Any], object]) -> None:
+def _wait_for_notice(key: str, on_notice: Callable[[int, Any], object]) -> None:
+    """Wait for the notice of another process, and call `on_notice(sender, notice)`."""
     from jax.errors import JaxRuntimeError
 
     with contextlib.suppress(JaxRuntimeError):  # the job is over, or process 0 is gone
-        sender, what = json.loads(
-            _job.client.blocking_key_value_get(key, _milliseconds(365 * DAY_SECONDS))
-        )
+        message = _job.client.blocking_key_value_get(key, _milliseconds(365 * DAY_SECONDS))
+        sender, notice = json.loads(message)
         if sender != _job.process:
-            heard(sender, what)
+            on_notice(sender, notice)
 
 
 def _on_shutdown(sender: int, notice: tuple[int, str]) -> None:
+    """End this process, because another one has ended."""
     status, sentence = notice
     with _job.ending:
         print(f"\nprocess {sender} on {_job.hosts[sender]} ended: {sentence}", file=sys.stderr)
@@ -298,18 +318,19 @@ def _on_shutdown(sender: int, notice: tuple[int, str]) -> None:
 
 
 def _exit_together(status: int) -> None:
-    """All processes have read the notice before one of them ends, and process 0, which holds the
-    store, ends last."""
+    """End this process when all have read the notice.
+
+    Process 0, which holds the store, ends last."""
     assert _job.heartbeat is not None, "the job was started"
     _job.heartbeat.stop(status)
     with contextlib.suppress(OSError):  # the reader may be gone
         sys.stdout.flush()
         sys.stderr.flush()
-    at_the_latest = threading.Timer(
-        SHUTDOWN_SECONDS, os._exit, (status,)
-    )  # where process 0 hangs, so does the barrier
-    at_the_latest.daemon = True
-    at_the_latest.start()
+
+    # If process 0 hangs, so does the barrier: the timer ends this process then.
+    timer = threading.Timer(SHUTDOWN_SECONDS, os._exit, (status,))
+    timer.daemon = True
+    timer.start()
     with contextlib.suppress(RuntimeError):  # of JAX: one of them is gone
         _job.client.wait_at_barrier(SHUTDOWN, _milliseconds(SHUTDOWN_BARRIER_SECONDS))
     if is_primary():
@@ -319,6 +340,7 @@ def _exit_together(status: int) -> None:
 
 @contextlib.contextmanager
 def _bounded(name: str, missing: Callable[[], list[int]]):
+    """Turn the end of a wait into HostMissing. `missing` gives the processes that did not come."""
     try:
         yield
     except RuntimeError as error:  # of JAX
@@ -333,14 +355,14 @@ def _bounded(name: str, missing: Callable[[], list[int]]):
 
 
 def _not_arrived(key: str) -> list[int]:
-    arrived = {
-        int(place.rpartition("/")[2])
-        for place, _ in _job.client.key_value_dir_get(f"arrived/{key}/")
-    }
+    """Return the numbers of the processes that have not come to a barrier."""
+    entries = _job.client.key_value_dir_get(f"arrived/{key}/")
+    arrived = {int(entry_key.rpartition("/")[2]) for entry_key, _ in entries}
     return [number for number in range(processes()) if number not in arrived]
 
 
 def _key(name: str) -> str:
+    """Return the next key of the job's store, the same in all processes."""
     _job.agreements += 1
     return f"{_job.agreements} {name.replace('/', ' ')}"
 

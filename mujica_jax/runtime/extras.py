@@ -9,8 +9,10 @@ from mujica_jax.errors import UserError
 def import_extra(
     package: str, wanted_by: str, *, extra: str | None = None, otherwise: str = ""
 ) -> Any:
-    """The package, which the extra of that name brings. For a user who has not installed it,
-    `wanted_by` names the setting that needs it, and `otherwise` what else can be done.
+    """Import a package that an extra brings.
+
+    The error for a missing package names the setting `wanted_by` that needs it, and `otherwise`,
+    what else can be done.
     """
     try:
         return importlib.import_module(package)

@@ -14,29 +14,36 @@ import resource
 import sys
 
 # Parameters of mallopt(3), from glibc's malloc.h.
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX, M_ARENA_MAX = -1, -2, -4, -8
+M_TRIM_THRESHOLD = -1
+M_TOP_PAD = -2
+M_MMAP_MAX = -4
+M_ARENA_MAX = -8
 MAX_INT = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Ask glibc never to return freed memory to the kernel. False where the C library is another
-    one; nothing is lost then.
+    """Ask glibc never to return freed memory to the kernel.
+
+    Return False if the C library is another one; nothing is lost then.
 
     One arena, because the heaps of further ones cannot hold blocks above 64 MB. Call it first of
     all: threads that were started before, by any library, have arenas of their own, and XLA's
     threads then share them (23,000 pages were faulted in at every step of the tiny world, none
     after a call at the start).
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if sys.platform != "linux":
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
     settings = {M_MMAP_MAX: 0, M_TRIM_THRESHOLD: MAX_INT, M_TOP_PAD: 256 << 20, M_ARENA_MAX: 1}
-    return mallopt is not None and all(
-        mallopt(name, value) == 1 for name, value in settings.items()
-    )
+    return all(mallopt(parameter, value) == 1 for parameter, value in settings.items())
 
 
 def available_bytes() -> int:
-    """Memory that a process can still have without swapping; all there is where the system does not
-    say."""
+    """Return the memory that a process can still have without swapping.
+
+    Return all memory if the system does not say."""
     file = pathlib.Path("/proc/meminfo")
     if file.exists():
         for line in file.read_text().splitlines():
@@ -46,6 +53,6 @@ def available_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """The most memory that this process has held so far."""
+    """Return the most memory that this process has held so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

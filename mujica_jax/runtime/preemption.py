@@ -1,13 +1,12 @@
-"""Asked to end: SIGTERM, Ctrl-C or a multi-host job's preemption notice, heard at any time and
-polled by the loops of every phase.
+"""End a program in order after SIGTERM, Ctrl-C or a multi-host job's preemption notice.
 
 A signal raises nothing, least of all inside a library. A thread hears it, even while the main
-thread is inside a compiler and runs no Python, and the next loop that polls ends the program: it
-saves what it has to save and raises `Preempted`, which `exit_status` turns into one sentence and an
-exit status for the entry points.
+thread is inside a compiler and runs no Python. The next loop that polls ends the program: it saves
+its state and raises `Preempted`, which `exit_status` turns into one sentence and an exit status for
+the entry points.
 
-    SIGTERM   status 0. If no loop has polled within GRACE_SECONDS (a long compilation or load, neither can be
-              interrupted), the process ends there and then.
+    SIGTERM   status 0. If no loop has polled within GRACE_SECONDS (a long compilation or load,
+              neither can be interrupted), the process ends there and then.
     Ctrl-C    status 130; a second one ends the process at once.
 
 Before the first phase there is nothing to save, so either ends the process at once. Ending anywhere
@@ -63,16 +62,18 @@ class Preemption:
         self.phase: str | None = None  # None: nothing has begun
         self.then = ""  # what the user can do next; behind every closing sentence
         self.status = 0
-        self._default = self._kept = kept
+        self._default_kept = kept
+        self._kept = kept
         self._end = end
         self._grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
-        self._asked = self._answered = False
-        self._interrupts = 0
+        self._asked = False  # a signal or notice came
+        self._answered = False  # a loop has polled since
+        self._interrupts = 0  # Ctrl-C on this host
         self._handlers: dict[int, Any] = {}
 
     def on_notice(self, number: int) -> None:
-        """Another process of the job was asked to end, by the signal of this number: so is this
-        one."""
+        """End this process too: another one of the job was asked to, by the signal of this
+        number."""
         if self._handlers:
             os.write(self._writing, bytes([number + ELSEWHERE]))
         else:
@@ -80,41 +81,50 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Polled by loops, which end on True: from then on the process is not ended in the
-        middle."""
+        """Whether the program was asked to end. Loops poll it, and end on True.
+
+        From then on the process is not ended in the middle."""
         self._answered = self._answered or self._asked
         return self._answered
 
     def at_step(self) -> bool:
-        """As `requested`, polled once before every training step. All processes of a job get the
-        same answer."""
-        asked, status = distributed.broadcast("a training step", lambda: [self._asked, self.status])
-        if not asked:
+        """Return whether to end, as `requested`, before every training step.
+
+        All processes of a job get the same answer."""
+        is_asked, status = distributed.broadcast(
+            "a training step", lambda: [self._asked, self.status]
+        )
+        if not is_asked:
             return False
-        self._asked, self.status = True, status
+        self._asked = True
+        self.status = status
         return self.requested
 
     def enter(self, phase: str, *, kept: str | None = None) -> None:
-        """A phase begins, named as the closing sentence names it. Ends the program here if that was
-        asked for."""
-        self.phase, self._kept = phase, self._default if kept is None else kept
+        """Begin a phase, named as the closing sentence names it. Raises Preempted if the program
+        was asked to end."""
+        self.phase = phase
+        self._kept = self._default_kept if kept is None else kept
         self.check()
 
     def keeps(self, kept: str) -> None:
-        """What an end in the middle of the phase leaves from now on."""
+        """Say what an end in the middle of the phase leaves from now on."""
         self._kept = kept
 
     def check(self) -> None:
-        """Raises Preempted if the program was asked to end."""
+        """Raise Preempted if the program was asked to end."""
         if self.requested:
             raise self.ended()
 
     def ended(self, kept: str | None = None) -> Preempted:
+        """Return the exception that ends the program here."""
         return Preempted(self._sentence(self._kept if kept is None else kept))
 
     def exit_status(self, program: Callable[[], object]) -> int:
-        """Runs the program of an entry point. 0: done; 2: a mistake of the user's, in one sentence;
-        else as asked to end. The other processes of its job are told."""
+        """Run the program of an entry point and return its exit status.
+
+        0: done; 2: a mistake of the user's, in one sentence; otherwise as it was asked to end. The
+        other processes of its job are told."""
         with self:
             try:
                 program()
@@ -122,9 +132,9 @@ class Preemption:
                 print(f"error: {error}", file=sys.stderr)
                 distributed.abort(str(error), USER_ERROR)
                 return USER_ERROR
-            except Preempted as ended:
-                print(f"\n{ended}", file=sys.stderr)
-                distributed.abort(str(ended), self.status)
+            except Preempted as preempted:
+                print(f"\n{preempted}", file=sys.stderr)
+                distributed.abort(str(preempted), self.status)
                 return self.status
             except Exception:
                 distributed.abort_with_traceback()
@@ -136,10 +146,8 @@ class Preemption:
             self._reading, self._writing = os.pipe()
             os.set_blocking(self._writing, False)
             self._wakeup = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-            self._handlers = {
-                number: signal.signal(number, _nothing)
-                for number in (signal.SIGTERM, signal.SIGINT)
-            }
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._handlers[number] = signal.signal(number, _ignore)
             self._listener = threading.Thread(target=self._listen, name="preemption", daemon=True)
             self._listener.start()
         return self
@@ -156,58 +164,71 @@ class Preemption:
             self._handlers = {}
 
     def _listen(self) -> None:
-        """The interpreter writes the number of every signal here, from inside whatever it
-        interrupts."""
+        """Read the numbers of signals from the pipe, until END comes.
+
+        The interpreter writes them there, from inside whatever the signal interrupts."""
         deadline = None
         while True:
-            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([self._reading], [], [], wait)
-            if not ready:  # the deadline
+            wait_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())
+            readable, _, _ = select.select([self._reading], [], [], wait_seconds)
+            if not readable:  # the deadline
                 if not self._answered:
                     self._end_now()
                 deadline = None
                 continue
             for byte in os.read(self._reading, 64):
-                number, here = byte % ELSEWHERE, byte < ELSEWHERE
+                number = byte % ELSEWHERE
+                is_here = byte < ELSEWHERE
                 if number == END:
                     return
-                if number == signal.SIGINT and (here or not self._asked):
-                    self._interrupted(here)
+                if number == signal.SIGINT and (is_here or not self._asked):
+                    self._interrupt(is_here=is_here)
                 elif number == signal.SIGTERM and not self._asked:
                     deadline = time.monotonic() + self._grace_seconds
-                    self._ask(number, here)
+                    self._ask(number, is_here=is_here)
 
-    def _interrupted(self, here: bool) -> None:
+    def _interrupt(self, *, is_here: bool) -> None:
+        """Handle Ctrl-C. A second one on this host ends the process at once."""
         self.status = INTERRUPTED
-        self._interrupts += here
+        if is_here:
+            self._interrupts += 1
         if self._interrupts > 1:
             self._end_now()
         else:
-            self._ask(signal.SIGINT, here)
+            self._ask(signal.SIGINT, is_here=is_here)
             print(
                 "\nending at the next safe point; Ctrl-C again ends at once",
                 file=sys.stderr,
                 flush=True,
             )
 
-    def _ask(self, number: int, here: bool) -> None:
+    def _ask(self, number: int, *, is_here: bool) -> None:
+        """Ask the program to end. A signal that came here is announced to the other processes."""
         if self.phase is None:
             self._end_now()
         self._asked = True
-        if here:
+        if is_here:
             distributed.announce_preemption(number)
 
     def _end_now(self) -> None:
+        """End the process in the middle of whatever it does."""
         sentence = self._sentence(self._kept)
         print(f"\n{sentence}", file=sys.stderr, flush=True)
         distributed.abort(sentence, self.status)
         self._end(self.status)
 
     def _sentence(self, kept: str) -> str:
-        how = "interrupted" if self.status else "preempted"
-        where = "before anything began" if self.phase is None else f"in {self.phase}; {kept}"
-        return "; ".join(part for part in (f"{how} {where}", self.then) if part)
+        """Return the closing sentence: how it ended, where, what is kept, what to do next."""
+        sentence = "interrupted" if self.status else "preempted"
+        if self.phase is None:
+            sentence += " before anything began"
+        else:
+            sentence += f" in {self.phase}; {kept}"
+        if self.then:
+            sentence += f"; {self.then}"
+        return sentence
 
 
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """A handler, so that the interpreter writes the signal down and the process lives on."""
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing. With a handler the interpreter writes the signal down, and the process goes
+    on."""

@@ -1,5 +1,6 @@
-"""Where a run comes from: its configuration, the revision of this program, versions. Written once,
-compared when a run is resumed.
+"""Record where a run comes from: its configuration, the revision of this program, versions.
+
+It is written once, and compared when a run is resumed.
 """
 
 import importlib.metadata
@@ -14,12 +15,12 @@ UNSET = "unset"
 
 
 def environment() -> dict[str, Any]:
-    """Python, packages that are installed, and the git revision of this program where it runs from
-    a checkout."""
-    found = reversed(
-        list(importlib.metadata.distributions())
-    )  # of two of one name, the first on the path is imported
-    versions = {package.name: package.version for package in found if package.read_text("METADATA")}
+    """Return the versions of Python and of installed packages, and the program's git revision."""
+    # Of two packages of one name the first on the path is imported, so it is entered last.
+    versions = {}
+    for package in reversed(list(importlib.metadata.distributions())):
+        if package.read_text("METADATA"):
+            versions[package.name] = package.version
     return {
         "python": platform.python_version(),
         "packages": versions,
@@ -28,30 +29,39 @@ def environment() -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """The commit, with "+changes" where the package differs from it; None outside a repository that
-    tracks the package.
+    """Return the commit, with "+changes" if the package differs from it.
+
+    Return None outside a repository that tracks the package.
     """
     if not _git("ls-files", "--", "records.py"):
         return None
     revision = _git("rev-parse", "HEAD")
-    return revision and revision + ("+changes" if _git("status", "--porcelain", "--", ".") else "")
+    if revision is None:
+        return None
+    has_changes = _git("status", "--porcelain", "--", ".") is not None
+    return f"{revision}+changes" if has_changes else revision
 
 
 def differences(
     old: Mapping[str, Any], new: Mapping[str, Any], ignore: Collection[str]
 ) -> list[str]:
-    """A phrase for every key, dotted, whose values differ; `ignore` names keys, or the beginnings
-    of dotted ones."""
-    before, now = dict(_leaves(old)), dict(_leaves(new))
-    return [
-        f"{key} was {before.get(key, UNSET)!r} and is now {now.get(key, UNSET)!r}"
-        for key in dict.fromkeys([*before, *now])
-        if before.get(key, UNSET) != now.get(key, UNSET)
-        and not any(f"{key}.".startswith(f"{name}.") for name in ignore)
-    ]
+    """Return a phrase for every dotted key whose values differ.
+
+    `ignore` names keys, or the beginnings of dotted ones."""
+    old_values = dict(_leaves(old))
+    new_values = dict(_leaves(new))
+    phrases = []
+    for key in dict.fromkeys([*old_values, *new_values]):
+        old_value = old_values.get(key, UNSET)
+        new_value = new_values.get(key, UNSET)
+        is_ignored = any(f"{key}.".startswith(f"{name}.") for name in ignore)
+        if old_value != new_value and not is_ignored:
+            phrases.append(f"{key} was {old_value!r} and is now {new_value!r}")
+    return phrases
 
 
 def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted key and the value of everything that is no mapping."""
     for key, member in value.items():
         if isinstance(member, Mapping):
             yield from _leaves(member, f"{prefix}{key}.")
@@ -60,7 +70,7 @@ def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def _git(*arguments: str) -> str | None:
-    """What git prints about the package's folder; None where it fails or is not installed."""
+    """Return what git prints about the package's folder; None if it fails, or prints nothing."""
     command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
     try:
         result = subprocess.run(

@@ -1,8 +1,10 @@
-"""Programs whose standard output is a pipe, a full disk, or closed.
+"""Run programs whose standard output is a pipe, a full disk, or closed.
 
-python -m mujica_jax.train --help | head
-python -m mujica_jax.eval ... > /a/full/disk
-python -m mujica_jax.train ... >&-
+    python -m mujica_jax.train --help | head
+    python -m mujica_jax.eval ... > /a/full/disk
+    python -m mujica_jax.train ... >&-
+
+`run_program` turns each of these faults into an exit status.
 """
 
 import errno
@@ -27,11 +29,12 @@ def run_program(main: Callable[[], int]) -> int | str | None:
     try:
         try:
             status: int | str | None = main()
-        except SystemExit as ended:  # --help, or a flag that does not exist
-            status = ended.code
+        except SystemExit as system_exit:  # --help, or a flag that does not exist
+            status = system_exit.code
         sys.stdout.flush()
     except BrokenPipeError:
-        if not _reader_is_gone():  # another pipe or socket: a fault that keeps its traceback
+        # If it is another pipe or socket, the fault keeps its traceback.
+        if not _reader_is_gone():
             raise
         discard(sys.stdout)  # the interpreter flushes once more
         return READER_GONE
@@ -49,9 +52,9 @@ def run_program(main: Callable[[], int]) -> int | str | None:
 
 def discard(stream: TextIO) -> None:
     """Drop what a stream still holds, and all that is written to it later."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    null_descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_descriptor, stream.fileno())
+    os.close(null_descriptor)
 
 
 def _open_closed_streams() -> None:
@@ -62,14 +65,14 @@ def _open_closed_streams() -> None:
     is opened would get number 1 or 2, and a library that writes notices there would write into that
     file.
     """
-    for number in (0, 1, 2):
+    for descriptor in (0, 1, 2):
         try:
-            os.fstat(number)
+            os.fstat(descriptor)
         except OSError:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            if nowhere != number:
-                os.dup2(nowhere, number)
-                os.close(nowhere)
+            null_descriptor = os.open(os.devnull, os.O_RDWR)
+            if null_descriptor != descriptor:
+                os.dup2(null_descriptor, descriptor)
+                os.close(null_descriptor)
     if sys.stdout is None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - open until the program ends
     if sys.stderr is None:
@@ -77,7 +80,7 @@ def _open_closed_streams() -> None:
 
 
 def _cannot_be_written(stream: TextIO) -> bool:
-    """Return whether the fault was this stream's: a full disk elsewhere has another sentence."""
+    """Return whether this stream has the fault. A full disk elsewhere has another sentence."""
     try:
         stream.write("\n")
         stream.flush()
@@ -87,6 +90,7 @@ def _cannot_be_written(stream: TextIO) -> bool:
 
 
 def _reader_is_gone() -> bool:
-    pipe = select.poll()
-    pipe.register(sys.stdout.fileno(), 0)
-    return any(event & (select.POLLERR | select.POLLHUP) for _, event in pipe.poll(0))
+    """Return whether the reader of standard output has closed its end."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

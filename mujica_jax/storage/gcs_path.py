@@ -38,16 +38,15 @@ class _Requests(backend.Backend):
 
     @contextlib.contextmanager
     def open(self, path: epath.PathLike, mode: str) -> Iterator[IO[Any]]:
-        """Reads and writes whole objects; what a block wrote is uploaded at its end, unless it
+        """Read or write a whole object. What the block wrote is uploaded at its end, unless it
         failed."""
         bucket, key = _split(path)
         assert "a" not in mode, "a bucket cannot append"
         content = io.BytesIO(bucket.read(key) if "r" in mode else b"")
-        yield (
-            content
-            if "b" in mode
-            else io.TextIOWrapper(content, encoding="utf-8", write_through=True)
-        )
+        if "b" in mode:
+            yield content
+        else:
+            yield io.TextIOWrapper(content, encoding="utf-8", write_through=True)
         if "w" in mode:
             bucket.replace(key, content.getvalue())
 
@@ -61,10 +60,9 @@ class _Requests(backend.Backend):
 
     def listdir(self, path: epath.PathLike) -> list[str]:
         bucket, key = _split(path)
-        inside = len(key) + 1 if key else 0
-        return sorted(
-            {info.name[inside:].partition("/")[0] for info in bucket.list(f"{key}/" if key else "")}
-        )
+        prefix = f"{key}/" if key else ""
+        names = {info.name.removeprefix(prefix).partition("/")[0] for info in bucket.list(prefix)}
+        return sorted(names)
 
     def glob(self, path: epath.PathLike) -> list[str]:
         folder, pattern = posixpath.split(os.fspath(path))
@@ -96,12 +94,12 @@ class _Requests(backend.Backend):
 
     def stat(self, path: epath.PathLike) -> stat_utils.StatResult:
         bucket, key = _split(path)
-        found = bucket.find(key)
-        if found is None and not self.isdir(path):
+        info = bucket.find(key)
+        if info is not None:
+            return stat_utils.StatResult(is_directory=False, length=info.bytes, mtime=0)
+        if not self.isdir(path):
             raise FileNotFoundError(os.fspath(path))
-        return stat_utils.StatResult(
-            is_directory=found is None, length=found.bytes if found else 0, mtime=0
-        )
+        return stat_utils.StatResult(is_directory=True, length=0, mtime=0)
 
     def _unsupported(self, *_: Any, **__: Any) -> Any:
         raise io.UnsupportedOperation(
@@ -132,11 +130,14 @@ class BucketPath(gpath.PosixGPath):
         return _split(self)[1]
 
     def objects(self, prefix: str = "") -> dict[str, ObjectInfo]:
-        """All objects below this path whose relative names begin so, by these names, sorted."""
-        inside = f"{self.key}/" if self.key else ""
-        return {info.name.removeprefix(inside): info for info in self.bucket.list(inside + prefix)}
+        """Return the objects below this path by their relative names, sorted.
+
+        With `prefix`, only those whose relative names begin with it."""
+        folder = f"{self.key}/" if self.key else ""
+        return {info.name.removeprefix(folder): info for info in self.bucket.list(folder + prefix)}
 
 
 def _split(path: epath.PathLike) -> tuple[Bucket, str]:
+    """Return the bucket and the name within it, without a slash at either end."""
     bucket, _, key = os.fspath(path).removeprefix(SCHEME).partition("/")
     return open_bucket(bucket), key.strip("/")

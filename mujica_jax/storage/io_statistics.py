@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Literal
 
 Kind = Literal["write", "read"]
+SUMS = ("writes", "write_seconds", "write_bytes", "reads", "read_seconds", "read_bytes")
 
 
 class IoStatistics:
@@ -20,25 +21,22 @@ class IoStatistics:
 
     def reset(self) -> None:
         with self._lock:
-            self._sums = {
-                f"{kind}{what}": 0.0
-                for kind in ("write", "read")
-                for what in ("s", "_seconds", "_bytes")
-            }
+            self._sums: dict[str, float] = dict.fromkeys(SUMS, 0.0)
             self._retries_before = self._retries()
 
     @contextlib.contextmanager
     def timed(self, kind: Kind, size_bytes: int = 0) -> Iterator[None]:
-        """Counts the block as one write or read of this size; `add_bytes` takes what is known only
-        later."""
-        began = time.monotonic()
+        """Count the block as one write or read of this size. `add_bytes` takes a size that is known
+        only later."""
+        start_time = time.monotonic()
         try:
             yield
-        finally:  # a write that failed took its time too
-            self.add(kind, time.monotonic() - began, size_bytes)
+        finally:
+            # A write that failed took its time too.
+            self.add(kind, time.monotonic() - start_time, size_bytes)
 
     def add(self, kind: Kind, seconds: float, size_bytes: int) -> None:
-        """Counts one write or read."""
+        """Count one write or read."""
         with self._lock:
             self._sums[f"{kind}s"] += 1
             self._sums[f"{kind}_seconds"] += seconds
@@ -49,10 +47,10 @@ class IoStatistics:
             self._sums[f"{kind}_bytes"] += size_bytes
 
     def summary(self) -> dict[str, int | float]:
-        """`writes`, `write_seconds`, `write_bytes`, the same of reads, and `repeated_requests`."""
+        """Return the sums since the last reset (`SUMS`), and `repeated_requests`."""
+        summary: dict[str, int | float] = {}
         with self._lock:
-            sums = {
-                name: round(sum_, 6) if "seconds" in name else int(sum_)
-                for name, sum_ in self._sums.items()
-            }
-            return sums | {"repeated_requests": self._retries() - self._retries_before}
+            for name, value in self._sums.items():
+                summary[name] = round(value, 6) if "seconds" in name else int(value)
+            summary["repeated_requests"] = self._retries() - self._retries_before
+        return summary

@@ -1,5 +1,4 @@
-"""Who works on what: leases in the run directory, for processes that know nothing else of each
-other.
+"""Leases in the run directory. They say which process works on what.
 
     <name>/00001.json    {"owner", "host", "space", "process", "until", "revision"}
 
@@ -47,13 +46,13 @@ class Leases:
         process: int | None = None,
         revision: str | None = None,
     ) -> None:
-        """`process`: another one of this host than the one that calls."""
-        self._directory, self.seconds, self._clock = directory, seconds, clock
+        """`process` is the number of the process on this host (default: the one that calls)."""
+        self.seconds = seconds
+        self._directory = directory
+        self._clock = clock
         self._revision = revision or ""
-        self._host, self._process = (
-            socket.gethostname(),
-            os.getpid() if process is None else process,
-        )
+        self._host = socket.gethostname()
+        self._process = os.getpid() if process is None else process
         try:
             self._space = os.readlink("/proc/self/ns/pid")
         except OSError:
@@ -63,60 +62,64 @@ class Leases:
         self.takeover_seconds = 0.0  # the longest time from a last renewal until then
 
     def newest(self, name: str) -> Holder | None:
-        """Who has it, or had it last."""
+        """Return who has a lease, or had it last."""
         numbers = self._numbers(name)
         return self._read(name, numbers[-1]) if numbers else None
 
     def holder(self, name: str) -> Holder | None:
-        """Who has it now."""
-        found = self.newest(name)
-        return found if found and self._counts(found) else None
+        """Return who has a lease now."""
+        holder = self.newest(name)
+        return holder if holder and self._is_valid(holder) else None
 
     def claim(self, name: str, *, fresh: bool = False) -> "Lease | None":
-        """None where another process has it, or was faster. `fresh`: nobody has had it, as a
-        listing said just now."""
+        """Claim a lease. Return None if another process has it, or was faster.
+
+        `fresh` says that nobody has had it, as a listing showed just now."""
         numbers = [] if fresh else self._numbers(name)
-        found = self._read(name, numbers[-1]) if numbers else None
-        if found and self._counts(found):
+        last_holder = self._read(name, numbers[-1]) if numbers else None
+        if last_holder and self._is_valid(last_holder):
             return None
+
         number = (numbers[-1] if numbers else 0) + 1
-        if not self._directory.create(
-            _file(name, number), self._bytes(self._clock() + self.seconds)
-        ):
+        content = self._bytes(self._clock() + self.seconds)
+        if not self._directory.create(_file(name, number), content):
             return None
-        self.takeovers += bool(numbers)
-        if found and found.until:  # it was not released
-            silent = self._clock() - (found.until - self.seconds)
-            self.takeover_seconds = max(self.takeover_seconds, silent)
+
+        if numbers:
+            self.takeovers += 1
+        if last_holder and last_holder.until:  # 0 where it was released
+            last_renewal = last_holder.until - self.seconds
+            silent_seconds = self._clock() - last_renewal
+            self.takeover_seconds = max(self.takeover_seconds, silent_seconds)
         return Lease(self, name, number)
 
-    def _counts(self, found: Holder) -> bool:
-        return found.until > self._clock() and (
-            found.owner == self.owner or not self._is_gone(found)
-        )
+    def _is_valid(self, holder: Holder) -> bool:
+        """Return whether a lease is not over and its process may be alive."""
+        if holder.until <= self._clock():
+            return False
+        return holder.owner == self.owner or not self._is_gone(holder)
 
-    def is_near(self, found: Holder) -> bool:
-        """Among the processes that this one can see."""
-        return (found.host, found.space) == (self._host, self._space)
+    def is_near(self, holder: Holder) -> bool:
+        """Return whether this process can see that one."""
+        return holder.host == self._host and holder.space == self._space
 
-    def _is_gone(self, found: Holder) -> bool:
-        """Known for a process of this host alone. One of our own number was here before a
-        container's restart."""
-        if not self.is_near(found):
+    def _is_gone(self, holder: Holder) -> bool:
+        """Return whether a process is known to have ended. That can be known on this host alone."""
+        if not self.is_near(holder):
             return False
         try:
-            os.kill(found.process, 0)
+            os.kill(holder.process, 0)
         except ProcessLookupError:
             return True
         except PermissionError:
             return False
-        return found.process == self._process
+        # One of our own number was here before a container's restart.
+        return holder.process == self._process
 
     def _numbers(self, name: str) -> list[int]:
-        return [
-            int(file.rpartition("/")[2].removesuffix(".json"))
-            for file in self._directory.names(f"{name}/")
-        ]
+        """Return the numbers under which a lease was claimed, ascending."""
+        files = self._directory.names(f"{name}/")
+        return [int(file.rpartition("/")[2].removesuffix(".json")) for file in files]
 
     def _read(self, name: str, number: int) -> Holder | None:
         try:
@@ -125,13 +128,15 @@ class Leases:
             return None  # nothing that this program wrote: over
 
     def _bytes(self, until: float) -> bytes:
-        said = {
-            "owner": self.owner,
-            "host": self._host,
-            "space": self._space,
-            "process": self._process,
-        }
-        return json_bytes(said | {"until": until, "revision": self._revision})
+        holder = Holder(
+            owner=self.owner,
+            host=self._host,
+            space=self._space,
+            process=self._process,
+            until=until,
+            revision=self._revision,
+        )
+        return json_bytes(dataclasses.asdict(holder))
 
     def _write(self, name: str, number: int, until: float) -> None:
         with self._directory.io_statistics.timed("write"):
@@ -139,27 +144,32 @@ class Leases:
 
 
 class Lease:
-    """One that this process has. `renew` may be called at any rate: it writes when a quarter of the
-    time is over."""
+    """A lease that this process has.
+
+    `renew` may be called at any rate: it writes when a quarter of the time is over."""
 
     def __init__(self, leases: Leases, name: str, number: int) -> None:
-        self._leases, self._name, self._number = leases, name, number
-        self._written = leases._clock()
+        self._leases = leases
+        self._name = name
+        self._number = number
+        self._renewal_time = leases._clock()
 
     @property
     def is_lost(self) -> bool:
-        """It was over at some time, and another process has it since."""
+        """Whether it was over at some time, and another process claimed it."""
         return self._leases._directory.exists(_file(self._name, self._number + 1))
 
     def renew(self) -> None:
-        leases, now = self._leases, self._leases._clock()
-        if now - self._written >= leases.seconds / RENEWALS_A_LEASE:
-            leases._write(self._name, self._number, now + leases.seconds)
-            self._written = now
+        """Extend the lease, if a quarter of its time is over."""
+        leases = self._leases
+        now = leases._clock()
+        if now - self._renewal_time >= leases.seconds / RENEWALS_A_LEASE:
+            leases._write(self._name, self._number, until=now + leases.seconds)
+            self._renewal_time = now
 
     def release(self) -> None:
-        """Whoever asks next has it."""
-        self._leases._write(self._name, self._number, 0.0)
+        """Give the lease up. The next process that claims it has it."""
+        self._leases._write(self._name, self._number, until=0.0)
 
 
 def _file(name: str, number: int) -> str:

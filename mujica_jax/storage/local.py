@@ -52,12 +52,8 @@ NOT_SUPPORTED = (
     errno.ENOLCK,
 )
 LOCK = ".lock"
-DISK_ERRORS = (
-    errno.ENOSPC,
-    errno.EDQUOT,
-    errno.EFBIG,
-    errno.EROFS,
-)  # those that only a disk can cause
+# Errors that only a disk can cause.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def create(path: Path, data: bytes) -> bool:
@@ -96,14 +92,15 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def atomic_write(path: Path, data: bytes) -> None:
-    """Writes a file that may exist already: its old content stays until the new one is whole."""
+    """Write a file that may exist already. Its old content stays until the new one is whole."""
     with _written_beside(path, data) as temporary:
         os.replace(temporary, path)
 
 
 def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
-    """Calls `write` with the empty folder and brings what it left there to the disk. What was in
-    the folder before is removed.
+    """Call `write` with the empty folder and bring what it left there to the disk.
+
+    What was in the folder before is removed.
     """
     with as_user_error(folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -118,10 +115,19 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
 
 
 def names(root: Path, prefix: str) -> list[str]:
-    """All files below `root` whose relative names begin so, sorted, without temporary ones."""
+    """Return the files below `root` whose relative names begin with `prefix`, sorted.
+
+    Temporary files are left out."""
     folder = root / prefix.rpartition("/")[0]
-    found = (str(path.relative_to(root)) for path in folder.rglob("*") if path.is_file())
-    return sorted(name for name in found if name.startswith(prefix) and "/." not in f"/{name}")
+    names = []
+    for path in folder.rglob("*"):
+        if not path.is_file():
+            continue
+        name = str(path.relative_to(root))
+        is_temporary = "/." in f"/{name}"
+        if name.startswith(prefix) and not is_temporary:
+            names.append(name)
+    return sorted(names)
 
 
 def visible_files(folder: Path, pattern: str) -> list[Path]:
@@ -134,7 +140,7 @@ def visible_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def move(path: Path, target: Path) -> bool:
-    """False where there is no such file. The folder of `target` exists."""
+    """Rename a file into an existing folder. Return False if there is no such file."""
     with as_user_error(path):
         try:
             os.rename(path, target)
@@ -158,8 +164,9 @@ def sync(path: Path) -> None:
 
 
 def require_space(path: Path, needed_bytes: int) -> None:
-    """Refuses before a library begins to write that would report a full disk from every thread of
-    its own."""
+    """Raise UserError if fewer bytes are free than needed.
+
+    Call it before a library writes that would report a full disk from every thread of its own."""
     free_bytes = shutil.disk_usage(path).free
     if free_bytes < needed_bytes:
         raise UserError(
@@ -170,7 +177,7 @@ def require_space(path: Path, needed_bytes: int) -> None:
 
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """The name of a temporary file beside `path`, which the block writes and renames."""
+    """Yield the name of a temporary file beside `path`, which the block writes and renames."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{os.urandom(4).hex()}")
     with as_user_error(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -182,7 +189,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def as_user_error(path: PurePath) -> Iterator[None]:
-    """Turns a full, read-only or forbidden disk into one sentence for the user."""
+    """Turn the error of a full, read-only or forbidden disk into one sentence for the user."""
     try:
         yield
     except Exception as error:
@@ -193,15 +200,17 @@ def as_user_error(path: PurePath) -> Iterator[None]:
 
 
 def _code_in_words(error: Exception) -> int | None:
-    """Libraries in Rust and C++ (safetensors, tokenizers, TensorStore) raise errors of their own,
-    with the system's words in them.
+    """Return the disk error whose words stand in an error's text.
+
+    Libraries in Rust and C++ (safetensors, tokenizers, TensorStore) raise errors of their own, with
+    the system's words in them.
     """
     return next((code for code in DISK_ERRORS if os.strerror(code) in str(error)), None)
 
 
 @contextlib.contextmanager
 def _written_beside(path: Path, data: bytes) -> Iterator[Path]:
-    """A temporary file with the bytes, on the disk, to which the block gives its name."""
+    """Yield a temporary file with the bytes, on the disk, to which the block gives its name."""
     with as_user_error(path):
         with beside(path) as temporary:
             with open(temporary, "xb") as file:

@@ -13,14 +13,14 @@ COMMITTED = "COMMITTED"  # the manifest of a folder of a run
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """Raises ValueError for NaN and infinity: JSON has no words for them."""
+    """Return JSON as bytes. Raises ValueError for NaN and infinity, which JSON lacks."""
     return (json.dumps(value, indent=2, allow_nan=False) + "\n").encode()
 
 
 def json_object(
     data: bytes, place: object, advice: str, kind: type[UserError] = UserError
 ) -> dict[str, Any]:
-    """What a file at this place holds. `advice` is for a user whose file holds no JSON object."""
+    """Return the JSON object in a file. `place` and `advice` are for the error if there is none."""
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -36,25 +36,26 @@ def sha256_of(path: Path) -> str:
 
 
 def describe_file(path: Path, name: str) -> dict[str, Any]:
-    """The entry of one file."""
+    """Return the entry of one file."""
     return {"name": name, "bytes": path.stat().st_size, "sha256": sha256_of(path)}
 
 
 def describe_folder(folder: Path) -> list[dict[str, Any]]:
-    """The entries of all files below a folder, sorted by name."""
+    """Return the entries of all files below a folder, sorted by name."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     return [describe_file(path, str(path.relative_to(folder))) for path in paths]
 
 
 def check_file(path: Path, expected: Mapping[str, Any], shown: PurePath, folder: PurePath) -> None:
-    """Raises StoreError where `path` is missing or differs from its entry; the message calls it
+    """Raise StoreError if `path` is missing or differs from its entry. The message calls it
     `shown`."""
     if not path.exists():
         raise StoreError(
             f"{shown} is missing and COMMITTED lists it; restore it or remove {folder}"
         )
-    if (found := describe_file(path, expected["name"])) != expected:
+    entry = describe_file(path, expected["name"])
+    if entry != expected:
         raise StoreError(
-            f"{shown} is damaged: it has {found} and COMMITTED lists {expected}; restore it or "
+            f"{shown} is damaged: it has {entry} and COMMITTED lists {expected}; restore it or "
             f"remove {folder}"
         )

@@ -44,16 +44,14 @@ else:
     RunPath = PurePath  # what both are; importing the other one takes a third of a second
 
 BUCKET_NAME = r"[a-z0-9][a-z0-9._-]{1,61}[a-z0-9]"
-FETCHED = (
-    ".fetched.json"  # in the cached copy of a folder: what the bucket held when it was fetched
-)
-HELD_SECONDS = (
-    10.0  # how long lines wait for an upload; a bucket takes about one change of an object a second
-)
+# In the cached copy of a folder: what the bucket held when it was fetched.
+FETCHED = ".fetched.json"
+# How long lines wait for an upload; a bucket takes about one change of an object a second.
+HELD_SECONDS = 10.0
 
 
 def run_path(root: str | PurePath) -> RunPath:
-    """A local path, or one in a bucket for what begins with gs://."""
+    """Return a local path, or one in a bucket if `root` begins with gs://."""
     if not isinstance(root, str):
         return root  # pyright: ignore[reportReturnType] - one of the two
     if "://" not in root:
@@ -70,15 +68,18 @@ def run_path(root: str | PurePath) -> RunPath:
 
 
 def create(path: RunPath, data: bytes) -> bool:
-    return (
-        local.create(path, data) if isinstance(path, Path) else path.bucket.create(path.key, data)
-    )
+    """Create a file or an object. Return False, and change nothing, if it exists already."""
+    if isinstance(path, Path):
+        return local.create(path, data)
+    return path.bucket.create(path.key, data)
 
 
 def atomic_write(path: RunPath, data: bytes) -> None:
-    local.atomic_write(path, data) if isinstance(path, Path) else path.bucket.replace(
-        path.key, data
-    )
+    """Write a file or an object that may exist already."""
+    if isinstance(path, Path):
+        local.atomic_write(path, data)
+    else:
+        path.bucket.replace(path.key, data)
 
 
 class RunDirectory:
@@ -100,16 +101,15 @@ class RunDirectory:
         return (self.root / name).exists()
 
     def names(self, prefix: str) -> list[str]:
-        """All objects whose names begin so, sorted; `prefix` ends a folder's name with its
-        slash."""
-        return (
-            local.names(self.root, prefix)
-            if isinstance(self.root, Path)
-            else list(self.root.objects(prefix))
-        )
+        """Return all objects whose names begin with `prefix`, sorted.
+
+        `prefix` ends a folder's name with its slash."""
+        if isinstance(self.root, Path):
+            return local.names(self.root, prefix)
+        return list(self.root.objects(prefix))
 
     def create(self, name: str, data: bytes) -> bool:
-        """False, and nothing changed, where the name exists already."""
+        """Create an object. Return False, and change nothing, if the name exists already."""
         with self.io_statistics.timed("write", len(data)):
             return create(self.root / name, data)
 
@@ -124,13 +124,13 @@ class RunDirectory:
         return data
 
     def move(self, name: str, target: str) -> bool:
-        """False where there is no such object."""
+        """Give an object another name. Return False if there is no such object."""
         if isinstance(self.root, Path):
             return local.move(self.root / name, self.root / target)
         return self.root.bucket.move((self.root / name).key, (self.root / target).key)
 
     def remove_folder(self, name: str) -> None:
-        """All objects below it, COMMITTED first: what a kill leaves is torn."""
+        """Remove a folder's objects, COMMITTED first: a kill in between leaves a torn folder."""
         folder = self.root / name
         with as_user_error(folder):
             (folder / COMMITTED).unlink(missing_ok=True)
@@ -140,7 +140,7 @@ class RunDirectory:
                 folder.rmtree()
 
     def write_json_once(self, name: str, value: Mapping[str, Any]) -> bool:
-        """As `create`. Numbers must be finite: JSON has no NaN."""
+        """Create a JSON object, as `create` does. Numbers must be finite: JSON has no NaN."""
         return self.create(name, json_bytes(value))
 
     def read_json(self, name: str) -> dict[str, Any]:
@@ -151,11 +151,10 @@ class RunDirectory:
     def commit_folder(
         self, name: str, write: Callable[[Path], None], about: Mapping[str, Any]
     ) -> bool:
-        """Calls `write` with an empty local folder and keeps what it left there, with its list and
-        `about` in COMMITTED, written last.
+        """Call `write` with an empty local folder and keep what it left there.
 
-        One process of a run does this. False where the folder is committed already; then `write` is
-        not called.
+        COMMITTED, written last, has the list of files and `about`. One process of a run does this.
+        Return False, without calling `write`, if the folder is committed already.
         """
         folder = self.root / name
         if self.exists(f"{name}/{COMMITTED}"):
@@ -166,15 +165,15 @@ class RunDirectory:
                 files = describe_folder(folder)
             else:
                 files = _upload(folder, write)
-            committed = create(folder / COMMITTED, json_bytes({**about, "files": files}))
-        self.io_statistics.add_bytes(
-            "write", sum(file["bytes"] for file in files) if committed else 0
-        )
-        return committed
+            is_committed = create(folder / COMMITTED, json_bytes({**about, "files": files}))
+        if is_committed:
+            self.io_statistics.add_bytes("write", sum(file["bytes"] for file in files))
+        return is_committed
 
     def folder(self, name: str) -> Path:
-        """A committed folder, on local disk, with every file as COMMITTED lists it. Raises
-        StoreError naming what is wrong.
+        """Return a committed folder on local disk, with every file as COMMITTED lists it.
+
+        Raises StoreError naming what is wrong.
         """
         folder = self.root / name
         files = self.read_json(f"{name}/{COMMITTED}").get("files")
@@ -184,35 +183,39 @@ class RunDirectory:
             )
         with self.io_statistics.timed("read"):
             if isinstance(folder, Path):
-                found = folder
+                local_copy = folder
                 for expected in files:
-                    check_file(found / expected["name"], expected, found / expected["name"], folder)
+                    path = folder / expected["name"]
+                    check_file(path, expected, shown=path, folder=folder)
             else:
-                found = cache_folder("buckets") / folder.bucket.name / folder.key
+                local_copy = cache_folder("buckets") / folder.bucket.name / folder.key
                 for expected in files:
-                    _fetch(folder, expected, found / expected["name"])
+                    _fetch(folder, expected, local_copy / expected["name"])
         self.io_statistics.add_bytes("read", sum(file["bytes"] for file in files))
-        return found
+        return local_copy
 
 
 def _upload(folder: "BucketPath", write: Callable[[Path], None]) -> list[dict[str, Any]]:
-    """What `write` leaves in an empty local folder, as objects in the place of those of a torn
-    folder."""
-    with tempfile.TemporaryDirectory(prefix="mujica-upload-") as place:
-        with as_user_error(Path(place)):
-            write(Path(place))
-            files = describe_folder(Path(place))
-        there = folder.objects()
-        if COMMITTED not in there:  # else another process was first, and its files stay
-            for torn in there.keys() - {file["name"] for file in files}:
-                folder.bucket.delete(there[torn].name)
+    """Upload what `write` leaves in an empty local folder, and return its entries.
+
+    The objects replace those of a torn folder. A committed folder stays as it is."""
+    with tempfile.TemporaryDirectory(prefix="mujica-upload-") as name:
+        source = Path(name)
+        with as_user_error(source):
+            write(source)
+            files = describe_folder(source)
+
+        objects = folder.objects()
+        if COMMITTED not in objects:  # otherwise another process was first
+            for torn_name in objects.keys() - {file["name"] for file in files}:
+                folder.bucket.delete(objects[torn_name].name)
             for file in files:
-                folder.bucket.replace((folder / file["name"]).key, Path(place) / file["name"])
+                folder.bucket.replace((folder / file["name"]).key, source / file["name"])
     return files
 
 
 def _fetch(folder: "BucketPath", expected: Mapping[str, Any], path: Path) -> None:
-    """One file of a folder as the local file `path`, unless that is there and whole."""
+    """Download one file of a folder to `path`, unless a whole copy is there."""
     shown = folder / expected["name"]
     if path.exists() and describe_file(path, expected["name"]) == expected:
         return
@@ -224,41 +227,47 @@ def _fetch(folder: "BucketPath", expected: Mapping[str, Any], path: Path) -> Non
 
 
 def local_folder(name: str | PurePath) -> Path:
-    """The folder of this name; of one in a bucket a copy in the cache, brought up to date: what has
-    changed there is fetched and compared with its checksum. Raises UserError for one without
-    objects.
+    """Return a local folder, or an up-to-date copy in the cache of a folder in a bucket.
+
+    Objects that changed in the bucket are fetched and compared with their checksums. Raises
+    UserError for a folder without objects.
     """
     folder = run_path(name)
     if isinstance(folder, Path):
         return folder
     copy = cache_folder("buckets") / folder.bucket.name / folder.key
-    now = {
-        key: {"bytes": info.bytes, "crc32c": info.crc32c} for key, info in folder.objects().items()
-    }
-    if not now:
+    current: dict[str, Any] = {}
+    for key, info in folder.objects().items():
+        current[key] = {"bytes": info.bytes, "crc32c": info.crc32c}
+    if not current:
         raise UserError(
             f"there is nothing in {folder}: give the name of a folder in a bucket that this "
             "machine reads"
         )
     try:
-        before: dict[str, Any] = json.loads((copy / FETCHED).read_text())
+        fetched: dict[str, Any] = json.loads((copy / FETCHED).read_text())
     except (FileNotFoundError, ValueError):
-        before = {}
-    for key, info in now.items():
+        fetched = {}
+
+    # Fetch what is new or changed.
+    for key, entry in current.items():
         target = copy / key
-        if before.get(key) == info and target.is_file() and target.stat().st_size == info["bytes"]:
+        has_whole_copy = target.is_file() and target.stat().st_size == entry["bytes"]
+        if fetched.get(key) == entry and has_whole_copy:
             continue
         with local.beside(target) as partial:
-            folder.bucket.download((folder / key).key, partial, info["bytes"])
+            folder.bucket.download((folder / key).key, partial, entry["bytes"])
             partial.replace(target)
-    for key in before.keys() - now.keys():
+
+    # Remove what is gone.
+    for key in fetched.keys() - current.keys():
         (copy / key).unlink(missing_ok=True)
-    local.atomic_write(copy / FETCHED, json_bytes(now))
+    local.atomic_write(copy / FETCHED, json_bytes(current))
     return copy
 
 
 def open_to_append(path: RunPath) -> "FileIO | AppendedObject":
-    """A file whose `write` adds to its end."""
+    """Return a file whose `write` adds to its end."""
     if isinstance(path, Path):
         with as_user_error(path):
             return FileIO(path, "a")
@@ -266,42 +275,56 @@ def open_to_append(path: RunPath) -> "FileIO | AppendedObject":
 
 
 class AppendedObject:
-    """An object that one process appends to. What it writes is held for `HELD_SECONDS` at most, and
-    uploaded by the next `write`, `flush` or `close` after that. Raises StoreError where another
-    process appends to it too.
+    """An object that one process appends to.
+
+    What it writes is held for `HELD_SECONDS` at most, and uploaded by the next `write`, `flush` or
+    `close` after that. Raises StoreError if another process appends to it too.
     """
 
     def __init__(self, path: "BucketPath") -> None:
         from mujica_jax.storage.gcs import PART
 
-        self._path, self._bucket = path, path.bucket
-        for part in self._bucket.list(f"{path.key}{PART}"):  # a killed process left them
+        self._path = path
+        self._bucket = path.bucket
+        # A killed process may have left parts.
+        for part in self._bucket.list(f"{path.key}{PART}"):
             self._bucket.delete(part.name)
-        found = self._bucket.find(path.key)
-        self._generation = found.generation if found else 0
-        self._held = self._sent = b""
-        self._held_since, self._token = time.monotonic(), ""
+        info = self._bucket.find(path.key)
+        self._generation = info.generation if info else 0
+        self._waiting = b""  # bytes that no upload has taken yet
+        self._waiting_since = time.monotonic()
+        self._uploading = b""  # bytes of an upload that may have been interrupted
+        self._token = ""  # of that upload
 
     def write(self, data: bytes) -> int:
-        if not self._held:
-            self._held_since = time.monotonic()
-        self._held += data
-        if time.monotonic() - self._held_since >= HELD_SECONDS:
+        """Add bytes to those that wait. Upload them if the first one has waited long enough."""
+        if not self._waiting:
+            self._waiting_since = time.monotonic()
+        self._waiting += data
+        if time.monotonic() - self._waiting_since >= HELD_SECONDS:
             self.flush()
         return len(data)
 
     def flush(self) -> None:
-        while self._sent or self._held:
-            if not self._sent:  # else an upload was interrupted: it is repeated as the same one
-                self._sent, self._held, self._token = self._held, b"", uuid.uuid4().hex
+        """Upload all bytes that wait."""
+        while self._uploading or self._waiting:
+            # An upload that was interrupted is repeated as the same one.
+            if not self._uploading:
+                self._uploading = self._waiting
+                self._waiting = b""
+                self._token = uuid.uuid4().hex
             generation = self._bucket.append(
-                self._path.key, self._sent, self._generation, self._token
+                self._path.key,
+                self._uploading,
+                generation=self._generation,
+                token=self._token,
             )
             if generation is None:
                 raise StoreError(
                     f"{self._path} was changed by another process; let one process at a time train "
                     f"in {self._path.parent}"
                 )
-            self._generation, self._sent = generation, b""
+            self._generation = generation
+            self._uploading = b""
 
     close = flush

@@ -37,8 +37,10 @@ class Batches:
         own: Int[np.ndarray, " own"] | None = None,
         columns: Sequence[str] = (),
     ) -> None:
-        """`own`: which of the `rows_per_step` rows of a batch this process brings; None is all of
-        them. `columns`: those a batch has."""
+        """Make batches of these rows.
+
+        `own` are the places, among the `rows_per_step` rows of a batch, that this process brings
+        (default: all). `columns` are those that a batch has."""
         import grain
 
         if not rows.num_rows:
@@ -50,14 +52,15 @@ class Batches:
         # one continues.
         self._order = {"rows": rows.num_rows, "rows_per_step": rows_per_step, "seed": seed}
 
-        def of_step(step: int) -> Batch:
-            chosen = rows_of_step(rows.num_rows, rows_per_step, seed=seed, step=step)
-            return rows.batch(chosen if own is None else chosen[own], columns)
+        def batch_of_step(step: int) -> Batch:
+            indices = rows_of_step(rows.num_rows, rows_per_step, seed=seed, step=step)
+            if own is not None:
+                indices = indices[own]
+            return rows.batch(indices, columns)
 
-        in_order = grain.MapDataset.range(sys.maxsize).map(of_step)  # the epochs never end
-        self._iterator = in_order.to_iter_dataset(
-            grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        ).__iter__()
+        steps = grain.MapDataset.range(sys.maxsize)  # the epochs never end
+        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        self._iterator = iter(steps.map(batch_of_step).to_iter_dataset(options))
 
     def __iter__(self) -> "Batches":
         return self
@@ -69,8 +72,9 @@ class Batches:
         return {"order": self._order, "place": self._iterator.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Go on where `get_state` was called, over the same rows. Other rows are refused: their
-        steps hold other samples."""
+        """Continue where `get_state` was called, over the same rows.
+
+        Raises UserError for other rows, whose steps hold other samples."""
         if state["order"] != self._order:
             raise UserError(
                 f"the checkpoint was at a place in {_words(state['order'])}, and this run has "
@@ -87,17 +91,19 @@ class Batches:
 def rows_of_step(
     num_rows: int, rows_per_step: int, *, seed: int, step: int
 ) -> Int[np.ndarray, "rows_per_step"]:
-    """Which rows a step sees: the epochs' shuffles stand one after the other, and step n takes the
-    n-th `rows_per_step` of them."""
-    epochs, places = np.divmod(
-        np.arange(step * rows_per_step, (step + 1) * rows_per_step), num_rows
-    )
-    shuffles = {
-        epoch: np.random.default_rng((seed, epoch)).permutation(num_rows)
-        for epoch in np.unique(epochs).tolist()
-    }
-    return np.concatenate([shuffle[places[epochs == epoch]] for epoch, shuffle in shuffles.items()])
+    """Return the rows that a step sees.
+
+    The epochs' shuffles stand one after the other, and step n takes the n-th `rows_per_step` of
+    them. A step may begin in one epoch and end in another."""
+    places = np.arange(step * rows_per_step, (step + 1) * rows_per_step)
+    epochs, places_in_epoch = np.divmod(places, num_rows)
+    rows = []
+    for epoch in np.unique(epochs).tolist():
+        shuffle = np.random.default_rng((seed, epoch)).permutation(num_rows)
+        rows.append(shuffle[places_in_epoch[epochs == epoch]])
+    return np.concatenate(rows)
 
 
 def _words(order: dict[str, int]) -> str:
+    """Return what an order depends on, as errors say it."""
     return f"{order['rows']} rows, {order['rows_per_step']} a step, seed {order['seed']}"

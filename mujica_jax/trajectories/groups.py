@@ -48,13 +48,16 @@ def groups_of(
     groups = []
     for members in by_question.values():
         ordered = tuple(sorted(rewarded(members), key=lambda trajectory: trajectory.attempt))
-        left_out = len(members) - len(ordered)
-        groups.append(
-            Group(trajectories=ordered, rewards=tuple(map(reward, ordered)), left_out=left_out)
+        group = Group(
+            trajectories=ordered,
+            rewards=tuple(map(reward, ordered)),
+            left_out=len(members) - len(ordered),
         )
+        groups.append(group)
     return groups
 
 
 def overlong_punishment(tokens: int, *, limit_tokens: int, cache_tokens: int) -> float:
-    begins = limit_tokens - cache_tokens
-    return max(-1.0, min(0.0, (begins - tokens) / cache_tokens))
+    """Return the soft overlong punishment of a trajectory of this many generated tokens."""
+    first_punished = limit_tokens - cache_tokens
+    return max(-1.0, min(0.0, (first_punished - tokens) / cache_tokens))

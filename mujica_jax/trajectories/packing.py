@@ -40,16 +40,13 @@ class Batch(NamedTuple):
     mesh."""
 
     tokens: Int[np.ndarray | Array, "rows time"]
-    segment_ids: Int[
-        np.ndarray | Array, "rows time"
-    ]  # 0 is padding, 1.. number the conversations of a row
+    # 0 is padding, 1.. number the conversations of a row
+    segment_ids: Int[np.ndarray | Array, "rows time"]
     positions: Int[np.ndarray | Array, "rows time"]  # restart at 0 in each segment
-    loss_mask: Bool[
-        np.ndarray | Array, "rows time"
-    ]  # the token itself is a target: position t-1 predicts it
-    columns: Mapping[
-        str, Float[np.ndarray | Array, "rows time"]
-    ] = {}  # those that the loss asks for
+    # the token itself is a target: position t-1 predicts it
+    loss_mask: Bool[np.ndarray | Array, "rows time"]
+    # those that the loss asks for
+    columns: Mapping[str, Float[np.ndarray | Array, "rows time"]] = {}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -60,9 +57,8 @@ class PackedRows:
     segment_ids: Int[np.ndarray, "rows time"]
     positions: Int[np.ndarray, "rows time"]
     loss_mask: Bool[np.ndarray, "rows time"]
-    placements: Int[
-        np.ndarray, "conversations 2"
-    ]  # row and first slot of each, in the order they were given
+    # row and first slot of each, in the order they were given
+    placements: Int[np.ndarray, "conversations 2"]
     columns: Mapping[str, Float[np.ndarray, "rows time"]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -75,7 +71,7 @@ class PackedRows:
 
     @property
     def efficiency(self) -> float:
-        """Share of slots that hold a token (1.0 for no rows at all: nothing is wasted)."""
+        """Share of slots that hold a token; 1.0 for no rows at all."""
         return float(np.mean(self.segment_ids > 0)) if self.segment_ids.size else 1.0
 
     @property
@@ -83,7 +79,7 @@ class PackedRows:
         return int(self.loss_mask.sum())
 
     def with_columns(self, **columns: Float[np.ndarray, "rows time"]) -> "PackedRows":
-        """With more columns, such as what `Trainer.score` gives for these rows."""
+        """Return the rows with more columns, such as the scores of `Trainer.score`."""
         return dataclasses.replace(self, columns={**self.columns, **columns})
 
     def with_empty_rows(self, num_rows: int) -> "PackedRows":
@@ -103,18 +99,17 @@ class PackedRows:
         )
 
     def batch(self, rows: Int[np.ndarray, "chosen"] | slice, columns: Sequence[str] = ()) -> Batch:
-        """These rows, with these of the columns."""
+        """Return these rows, with the named columns."""
         missing = sorted(set(columns) - set(self.columns))
         assert not missing, (
             f"the loss needs the columns {missing}, and the rows have {sorted(self.columns)}"
         )
-        extra = {name: self.columns[name][rows] for name in columns}
         return Batch(
-            self.tokens[rows],
-            self.segment_ids[rows],
-            self.positions[rows],
-            self.loss_mask[rows],
-            extra,
+            tokens=self.tokens[rows],
+            segment_ids=self.segment_ids[rows],
+            positions=self.positions[rows],
+            loss_mask=self.loss_mask[rows],
+            columns={name: self.columns[name][rows] for name in columns},
         )
 
 
@@ -126,8 +121,9 @@ def pack(
     columns: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
     pairs: bool = False,
 ) -> PackedRows:
-    """Packs every conversation exactly once, whole. `too_long` counts what would be refused: filter
-    first.
+    """Pack every conversation exactly once, whole.
+
+    Raises UserError for a conversation longer than a row: `too_long` counts them, so filter first.
 
     A column has for each conversation a number for all of its tokens, or one number a token.
     """
@@ -139,47 +135,70 @@ def pack(
             "agent.max_trajectory_tokens"
         )
     assert not lengths.size or lengths.min() > 0, "a conversation holds at least one token"
+
     random = np.random.default_rng(seed)
     rows = _assign(lengths, row_tokens, random.permutation(lengths.size))
     rows = [rows[index] for index in random.permutation(len(rows))]
     columns = dict(columns or {})
     if pairs:
-        number = {pair: place for row in rows for place, pair in enumerate(row, start=1)}
-        columns["pairs"] = [sign * number[pair] for pair in range(len(lengths)) for sign in (1, -1)]
-        rows = [[index for pair in row for index in (2 * pair, 2 * pair + 1)] for row in rows]
+        columns["pairs"] = _pair_numbers(rows, pairs=len(lengths))
+        rows = [_conversations_of_pairs(row) for row in rows]
     return _fill(rows, conversations, row_tokens, columns)
 
 
+def _pair_numbers(rows: list[list[int]], *, pairs: int) -> list[int]:
+    """Return the column `pairs`: n for the chosen conversation of a row's n-th pair, -n for the
+    rejected one."""
+    number_in_row = [0] * pairs
+    for row in rows:
+        for number, pair in enumerate(row, start=1):
+            number_in_row[pair] = number
+
+    column = []
+    for number in number_in_row:
+        column += [number, -number]
+    return column
+
+
+def _conversations_of_pairs(pairs: list[int]) -> list[int]:
+    """Return the indexes of both conversations of each pair."""
+    indexes = []
+    for pair in pairs:
+        indexes += [2 * pair, 2 * pair + 1]
+    return indexes
+
+
 def too_long(conversations: Sequence[Conversation], row_tokens: int, *, pairs: bool = False) -> int:
-    """How many conversations, or pairs of them, `pack` would refuse."""
+    """Return how many conversations, or pairs of them, `pack` would refuse."""
     return int(np.sum(_lengths(conversations, pairs) > row_tokens))
 
 
 def sampled_log_probs(conversations: Sequence[Conversation]) -> list[list[float]]:
-    """The column of the log-probabilities under the policy that sampled, as its engine stored them;
-    0 where a turn has none."""
-    for turn in (turn for conversation in conversations for turn in conversation.turns):
-        if turn.trained and turn.logprobs is None:
-            raise UserError(
-                f"a trained turn of {len(turn.token_ids)} tokens carries no log-probabilities: "
-                "train on turns that an engine sampled, or score them (Trainer.score)"
-            )
-    return [
-        [
-            value
-            for turn in conversation.turns
-            for value in turn.logprobs or [0.0] * len(turn.token_ids)
-        ]
-        for conversation in conversations
-    ]
+    """Return the column of the log-probabilities under the policy that sampled.
+
+    They are those that its engine stored; 0 for a turn without any.
+    """
+    column = []
+    for conversation in conversations:
+        values: list[float] = []
+        for turn in conversation.turns:
+            if turn.trained and turn.logprobs is None:
+                raise UserError(
+                    f"a trained turn of {len(turn.token_ids)} tokens carries no log-probabilities: "
+                    "train on turns that an engine sampled, or score them (Trainer.score)"
+                )
+            values += turn.logprobs or [0.0] * len(turn.token_ids)
+        column.append(values)
+    return column
 
 
 def _lengths(
     conversations: Sequence[Conversation], pairs: bool
 ) -> Int[np.ndarray, "conversations_or_pairs"]:
-    lengths = np.array(
-        [sum(len(turn.token_ids) for turn in one.turns) for one in conversations], np.int64
-    )
+    """Return the tokens of each conversation, or of each pair."""
+    lengths = np.zeros(len(conversations), np.int64)
+    for index, conversation in enumerate(conversations):
+        lengths[index] = sum(len(turn.token_ids) for turn in conversation.turns)
     return lengths.reshape(-1, 2).sum(axis=1) if pairs else lengths
 
 
@@ -188,20 +207,22 @@ def _assign(
     row_tokens: int,
     order: Int[np.ndarray, "conversations"],
 ) -> list[list[int]]:
-    """Indexes of the conversations of each row: first-fit decreasing in each window of `order`."""
+    """Return the indexes of each row's conversations: first-fit decreasing in each window of
+    `order`."""
     rows: list[list[int]] = []
     for start in range(0, len(order), WINDOW_CONVERSATIONS):
+        # The longest come first. A stable sort keeps the shuffled order among equal lengths.
         window = order[start : start + WINDOW_CONVERSATIONS]
-        window = window[
-            np.argsort(-lengths[window], kind="stable")
-        ]  # stable: equal lengths keep the shuffled order
-        free = np.full(len(window), row_tokens)  # as many rows as conversations always suffice
-        opened: list[list[int]] = [[] for _ in window]
+        window = window[np.argsort(-lengths[window], kind="stable")]
+
+        # One row for each conversation always suffices.
+        free_tokens = np.full(len(window), row_tokens)
+        window_rows: list[list[int]] = [[] for _ in window]
         for index in window:
-            row = int(np.argmax(free >= lengths[index]))
-            free[row] -= lengths[index]
-            opened[row].append(int(index))
-        rows.extend(row for row in opened if row)
+            row = int(np.argmax(free_tokens >= lengths[index]))  # the first one with room
+            free_tokens[row] -= lengths[index]
+            window_rows[row].append(int(index))
+        rows.extend(row for row in window_rows if row)
     return rows
 
 
@@ -211,6 +232,7 @@ def _fill(
     row_tokens: int,
     columns: Mapping[str, Any],
 ) -> PackedRows:
+    """Return the rows that hold these conversations, by their indexes."""
     shape = (len(rows), row_tokens)
     packed = PackedRows(
         tokens=np.zeros(shape, np.int32),
@@ -229,9 +251,8 @@ def _fill(
             packed.segment_ids[row, slots] = segment
             packed.positions[row, slots] = np.arange(len(token_ids))
             packed.loss_mask[row, slots] = conversations[index].loss_mask
-            packed.loss_mask[row, start] = (
-                False  # nothing stands before the first token that could predict it
-            )
+            # Nothing stands before the first token that could predict it.
+            packed.loss_mask[row, start] = False
             packed.placements[index] = row, start
             for name, values in columns.items():
                 packed.columns[name][row, slots] = values[index]

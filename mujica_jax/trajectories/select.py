@@ -21,7 +21,7 @@ from mujica_jax.records import Conversation, Trajectory, rewarded
 
 
 def threshold(*, previous_k: float, mean_first_attempt_reward: float, best_reward: float) -> float:
-    """The threshold K after a batch; it never falls."""
+    """Return the threshold K after a batch. It never falls."""
     return max(previous_k, (mean_first_attempt_reward / best_reward + 1.0) / 2.0 * best_reward)
 
 
@@ -31,8 +31,11 @@ def mean_first_attempt_reward(trajectories: Sequence[Trajectory]) -> float:
     A first attempt that the policy failed counts with its reward. One that could not be rewarded
     does not count.
     """
-    first = min((trajectory.attempt for trajectory in trajectories), default=0)
-    return mean_reward([trajectory for trajectory in trajectories if trajectory.attempt == first])
+    first_attempt = min((trajectory.attempt for trajectory in trajectories), default=0)
+    first_trajectories = [
+        trajectory for trajectory in trajectories if trajectory.attempt == first_attempt
+    ]
+    return mean_reward(first_trajectories)
 
 
 def mean_reward(trajectories: Sequence[Trajectory]) -> float:
@@ -42,6 +45,7 @@ def mean_reward(trajectories: Sequence[Trajectory]) -> float:
 
 
 def accepts(reward: float, *, k: float, best_reward: float) -> bool:
+    """Return whether a reward is above K or the best there is."""
     return reward > k or reward >= best_reward
 
 
@@ -63,13 +67,14 @@ def select(
         by_question[trajectory.question_id].append(trajectory)
     selected: list[Trajectory] = []
     for attempts in by_question.values():
-        kept: dict[tuple[int, ...], Trajectory] = {}
+        accepted: dict[tuple[int, ...], Trajectory] = {}  # by the tokens of the first conversation
         for trajectory in sorted(attempts, key=lambda trajectory: trajectory.attempt):
-            if len(kept) < keep_per_question and accepts(
-                trajectory.reward, k=k, best_reward=best_reward
-            ):
-                kept.setdefault(tuple(trajectory.conversations[0].token_ids), trajectory)
-        selected.extend(kept.values())
+            if len(accepted) >= keep_per_question:
+                break
+            if accepts(trajectory.reward, k=k, best_reward=best_reward):
+                token_ids = tuple(trajectory.conversations[0].token_ids)
+                accepted.setdefault(token_ids, trajectory)
+        selected.extend(accepted.values())
     return selected
 
 

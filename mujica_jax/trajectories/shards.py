@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     import pyarrow
 
 SCHEMA_VERSION = "3"
-READ_VERSIONS = (
-    "2",
-    SCHEMA_VERSION,
-)  # a file of version 2 does not say which turns a length limit cut
+# A file of version 2 does not say which turns a length limit cut.
+READ_VERSIONS = ("2", SCHEMA_VERSION)
 DIGEST_MARK = b"sha256 of this file with zeros here: "
 DIGEST_HOLE = b"0" * 64  # the hexadecimal digest takes its place
 COMPRESSION = "zstd"
@@ -40,8 +38,9 @@ MAPS = ("rewards_by_part", "counts")  # from names to numbers
 
 
 def encode(trajectories: Sequence[Trajectory]) -> bytes:
-    """A Parquet file. Log-probabilities are stored as float32, which is exact for those an engine
-    made."""
+    """Return trajectories as a Parquet file.
+
+    Log-probabilities are stored as float32, which is exact for those that an engine made."""
     import pyarrow
     import pyarrow.parquet
 
@@ -53,13 +52,14 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
         sink, table.schema, compression=COMPRESSION, use_dictionary=False
     ) as writer:
         writer.write_table(table)
-        check = (DIGEST_MARK + DIGEST_HOLE).decode()
-        about = {
+        metadata = {
             "schema_version": SCHEMA_VERSION,
             "rows": str(len(trajectories)),
-            "file_check": check,
+            "file_check": (DIGEST_MARK + DIGEST_HOLE).decode(),
         }
-        writer.add_key_value_metadata(about)
+        writer.add_key_value_metadata(metadata)
+
+    # The digest takes the place of the zeros over which it was computed.
     data = sink.getvalue().to_pybytes()
     start = data.rindex(DIGEST_MARK) + len(DIGEST_MARK)
     digest = hashlib.sha256(data).hexdigest().encode()
@@ -67,20 +67,21 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
 
 
 def decode(data: bytes, name: str) -> list[Trajectory]:
-    """The trajectories of a file that `encode` made; StoreError, beginning with `name`, for
-    anything else."""
+    """Return the trajectories of a file that `encode` made.
+
+    Raises StoreError, beginning with `name`, for anything else."""
     import pyarrow
     import pyarrow.parquet
 
     check_digest(data, name)
     file = pyarrow.parquet.ParquetFile(pyarrow.BufferReader(data))
-    metadata = {
-        key.decode(): value.decode() for key, value in (file.metadata.metadata or {}).items()
-    }
-    if metadata.get("schema_version") not in READ_VERSIONS:
-        found = metadata.get("schema_version")
+    metadata: dict[str, str] = {}
+    for key, value in (file.metadata.metadata or {}).items():
+        metadata[key.decode()] = value.decode()
+    version = metadata.get("schema_version")
+    if version not in READ_VERSIONS:
         raise StoreError(
-            f"{name} has schema version {found} and this program reads "
+            f"{name} has schema version {version} and this program reads "
             f"{' and '.join(READ_VERSIONS)}; use the program that wrote it"
         )
     table = file.read()
@@ -93,7 +94,7 @@ def decode(data: bytes, name: str) -> list[Trajectory]:
 
 
 def check_digest(data: bytes, name: str) -> None:
-    """Compares all bytes with the digest among them."""
+    """Compare all bytes with the digest among them. Raises StoreError."""
     mark = data.rfind(DIGEST_MARK)
     start = mark + len(DIGEST_MARK)
     stop = start + len(DIGEST_HOLE)
@@ -102,17 +103,16 @@ def check_digest(data: bytes, name: str) -> None:
             f"{name} is no whole shard: its {len(data)} bytes hold no checksum; sample it again"
         )
     expected = data[start:stop].decode("ascii", errors="replace")
-    found = hashlib.sha256(data[:start] + DIGEST_HOLE + data[stop:]).hexdigest()
-    if found != expected:
+    digest = hashlib.sha256(data[:start] + DIGEST_HOLE + data[stop:]).hexdigest()
+    if digest != expected:
         raise StoreError(
-            f"{name} is damaged: its bytes have SHA-256 {found} and should have {expected}; sample "
-            "it again"
+            f"{name} is damaged: its bytes have SHA-256 {digest} and should have {expected}; "
+            "sample it again"
         )
 
 
 def content_sha256(trajectories: Sequence[Trajectory]) -> str:
-    """Digest of what was sampled: the same for two runs that sampled the same, however long each
-    took."""
+    """Return the digest of what was sampled, whatever time that took."""
     digest = hashlib.sha256()
     for trajectory in trajectories:
         turns = [turn for conversation in trajectory.conversations for turn in conversation.turns]
@@ -124,9 +124,8 @@ def content_sha256(trajectories: Sequence[Trajectory]) -> str:
         texts = [_turn_content(turn) for turn in turns]
         searches = [list(vars(search).values()) for search in trajectory.searches]
         maps = [sorted(getattr(trajectory, name).items()) for name in MAPS]
-        digest.update(
-            json.dumps([scalars, trajectory.stop_reason, maps, shape, texts, searches]).encode()
-        )
+        content = [scalars, trajectory.stop_reason, maps, shape, texts, searches]
+        digest.update(json.dumps(content).encode())
         for turn in turns:
             digest.update(array("i", turn.token_ids).tobytes())
             digest.update(array("f", turn.logprobs or ()).tobytes())
@@ -134,8 +133,9 @@ def content_sha256(trajectories: Sequence[Trajectory]) -> str:
 
 
 def _turn_content(turn: Turn) -> tuple[str | bool | int, ...]:
-    """Return what the digest of a turn covers beside its numbers. A turn that is not cut has the
-    digest that earlier versions gave it."""
+    """Return what the digest of a turn covers beside its numbers.
+
+    A turn that is not cut has the digest that earlier versions gave it."""
     content = (turn.role, turn.text, turn.trained, len(turn.token_ids), turn.logprobs is None)
     return (*content, "cut") if turn.cut else content
 
@@ -161,55 +161,61 @@ def _schema() -> "pyarrow.Schema":
         "found": pa.bool_(),
     }
     conversation = {"role": pa.string(), "turns": pa.list_(pa.struct(turn))}
-    return pa.schema(
-        {
-            **{name: getattr(pa, kind)() for name, kind in SCALARS.items()},
-            "stop_reason": pa.string(),
-            "search_count": pa.int32(),
-            **{name: pa.map_(pa.string(), pa.float64()) for name in MAPS},
-            "conversations": pa.list_(pa.struct(conversation)),
-            "searches": pa.list_(pa.struct(search)),
-        }
-    )
+
+    # The order of the columns in the file.
+    columns = {name: getattr(pa, kind)() for name, kind in SCALARS.items()}
+    columns["stop_reason"] = pa.string()
+    columns["search_count"] = pa.int32()
+    for name in MAPS:
+        columns[name] = pa.map_(pa.string(), pa.float64())
+    columns["conversations"] = pa.list_(pa.struct(conversation))
+    columns["searches"] = pa.list_(pa.struct(search))
+    return pa.schema(columns)
 
 
 def _row(trajectory: Trajectory) -> dict[str, Any]:
-    conversations = [
-        {"role": conversation.role, "turns": [vars(turn) for turn in conversation.turns]}
-        for conversation in trajectory.conversations
-    ]
-    return {
-        **vars(trajectory),
-        **{name: list(getattr(trajectory, name).items()) for name in MAPS},
-        "stop_reason": trajectory.stop_reason.value,
-        "search_count": len(trajectory.searches),
-        "conversations": conversations,
-        "searches": [vars(search) for search in trajectory.searches],
-    }
+    """Return a trajectory as a row of the table."""
+    conversations = []
+    for conversation in trajectory.conversations:
+        turns = [vars(turn) for turn in conversation.turns]
+        conversations.append({"role": conversation.role, "turns": turns})
+    row = dict(vars(trajectory))
+    for name in MAPS:
+        row[name] = list(getattr(trajectory, name).items())
+    row["stop_reason"] = trajectory.stop_reason.value
+    row["search_count"] = len(trajectory.searches)
+    row["conversations"] = conversations
+    row["searches"] = [vars(search) for search in trajectory.searches]
+    return row
 
 
 def _trajectories(table: "pyarrow.Table") -> list[Trajectory]:
-    """Nested columns by way of numpy: `to_pylist` makes a Python object of each number, and is five
+    """Return the trajectories of a table.
+
+    Nested columns go by way of numpy: `to_pylist` makes a Python object of each number, and is five
     times slower."""
-    plain = table.drop_columns(["conversations", "searches", "search_count"]).to_pylist()
-    nested = (table.column(name).to_numpy() for name in ("conversations", "searches"))
+    rows = table.drop_columns(["conversations", "searches", "search_count"]).to_pylist()
+    conversation_column = table.column("conversations").to_numpy()
+    search_column = table.column("searches").to_numpy()
+
     trajectories = []
-    for row, conversations, searches in zip(plain, *nested, strict=True):
-        row |= {name: dict(row[name]) for name in MAPS} | {
-            "stop_reason": StopReason(row["stop_reason"])
-        }
-        row["conversations"] = tuple(
-            Conversation(
-                role=one["role"], turns=tuple(Turn(**_with_tuples(turn)) for turn in one["turns"])
-            )
-            for one in conversations
-        )
-        row["searches"] = tuple(Search(**_with_tuples(search)) for search in searches)
+    for row, conversations, searches in zip(rows, conversation_column, search_column, strict=True):
+        for name in MAPS:
+            row[name] = dict(row[name])
+        row["stop_reason"] = StopReason(row["stop_reason"])
+        row["conversations"] = tuple(_conversation(fields) for fields in conversations)
+        row["searches"] = tuple(Search(**_with_tuples(fields)) for fields in searches)
         trajectories.append(Trajectory(**row))
     return trajectories
 
 
+def _conversation(fields: dict[str, Any]) -> Conversation:
+    turns = tuple(Turn(**_with_tuples(turn)) for turn in fields["turns"])
+    return Conversation(role=fields["role"], turns=turns)
+
+
 def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record with tuples for numpy's arrays."""
     return {
         name: tuple(value.tolist()) if hasattr(value, "tolist") else value
         for name, value in fields.items()

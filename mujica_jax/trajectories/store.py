@@ -48,9 +48,8 @@ class ShardEntry:
     bytes: int
     sha256: str  # of the file
     content_sha256: str  # of what was sampled
-    policy_versions: tuple[
-        int, ...
-    ]  # those that sampled it: one, unless a program of the user's own mixed them
+    # those that sampled it: one, unless a program of the user's own mixed them
+    policy_versions: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,19 +66,21 @@ class RoundSummary:
 def open_run(
     root: str | PurePath, config: Mapping[str, Any], ignore: Collection[str] = ("run",)
 ) -> "Store":
-    """The store of a new run, or of one that was begun with the same configuration.
+    """Return the store of a new run, or of one with the same configuration.
 
     RunMismatch names every key, except those in `ignore`, whose value differs from the one in
     config.json.
     """
     store = Store(root)
-    wanted = json.loads(json.dumps(config, allow_nan=False))  # as it reads back: tuples are lists
+    # As it reads back: tuples are lists.
+    new_config = json.loads(json.dumps(config, allow_nan=False))
     if not store.exists(CONFIG):
-        store.write_json_once(CONFIG, {"config": wanted, **provenance.environment()})
-    begun = store.read_json(CONFIG).get("config", {})
-    if different := provenance.differences(begun, wanted, ignore):
+        store.write_json_once(CONFIG, {"config": new_config, **provenance.environment()})
+    stored_config = store.read_json(CONFIG).get("config", {})
+    differences = provenance.differences(stored_config, new_config, ignore)
+    if differences:
         raise RunMismatch(
-            f"{store.root} was begun with another configuration: {'; '.join(different)}; "
+            f"{store.root} was begun with another configuration: {'; '.join(differences)}; "
             "repeat the old values or choose another --run directory"
         )
     return store
@@ -94,22 +95,23 @@ class Store(RunDirectory):
     def write_shard(
         self, round_number: int, shard: int, trajectories: Sequence[Trajectory]
     ) -> ShardEntry:
-        """Stores a unit of work. Where another sampler was first, its shard stays and is the one
-        returned.
+        """Store a unit of work and return its entry.
 
-        Raises StoreError when that one is damaged.
+        If another sampler was first, its shard stays and its entry is returned. Raises StoreError
+        if that shard is damaged.
         """
         name = shard_name(round_number, shard)
         data = shards.encode(trajectories)
         if self.create(name, data):
             return _entry(name, data, trajectories)
-        found = self.find_shard(round_number, shard)
-        assert found is not None, "an object that exists stays"
-        return found
+        earlier_shard = self.find_shard(round_number, shard)
+        assert earlier_shard is not None, "an object that exists stays"
+        return earlier_shard
 
     def find_shard(self, round_number: int, shard: int) -> ShardEntry | None:
-        """The shard on disk, read and checked as a whole, or None. Raises StoreError for one that
-        is damaged."""
+        """Return the entry of a shard, read and checked as a whole, or None if there is none.
+
+        Raises StoreError if it is damaged."""
         name = shard_name(round_number, shard)
         if not self.exists(name):
             return None
@@ -117,50 +119,54 @@ class Store(RunDirectory):
         return _entry(name, data, shards.decode(data, str(self.root / name)))
 
     def read_shard(self, entry: ShardEntry) -> list[Trajectory]:
-        """Raises StoreError where the file is missing or differs from the entry."""
+        """Return a shard's trajectories. Raises StoreError if the file is missing or differs from
+        the entry."""
         path = self.root / entry.name
         data = self.read(entry.name)
-        found = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        for what, value in found.items():
-            if value != (expected := getattr(entry, what)):
-                differs = f"its {what} is {value} and the manifest says {expected}"
-                raise StoreError(f"{path} is damaged: {differs}; sample it again")
+        values = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        for name, value in values.items():
+            expected = getattr(entry, name)
+            if value != expected:
+                raise StoreError(
+                    f"{path} is damaged: its {name} is {value} and the manifest says {expected}; "
+                    "sample it again"
+                )
         return shards.decode(data, str(path))
 
     def shards(
         self, *, round_number: int | None = None, policy_version: int | None = None
     ) -> list[ShardEntry]:
-        """The shards of finished rounds, in order: all, or those of one round or of one policy."""
-        entries = []
+        """Return the shards of finished rounds, in order: all, or those of one round or of one
+        policy."""
+        entries: list[ShardEntry] = []
         for name in self.names("rounds/"):
-            found = re.fullmatch(rf"rounds/(\d{{4,}})/{DONE}", name)
-            if (
-                found
-                and round_number in (None, int(found[1]))
-                and (summary := self._read_summary(name))
-            ):
+            match = re.fullmatch(rf"rounds/(\d{{4,}})/{DONE}", name)
+            if match is None or round_number not in (None, int(match[1])):
+                continue
+            summary = self._read_summary(name)
+            if summary is not None:
                 entries += summary.shards
-        return [
-            entry
-            for entry in entries
-            if policy_version is None or policy_version in entry.policy_versions
-        ]
+        if policy_version is None:
+            return entries
+        return [entry for entry in entries if policy_version in entry.policy_versions]
 
     def quarantine(self, shard: ShardEntry | str, reason: str) -> RunPath:
-        """Moves a damaged shard out of its round, so that it is sampled again, and returns where
-        the reason stands.
+        """Move a damaged shard out of its round, so that it is sampled again.
 
-        A DONE.json that counts on it goes along: the round is open again.
+        A DONE.json that lists it is moved too, which opens the round again. Return the path of the
+        file with the reason.
         """
         name = shard if isinstance(shard, str) else shard.name
         done = str(Path(name).with_name(DONE))
         summary = self._read_summary(done)
-        listed = summary is not None and name in {entry.name for entry in summary.shards}
-        # the same shard may be damaged twice
+        is_listed = summary is not None and name in {entry.name for entry in summary.shards}
+
+        # The same shard may be damaged twice, so each case has a folder of its own.
         case = f"{QUARANTINE}/{name.replace('/', '-')}.{os.urandom(4).hex()}"
         self.write_json_once(f"{case}/reason.json", {"shard": name, "reason": reason})
-        for moved in (name, done) if listed else (name,):
-            self.move(moved, f"{case}/{Path(moved).name}")
+        self.move(name, f"{case}/{Path(name).name}")
+        if is_listed:
+            self.move(done, f"{case}/{Path(done).name}")
         return self.root / case / "reason.json"
 
     def write_done(
@@ -171,24 +177,24 @@ class Store(RunDirectory):
         mean_reward: float,
         threshold: float | None,
     ) -> RoundSummary:
-        """Closes a round over these shards. Where it is closed already, that summary stays and is
-        the one returned."""
-        shards, rows = tuple(entries), sum(entry.rows for entry in entries)
+        """Close a round over these shards and return its summary.
+
+        If the round is closed already, its summary stays and is returned."""
         summary = RoundSummary(
             round_number=round_number,
-            trajectories=rows,
+            trajectories=sum(entry.rows for entry in entries),
             mean_reward=mean_reward,
             threshold=threshold,
-            shards=shards,
+            shards=tuple(entries),
         )
         if self.write_json_once(f"{_round_name(round_number)}/{DONE}", dataclasses.asdict(summary)):
             return summary
-        found = self.read_done(round_number)
-        assert found is not None, "an object that exists stays"
-        return found
+        earlier_summary = self.read_done(round_number)
+        assert earlier_summary is not None, "an object that exists stays"
+        return earlier_summary
 
     def read_done(self, round_number: int) -> RoundSummary | None:
-        """None while the round is open."""
+        """Return the summary of a finished round, or None while the round is open."""
         return self._read_summary(f"{_round_name(round_number)}/{DONE}")
 
     def _read_summary(self, name: str) -> RoundSummary | None:
@@ -196,23 +202,21 @@ class Store(RunDirectory):
             return None
         value = self.read_json(name)
         try:
-            of_shards = [
-                {**entry, "policy_versions": tuple(entry["policy_versions"])}
-                for entry in value["shards"]
-            ]
-            return RoundSummary(
-                **{**value, "shards": tuple(ShardEntry(**entry) for entry in of_shards)}
-            )
+            entries = []
+            for fields in value["shards"]:
+                policy_versions = tuple(fields["policy_versions"])
+                entries.append(ShardEntry(**{**fields, "policy_versions": policy_versions}))
+            return RoundSummary(**{**value, "shards": tuple(entries)})
         except (KeyError, TypeError) as error:
             raise StoreError(
                 f"{self.root / name} has other fields than this program writes ({error})"
             ) from error
 
     def commit_policy(self, version: int, write: Callable[[Path], None]) -> bool:
-        """Calls `write` with an empty directory and makes what it left there a policy; one process
-        of a run does this.
+        """Call `write` with an empty directory and make what it left there a policy.
 
-        False, without calling it, where the version exists already.
+        One process of a run does this. Return False, without calling `write`, if the version exists
+        already.
         """
         return self.commit_folder(_policy_name(version), write, {"version": version})
 
@@ -220,8 +224,9 @@ class Store(RunDirectory):
         self.remove_folder(_policy_name(version))
 
     def policy_path(self, version: int) -> Path:
-        """A local directory with a committed policy, each file checked against COMMITTED. Raises
-        StoreError."""
+        """Return a local directory with a committed policy, each file checked against COMMITTED.
+
+        Raises StoreError."""
         name = _policy_name(version)
         if not self.exists(f"{name}/{COMMITTED}"):
             raise StoreError(
@@ -231,16 +236,17 @@ class Store(RunDirectory):
         return self.folder(name)
 
     def policy_place(self, version: int) -> RunPath:
-        """Where a policy is kept."""
+        """Return the path of a policy in the run directory."""
         return self.root / _policy_name(version)
 
     def policies(self) -> list[int]:
-        """Committed versions, oldest first."""
-        found = (
-            re.fullmatch(rf"policies/(\d{{6,}})/{COMMITTED}", name)
-            for name in self.names("policies/")
-        )
-        return sorted(int(match[1]) for match in found if match)
+        """Return the committed versions, oldest first."""
+        versions = []
+        for name in self.names("policies/"):
+            match = re.fullmatch(rf"policies/(\d{{6,}})/{COMMITTED}", name)
+            if match:
+                versions.append(int(match[1]))
+        return sorted(versions)
 
 
 def shard_name(round_number: int, shard: int) -> str:
@@ -256,11 +262,13 @@ def _policy_name(version: int) -> str:
 
 
 def _entry(name: str, data: bytes, trajectories: Sequence[Trajectory]) -> ShardEntry:
+    """Return the entry of a shard with this content."""
+    versions = {trajectory.policy_version for trajectory in trajectories}
     return ShardEntry(
         name=name,
         rows=len(trajectories),
         bytes=len(data),
         sha256=hashlib.sha256(data).hexdigest(),
         content_sha256=shards.content_sha256(trajectories),
-        policy_versions=tuple(sorted({trajectory.policy_version for trajectory in trajectories})),
+        policy_versions=tuple(sorted(versions)),
     )

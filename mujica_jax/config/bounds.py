@@ -1,0 +1,48 @@
+"""The bounds of numbers in a configuration. Each stands in the type of its field.
+
+    slots: PositiveInt  # conversations decoded at the same time
+    port: Annotated[int, at_least(0), at_most(65535)] = 0
+
+`fields.check_bounds` reads them there. Bounds that depend on another field are in `checks.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Annotated
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bound:
+    """What a number must be."""
+
+    words: str  # as an error says it: "at least 1"
+    holds: Callable[[float], bool]  # whether a finite number is within the bound
+
+
+def at_least(minimum: int) -> Bound:
+    """Return the bound `value >= minimum`."""
+    return Bound(words=f"at least {minimum}", holds=lambda value: value >= minimum)
+
+
+def above(limit: int) -> Bound:
+    """Return the bound `value > limit`."""
+    return Bound(words=f"above {limit}", holds=lambda value: value > limit)
+
+
+def at_most(maximum: int) -> Bound:
+    """Return the bound `value <= maximum`."""
+    return Bound(words=f"at most {maximum}", holds=lambda value: value <= maximum)
+
+
+BELOW_ONE = Bound(words="at least 0 and below 1", holds=lambda value: 0 <= value < 1)
+LEAVES_BOTH_SPLITS = Bound(
+    words="below 100, so that both splits have questions", holds=lambda value: value < 100
+)
+
+NonNegativeInt = Annotated[int, at_least(0)]
+PositiveInt = Annotated[int, at_least(1)]
+NonNegativeFloat = Annotated[float, at_least(0)]
+Percent = Annotated[int, at_least(0), at_most(100)]
+HoldOutPercent = Annotated[int, at_least(1), LEAVES_BOTH_SPLITS]
+PositiveFloat = Annotated[float, above(0)]
+FloatBelowOne = Annotated[float, BELOW_ONE]
