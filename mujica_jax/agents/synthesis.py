@@ -49,7 +49,7 @@ from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import fit
 from mujica_jax.agents.evidence import chosen, is_faithful, pieces, place_in
 from mujica_jax.agents.mujica import PLANNER, WORKER, Mujica, PlannerState, WorkerState
-from mujica_jax.agents.teacher import Lesson, Refused, Teacher, as_completion
+from mujica_jax.agents.teacher import Lesson, RefusedReplyError, Teacher, as_completion
 from mujica_jax.config.methods import EviPathConfig
 from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
@@ -187,15 +187,15 @@ class _Writer:
         )
         try:
             if self.failures and isinstance(state, PlannerState):
-                raise Refused(self.failures[0])
+                raise RefusedReplyError(self.failures[0])
             text = await (
                 self._turn(state, params)
                 if isinstance(state, PlannerState)
                 else self._read(state, params)
             )
-        except Refused as refused:
-            self.failures.append(str(refused))
-            text = self._ending(state, str(refused))
+        except RefusedReplyError as refusal:
+            self.failures.append(str(refusal))
+            text = self._ending(state, str(refusal))
         return as_completion(self._synthesis.tokenizer, text)
 
     # --- planner ---
@@ -216,7 +216,7 @@ class _Writer:
         if self._mode == "deductive":
             return self._lesson.open(PLANNER, self._prompt(PLANNER), opening)
         if self._mode == "abductive" and not self._gold:
-            raise Refused("without_evidence")
+            raise RefusedReplyError("without_evidence")
         answer, evidence = self._question.answers[0], self._evidence_lines()
         if self._synthesis.teacher.plans:
             request = synthesis_prompts.plan_request(self._question.text, answer, evidence)
@@ -234,9 +234,9 @@ class _Writer:
     def _planned(self, reply: str, state: PlannerState) -> list[str]:
         plan = [neutralise(line) for line in synthesis_prompts.parse_plan(reply)]
         if not plan:
-            raise Refused("no_plan")
+            raise RefusedReplyError("no_plan")
         if leaks(" ".join(plan), self._known(state), self._secrets):
-            raise Refused("leak")
+            raise RefusedReplyError("leak")
         return plan
 
     def _checked(self, reply: str, state: PlannerState, params: SamplingParams) -> str:
@@ -244,26 +244,26 @@ class _Writer:
         reply = before_stop(reply, self._contract.observation(self._kind))
         thought = neutralise(first_thought(reply))
         if not thought:
-            raise Refused("no_thought")
+            raise RefusedReplyError("no_thought")
         limit = self._synthesis.agent.max_searches_per_turn
         action = self._contract.parse_planner(
             reply, self._kind, candidates=len(state.candidates), max_searches=limit
         )
         if action.refused is not None:
-            raise Refused(action.refused.value)
+            raise RefusedReplyError(action.refused.value)
         if any(call.refusal for call in action.searches):
-            raise Refused(StopReason.UNKNOWN_CANDIDATE.value)
+            raise RefusedReplyError(StopReason.UNKNOWN_CANDIDATE.value)
         if action.unreadable:
-            raise Refused(StopReason.NO_ACTION.value)
+            raise RefusedReplyError(StopReason.NO_ACTION.value)
         if action.answer is not None:
             if self._mode != "deductive":
                 if not state.searches:
-                    raise Refused("no_search")
+                    raise RefusedReplyError("no_search")
                 if (
                     metrics.score(action.answer, self._question.answers, self._synthesis.rule).em
                     != 1.0
                 ):
-                    raise Refused("wrong_answer")
+                    raise RefusedReplyError("wrong_answer")
             return self._fitting(
                 self._contract.write_answer(thought, neutralise(action.answer)), params
             )
@@ -274,13 +274,13 @@ class _Writer:
         asked = {search.query for search in state.searches}
         for call in calls:
             if not is_askable(call.query, known):
-                raise Refused("not_askable")
+                raise RefusedReplyError("not_askable")
             if call.query in asked:
-                raise Refused("repeated")
+                raise RefusedReplyError("repeated")
         if self._mode != "deductive" and leaks(
             f"{thought} {' '.join(c.query for c in calls)}", known, self._secrets
         ):
-            raise Refused("leak")
+            raise RefusedReplyError("leak")
         if self._plan and not state.searches:
             thought = f"{synthesis_prompts.plan_in_thought(self._plan)}\n{thought}"
         return self._fitting(self._contract.write_searches(thought, calls, self._kind), params)
@@ -336,7 +336,7 @@ class _Writer:
         """The intermediate answer, and where in the pool its evidence stands."""
         answer = protocol.field(self._contract.sentence_tag, reply)
         if not answer or answer == protocol.NOTHING_FOUND:
-            raise Refused("no_answer")
+            raise RefusedReplyError("no_answer")
         method = self._synthesis.method
         found = chosen(
             answer, self._gold, similarity=self._synthesis.similarity, threshold=method.threshold
@@ -345,9 +345,9 @@ class _Writer:
             place for piece in found if (place := place_in(state.materials, piece)) is not None
         ]
         if not places:
-            raise Refused("evidence_not_in_pool")
+            raise RefusedReplyError("evidence_not_in_pool")
         if not is_faithful(answer, state.query, [state.materials[place].text for place in places]):
-            raise Refused("unfaithful")
+            raise RefusedReplyError("unfaithful")
         return answer, places
 
     def _checked_reading(
@@ -364,12 +364,12 @@ class _Writer:
             or not (selects or says_nothing_found)
             or (needs_thought and not thought)
         ):
-            raise Refused("malformed_worker")
+            raise RefusedReplyError("malformed_worker")
         if places is not None and set(read.selected) != set(places):
-            raise Refused("wrong_selection")
+            raise RefusedReplyError("wrong_selection")
         evidence = [state.materials[place].text for place in read.selected]
         if evidence and not is_faithful(read.sentence, state.query, evidence):
-            raise Refused("unfaithful")
+            raise RefusedReplyError("unfaithful")
         sentence = neutralise(read.sentence)
         return self._fitting(self._contract.write_worker(thought, read.selected, sentence), params)
 
@@ -384,7 +384,7 @@ class _Writer:
 
     def _fitting(self, text: str, params: SamplingParams) -> str:
         if len(as_completion(self._synthesis.tokenizer, text).token_ids) > params.max_new_tokens:
-            raise Refused(StopReason.TURN_LENGTH.value)
+            raise RefusedReplyError(StopReason.TURN_LENGTH.value)
         return text
 
     def _ending(self, state: PlannerState | WorkerState, reason: str) -> str:
