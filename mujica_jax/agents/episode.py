@@ -44,7 +44,7 @@ class Episode:
         self.limits = limits
         self.attempt = attempt
         self.environment = environment
-        self.policy: Policy = policy
+        self.policy = policy
         self.searches: list[Search] = []
         self._start_time = time.monotonic()
 
@@ -57,8 +57,9 @@ class Episode:
         stop_strings: tuple[str, ...],
         continues: bool = False,
         cut_at: str | None = None,
+        policy: Policy | None = None,
     ) -> Written:
-        """Let the policy write one turn.
+        """Let a policy write one turn. Without `policy` it is the policy of the episode.
 
         `place` is unique in the episode and seeds the turn. If the stop string `cut_at` ended the
         turn, it is left out."""
@@ -72,8 +73,9 @@ class Episode:
             stop_strings=stop_strings,
             thought_open=dialogue.thought_open,
         )
+        writer = self.policy if policy is None else policy
         try:
-            completion = await self.policy.generate(
+            completion = await writer.generate(
                 dialogue.token_ids, params, state=state, continues=continues
             )
         except UnusableReplyError as error:
