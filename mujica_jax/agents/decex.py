@@ -168,16 +168,15 @@ _BRIEF = "Ask, recall or search, answer."
 _RULES = (
     "You answer a question by solving simpler ones, one after the other.\n"
     "Whenever you receive something new, think inside <think> ... </think> about what is known and "
-    "what is missing. As "
-    f'long as something is missing, write in your thought "{SUB_QUESTION}" and a sub-question that '
-    "asks for one fact, "
-    "and end the line. Then decide how to solve it.\n"
+    "what is missing. As long as something is missing, write in your thought "
+    f'"{SUB_QUESTION}" and a sub-question that asks for one fact, and end the line. Then decide '
+    "how to solve it.\n"
     f'If you are sure of its answer, begin the next line with "{MEMORY}", write what you know, and '
     f'end the line with "{RECALL}" and the answer in one sentence. Then think on.\n'
     f'If you are not sure, write "{LOOK_UP}", close the thought, and write a query for a search '
-    "engine inside <search> "
-    "... </search>. It need not repeat the sub-question, but name what the right passage would "
-    "say. You then receive passages inside <information> ... </information>.\n"
+    "engine inside <search> ... </search>. It need not repeat the sub-question, but name what the "
+    "right passage would say. You then receive passages inside <information> ... "
+    "</information>.\n"
     "When a sub-question was not solved, ask it again in other words. When the question follows "
     "from what you recalled and found, say in your thought why, close it, and write only the final "
     "answer, as short as possible, inside <answer> ... </answer>. Do not answer from anything that "

@@ -231,9 +231,8 @@ _EXECUTOR_STEPS = (
     "1. Identify what the question asks for, review all evidence and summarise what supports the "
     "answer. Put your thoughts between <think> and </think> tags.\n"
     "2. Put the index of the golden evidence between <select> and </select> tags. If several "
-    "pieces contain the "
-    f'answer, select all of them. If none matches, respond with "{NOTHING_FOUND}" and nothing '
-    "else.\n"
+    "pieces contain the answer, select all of them. If none matches, respond with "
+    f'"{NOTHING_FOUND}" and nothing else.\n'
     "3. Summarise the answer in one complete declarative sentence between <answer> and </answer> "
     "tags."
 )
@@ -246,9 +245,8 @@ _RULES = {
         "2. Solve the problem step by step.\n"
         "Put your thoughts between <think> and </think> tags.\n"
         'Use Search([X], "question") between <action> and </action> tags to get information about '
-        "candidate [X]. Write "
-        "one call a line; the calls of one turn are answered together. What a search asks is a "
-        "question, and it names entities in full.\n"
+        "candidate [X]. Write one call a line; the calls of one turn are answered together. What a "
+        "search asks is a question, and it names entities in full.\n"
         "Observations follow, with new candidates. Label the final answer, as short as possible, "
         "with <answer> *** </answer>."
     ),
@@ -259,8 +257,8 @@ _RULES = {
         "2. Solve the problem step by step.\n"
         "Put your thoughts between <think> and </think> tags.\n"
         'Use Search("question") between <action> and </action> tags to get information from '
-        "supporting evidence. Write "
-        "one call a line; the calls of one turn are answered together.\n"
+        "supporting evidence. Write one call a line; the calls of one turn are answered "
+        "together.\n"
         "What a search asks is an interrogative sentence. It holds no pronouns such as this or "
         "these: name entities in full.\n"
         "Observations follow. Label the final answer, as short as possible, with <answer> *** "
