@@ -18,7 +18,8 @@ from mujica_jax.records import Question, Trajectory
 from mujica_jax.rewards import RewardFunction
 from mujica_jax.tasks.task import Environment, EnvironmentKind
 
-POLL_SECONDS = 0.1  # a call of the engine takes as long; asking costs microseconds
+# About as long as one call of the engine. A poll costs microseconds.
+POLL_SECONDS = 0.1
 
 EnvironmentOf = Callable[[Question], Environment]
 OnEpisode = Callable[[Trajectory], None]

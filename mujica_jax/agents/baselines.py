@@ -98,10 +98,12 @@ _REACT = re.compile(
 _TAG = re.compile(r"</?[a-z]+>|<\|[a-z_]+\|>", re.IGNORECASE)
 _BEGINS_LINE = re.compile(r"(?:^|\n)\W*\Z")
 OBSERVATION = "Observation:"
-OBSERVATION_LINE = f"\n{OBSERVATION}"  # a thought may name the word
+# With the line break, since a thought may name the word.
+OBSERVATION_LINE = f"\n{OBSERVATION}"
 
 
-Outcome = tuple[str, StopReason]  # the answer, and why the episode ended
+# The answer, and why the episode ended.
+Outcome = tuple[str, StopReason]
 
 
 class Baseline:
@@ -141,7 +143,8 @@ class _BaselineEpisode(Episode):
     ) -> None:
         super().__init__(tokenizer, config, attempt, environment, policy)
         self.question = protocol.one_line(attempt.question.text)
-        self.conversations: list[Conversation] = []  # in the order in which they ended
+        # In the order in which they ended.
+        self.conversations: list[Conversation] = []
         self._turns_begun = 0
 
     def message(self, passages: Sequence[Material] = (), sentences: Sequence[str] = ()) -> str:
@@ -389,7 +392,8 @@ def _likely_words(
     begin = sampled.find(sentence, thoughts_end)
     if begin < 0:
         begin = sampled.find(sentence)
-    if begin < 0:  # an answer over several lines
+    # An answer over several lines is joined to one line, so the bytes do not hold it.
+    if begin < 0:
         return ""
     end = begin + len(sentence)
 

@@ -18,9 +18,12 @@ from mujica_jax.tasks.task import EnvironmentKind
 class Contract:
     """Tags, prompts and parsers of Mujica."""
 
-    sentence_tag = "sentence"  # holds a worker's answer
-    explains_nothing_found = True  # a worker thinks and selects nothing where no material helps
-    has_own_words = False  # writes words that Mujica's scripts do not
+    # The tag of a worker's answer.
+    sentence_tag = "sentence"
+    # Whether a worker thinks and writes an empty selection where no material helps.
+    explains_nothing_found = True
+    # Whether scripts write words that those of Mujica do not.
+    has_own_words = False
 
     # --- what the model is shown ---
 

@@ -58,8 +58,10 @@ RECALL = "I recall that"
 MEMORY = "I know about this:"
 LOOK_UP = "I need to look this up."
 
-Source = Literal["memory", "search"]  # how a sub-question is solved
-Decided = Literal["stop", "go_on"]  # what the termination decision says
+# How a sub-question is solved: the retrieval decision.
+Source = Literal["memory", "search"]
+# Whether to answer or to ask the next sub-question: the termination decision.
+Decided = Literal["stop", "go_on"]
 PieceKind = Literal["sub-question", "memory", "search", "answer"]
 BEGINS: dict[Source, str] = {"memory": MEMORY, "search": f"{LOOK_UP} </think>\n<search>"}
 AFTER_THOUGHT: dict[Decided, str] = {"stop": " </think>\n<answer>", "go_on": f" {SUB_QUESTION}"}
@@ -222,8 +224,10 @@ def opening(mode: protocol.PromptMode) -> Opening:
 class Step:
     """A sub-question that was solved, by what is recalled or by the passages that were found."""
 
-    question: str  # where a turn searched without a sub-question: the query
-    thought: str = ""  # that led to it
+    # The sub-question, or the query of a turn that searched without one.
+    question: str
+    # The thought that led to the question.
+    thought: str = ""
     recalled: str | None = None
     query: str = ""
     materials: tuple[Material, ...] = ()
@@ -236,10 +240,14 @@ class DecexState:
     role: ClassVar = DECEX
     question: Question
     steps: tuple[Step, ...]
-    asked: str | None  # the sub-question to solve; None where the next decision is due
-    turn: str = ""  # what the open turn says so far
-    begins: str = ""  # how the rest of the turn begins; the policy writes on from there
-    is_piece: bool = False  # whether only the first piece of what is written is kept
+    # The sub-question to solve, or None where the next decision is due.
+    asked: str | None
+    # The text of the open turn so far.
+    turn: str = ""
+    # The beginning of the rest of the turn. The policy writes on from there.
+    begins: str = ""
+    # Whether only the first piece of the new text stays in the turn.
+    is_piece: bool = False
 
 
 class Decex:
@@ -276,12 +284,16 @@ class Chain(Episode):
         prompt = opening(config.prompt)
         self._dialogue = Dialogue(tokenizer, DECEX, prompt.system, prompt.examples)
         self._dialogue.add_user(f"Question: {protocol.one_line(attempt.question.text)}")
-        self._place = ""  # in a search tree
+        # The path from the root of a search tree, and how many parts were written on this chain.
+        self._place = ""
         self._writes = 0
-        self._open_turn = ""  # text of the turn that is being written
+        # The text and the tokens of the turn that is being written.
+        self._open_turn = ""
         self._open_tokens = 0
-        self._thought = ""  # that led to the sub-question
-        self._iterations = 0  # sub-questions, and searches without one
+        # The thought that led to the sub-question.
+        self._thought = ""
+        # Sub-questions, and searches without one.
+        self._iterations = 0
         self._discarded_tokens = 0
         self.steps: tuple[Step, ...] = ()
         self.asked: str | None = None

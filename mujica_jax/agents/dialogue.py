@@ -18,7 +18,8 @@ from mujica_jax.records import Conversation, Turn
 class Opening:
     """What the conversations of a role begin with."""
 
-    system: str  # the system prompt
+    # The system prompt.
+    system: str
     # Worked examples as chat turns, (user message, model's reply) in their order. An example of
     # several turns is several pairs; the first of them asks its question.
     examples: tuple[tuple[str, str], ...] = ()

@@ -55,9 +55,12 @@ class PlannerState:
     question: Question
     candidates: tuple[Entity, ...]
     searches: tuple[Search, ...]
-    parallel: bool = True  # False: one search of a turn is answered
-    split: bool = True  # False: no worker reads, the planner is shown what was found
-    observation: str = ""  # the message that answered its last searches
+    # Whether all searches of a turn are answered, or only the first one.
+    parallel: bool = True
+    # Whether workers read the materials, or the planner itself.
+    split: bool = True
+    # The message that answered the last searches.
+    observation: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +102,8 @@ class _SearchResult:
     """The record of one search, its worker's conversation, and the entities that it named."""
 
     search: Search
-    conversation: Conversation | None  # None where no worker read, or the worker wrote nothing
+    # None where no worker read, or the worker wrote nothing.
+    conversation: Conversation | None
     entities: list[Entity]
 
 
@@ -199,11 +203,11 @@ class _Episode(Episode):
             for task in tasks.values():
                 task.cancel()
 
-        # Record the searches in their order, and number the entities that are new.
+        # Record the searches in their order. `named` holds the new candidates of each sentence.
         first_new = len(self._candidates)
         known_ids = {entity.id for entity in self._candidates}
         sentences: list[str] = []
-        named: list[list[Entity]] = []  # the new candidates of each sentence
+        named: list[list[Entity]] = []
         for number, call in enumerate(calls):
             named.append([])
             if call.refusal:

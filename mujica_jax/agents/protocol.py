@@ -39,14 +39,17 @@ PromptMode = Literal["brief", "zero_shot", "few_shot"]
 Role = Literal["planner", "worker"]
 
 NOTHING_FOUND = "No relevant information found."
-UNREADABLE = "A search of this turn could not be read."  # stands behind the answers to the others
-OBSERVATION = "Obs:"  # begins a message to the planner; a model that writes it itself is cut there
+# Stands behind the answers to the other searches.
+UNREADABLE = "A search of this turn could not be read."
+# Begins a message to the planner. A model that writes it itself is cut there.
+OBSERVATION = "Obs:"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchCall:
     query: str
-    candidate: int | None  # number of the candidate searched; None in text environments
+    # The number of the candidate that is searched. None in text environments.
+    candidate: int | None
     # Why the search cannot be made. The planner is told this instead of an answer.
     refusal: str = ""
 
@@ -362,7 +365,8 @@ def write_worker(thought: str, selected: Sequence[int], sentence: str) -> str:
 
 # --- prompts ---
 
-Exchange = tuple[str, str]  # a user message and the model's reply
+# A user message and the model's reply.
+Exchange = tuple[str, str]
 
 # One line for models that were trained on the format.
 _BRIEF = {

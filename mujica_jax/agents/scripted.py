@@ -232,9 +232,12 @@ def sample_text(agent: str = "mujica", contract: Contract = MUJICA_CONTRACT) -> 
 
     Words of other agents than Mujica, and of other contracts, come only where these are trained:
     they would change every vocabulary."""
+    entity = Entity(id="", label="")
+    call = protocol.SearchCall(query="Who is the of", candidate=0)
+
+    # Other contracts and agents.
     if contract.has_own_words:
-        call = protocol.SearchCall(query="Who is the of", candidate=0)
-        yield contract.planner_observation(["The of is"], [[Entity(id="", label="")]], 1, "graph")
+        yield contract.planner_observation(["The of is"], [[entity]], 1, "graph")
         yield contract.planner_observation(["The of is"], [[]], 0, "text")
         yield contract.worker_opening("What is the of?", [("", "", "")], "graph", "brief")
         yield contract.write_searches("I need the.", [call], "text")
@@ -244,10 +247,13 @@ def sample_text(agent: str = "mujica", contract: Contract = MUJICA_CONTRACT) -> 
         yield from scripted_single.sample_text()
     if agent == DECEX:
         yield from scripted_decex.sample_text()
-    call = protocol.SearchCall(query="Who is the of", candidate=0)
+
+    # Mujica's prompts.
     for kind in ("graph", "text"):
         for role in ("planner", "worker"):
             yield protocol.opening(role, kind, "brief").system
+
+    # What the script writes as planner and worker.
     yield protocol.write_graph_searches("I need the and .", [call, call])
     yield protocol.write_text_searches("I need the and .", [call])
     yield protocol.write_answer(
@@ -255,10 +261,14 @@ def sample_text(agent: str = "mujica", contract: Contract = MUJICA_CONTRACT) -> 
     )
     yield protocol.write_worker("none", [], protocol.NOTHING_FOUND)
     yield protocol.write_worker("of", [0], "The of is.")
-    yield protocol.planner_opening("What", [Entity(id="", label="")])
-    yield protocol.planner_observation(["The of is"], [Entity(id="", label="")], 1)
+
+    # What it is shown.
+    yield protocol.planner_opening("What", [entity])
+    yield protocol.planner_observation(["The of is"], [entity], first=1)
     for kind in ("graph", "text"):
         yield protocol.worker_opening("What is the of?", [("", "", "")], kind, "brief")
+
+    # Documents, chat templates and numbers.
     yield "Years: in order: 1 and 2."
     yield f"{protocol.NOTHING_FOUND}\nRead: none ; none [-1]"
     yield "system\nuser\nassistant\nin order"

@@ -32,11 +32,15 @@ from mujica_jax.records import Conversation, Question, Search, StopReason, Traje
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
-SINGLE = "single"  # role of the conversation
-INFORMATION_TAG = "information"  # around what was found, in a message to the model
-INFORMATION = f"<{INFORMATION_TAG}>"  # a model that writes it itself is cut there
+# Role of the conversation.
+SINGLE = "single"
+# Around the passages in a message to the model.
+INFORMATION_TAG = "information"
+# A model that writes the tag itself is cut there.
+INFORMATION = f"<{INFORMATION_TAG}>"
 STOPS = ("</search>", "</answer>", INFORMATION)
-NOTHING = "none"  # stands where a search found no passage
+# Stands where a search found no passage.
+NOTHING = "none"
 
 _FIELD = re.compile(r"\s*<(think|search|reflect|answer)>(.*?)</\1>\s*", re.DOTALL)
 _FOREIGN_TAG = re.compile(r"<\s*/?\s*observation\s*>", re.IGNORECASE)

@@ -65,7 +65,8 @@ from mujica_jax.tasks.environment import WithAllGoldPassages
 from mujica_jax.tasks.own_paragraphs import OwnParagraphs
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
-FAILED = "failed_"  # before a reason: trajectories that ended with it
+# The name of a count: trajectories that ended with the reason behind it.
+FAILED = "failed_"
 
 ParagraphsOf = Callable[[Question], Sequence[GoldPassage]]
 
@@ -76,12 +77,15 @@ class Synthesis:
 
     method: EviPathConfig
     agent: MujicaConfig
-    tokenizer: Tokenizer  # of the policy that is tuned
+    # The tokenizer of the policy that is tuned.
+    tokenizer: Tokenizer
     teacher: Teacher
     similarity: Similarity
-    prompt: protocol.PromptMode  # of the agent's own prompts as a teacher reads them
+    # The mode of the agent's own prompts as a teacher reads them.
+    prompt: protocol.PromptMode
     rule: Rule
-    paragraphs: ParagraphsOf = lambda question: ()  # that the data set gives with a question
+    # The paragraphs that the data set gives with a question.
+    paragraphs: ParagraphsOf = lambda question: ()
 
 
 class Synthesizer:

@@ -11,7 +11,8 @@ from mujica_jax.inference.requests import Completion, ReplyError, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import StopReason
 
-REFUSED = "refused_"  # before a reason: replies that were not accepted
+# The name of a count: replies that were refused for the reason behind it.
+REFUSED = "refused_"
 RETRIES = "retries"
 TEACHER_TOKENS = "teacher_tokens"
 TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
@@ -23,10 +24,14 @@ Parsed = TypeVar("Parsed")
 class Teacher:
     """The model that writes. Any `Generator` is one, as the policy `EnginePolicy(generator)`."""
 
-    policy: Policy | None  # None: the policy that plays the run's episodes
-    tokenizer: Tokenizer  # its own, which may differ from that of the policy that learns
-    plans: bool = True  # False: it is asked for no plan, since it never saw one
-    max_tokens: int | None = None  # of a prompt and its turn, where more cannot be asked
+    # None says that the policy of the run's episodes is the teacher.
+    policy: Policy | None
+    # The teacher's own tokenizer. It may differ from that of the policy that learns.
+    tokenizer: Tokenizer
+    # Whether it is asked for a plan. A teacher that never saw one is not.
+    plans: bool = True
+    # The most tokens of a prompt and its turn, where the teacher has such a limit.
+    max_tokens: int | None = None
 
 
 class RefusedReplyError(Exception):
