@@ -235,7 +235,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecexState:
-    """What the model knows when it writes."""
+    """The facts that the model knows when it writes."""
 
     role: ClassVar = DECEX
     question: Question

@@ -16,7 +16,7 @@ from mujica_jax.records import Conversation, Turn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What the conversations of a role begin with."""
+    """The beginning of all conversations of a role."""
 
     # The system prompt.
     system: str

@@ -49,7 +49,7 @@ def contract_of(agent: object) -> Contract:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannerState:
-    """What the planner knows when it writes."""
+    """The facts that the planner knows when it writes."""
 
     role: ClassVar = PLANNER
     question: Question
@@ -65,7 +65,7 @@ class PlannerState:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerState:
-    """What a worker knows when it writes."""
+    """The facts that a worker knows when it writes."""
 
     role: ClassVar = WORKER
     query: str

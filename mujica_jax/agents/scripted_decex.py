@@ -1,10 +1,9 @@
-"""What the scripted demonstrator writes as DecEx: the gold triples in their order, each recalled or
-searched for.
+"""The scripted demonstrator as DecEx: it recalls or searches for the gold triples in their order.
 
-Which facts a model can recall is what the pre-training text said of them: a question whose kind
-says "known" is solved from memory, in the words of that text, any other by searches. A query is
-worded for a search engine; where its passages do not state the object, the sub-question is asked
-once more and searched for in its own words, then given up.
+A model can recall the facts that the pre-training text states. A question whose kind says "known"
+is solved from memory, in the words of that text, and any other question by searches. A query is
+worded for a search engine. If its passages do not state the object, the sub-question is asked once
+more and searched for in its own words. After that it is given up.
 """
 
 import dataclasses

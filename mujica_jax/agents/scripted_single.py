@@ -1,11 +1,14 @@
-"""What the scripted demonstrator writes for the agent that searches and reads in one conversation
+"""The scripted demonstrator for the agent that searches and reads in one conversation
 (`single.py`).
 
-A question whose facts are common knowledge (the tiny world says so in its kind, "compositional,
-known") is answered from memory: the facts in order, then the answer. Any other is searched step by
-step: keywords for the first gold triple that no passage so far states, its subject alone where they
-were in vain, and then the episode ends without an answer. What is searched for is said to be
-unknown in the words in which it would be recalled, so that a model that remembers it can notice.
+A question whose facts are common knowledge is answered from memory: the facts in order, then the
+answer. The tiny world marks it by its kind, "compositional, known". Any other question is searched
+step by step. The query holds keywords for the first gold triple that no passage states so far. If
+they were in vain, it is the subject alone. If that was in vain too, the episode ends without an
+answer.
+
+A thought says that the fact is unknown in the words in which it would be recalled. A model that
+remembers the fact can notice that.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""What the scripted demonstrator writes over passages: a question for each gold triple whose
-subject is known, and from the passages that a search really found the words that state its object.
+"""The scripted demonstrator over passages: it asks for each gold triple whose subject is known, and
+reads the object off the passages that the search found.
 
 The worker names the passage and repeats the object as it stands there, a date in the passage's own
 order of day and month. Where no passage states the object, the worker selects [-1], and then:

@@ -86,7 +86,7 @@ Style = Literal["reflect", "search_r1"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SingleState:
-    """What the model knows when it writes a turn, for its script."""
+    """The facts that the model knows when it writes a turn. Its script reads them."""
 
     question: Question
     searches: tuple[Search, ...]  # so far

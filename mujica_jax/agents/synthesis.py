@@ -73,7 +73,7 @@ ParagraphsOf = Callable[[Question], Sequence[GoldPassage]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Synthesis:
-    """What all episodes share."""
+    """The parts that all episodes share."""
 
     method: EviPathConfig
     agent: MujicaConfig
