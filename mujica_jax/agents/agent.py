@@ -18,7 +18,8 @@ from mujica_jax.records import Question, Trajectory
 from mujica_jax.rewards import RewardFunction
 from mujica_jax.tasks.task import Environment, EnvironmentKind
 
-POLL_SECONDS = 0.1  # a call of the engine takes as long; asking costs microseconds
+# About as long as one call of the engine. A poll costs microseconds.
+POLL_SECONDS = 0.1
 
 EnvironmentOf = Callable[[Question], Environment]
 OnEpisode = Callable[[Trajectory], None]
@@ -35,8 +36,9 @@ class Attempt:
     temperature: float
 
     def turn_seed(self, place: str) -> int:
-        """A seed for one turn: a function of run seed, question, attempt and place in the episode
-        alone."""
+        """Return the seed of one turn.
+
+        It depends on run seed, question, attempt and place in the episode alone."""
         text = f"{self.seed}/{self.question.id}/{self.number}/{place}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
@@ -50,8 +52,9 @@ class Policy(Protocol):
     async def generate(
         self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
-        """The turn after `prompt` (token ids). `state` is the agent's own. `continues`: the
-        conversation may go on."""
+        """Write the turn after `prompt` (token ids).
+
+        `state` is the agent's own. `continues` says that the conversation may go on."""
         ...
 
 
@@ -73,8 +76,9 @@ class EnginePolicy:
 
 
 class TwoPolicies:
-    """One model writes as worker, another one all else: an agent's state says whose turn it is by
-    its `role`."""
+    """Lets one model write as worker and another one write all else.
+
+    An agent's state says by its `role` whose turn it is."""
 
     def __init__(self, planner: Policy, worker: Policy) -> None:
         self._planner, self._worker = planner, worker
@@ -86,16 +90,18 @@ class TwoPolicies:
     async def generate(
         self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
-        writes = self._worker if getattr(state, "role", "") == "worker" else self._planner
-        return await writes.generate(prompt, params, state=state, continues=continues)
+        is_worker = getattr(state, "role", "") == "worker"
+        policy = self._worker if is_worker else self._planner
+        return await policy.generate(prompt, params, state=state, continues=continues)
 
 
 class Agent(Protocol):
     """Plays episodes; any number may run at once."""
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
-        """One episode, without its reward. A malformed turn ends it with a `StopReason`, never with
-        an exception."""
+        """Play one episode and return its record, without its reward.
+
+        A malformed turn ends it with a `StopReason`, never with an exception."""
         ...
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
@@ -122,36 +128,40 @@ async def run_episodes(
     """Play all attempts, at most `concurrency` at a time, and return their rewarded trajectories in
     the order of `attempts`.
 
-    `play` plays one attempt (`faults.FaultGuard.play`); without it an attempt whose search fails is
+    `play` plays one attempt (`faults.FaultGuard.play`). Without it an attempt whose search fails is
     not repeated. The reward is waited for outside of `concurrency`: a slow judge does not keep the
-    engine idle. What `poll` raises ends all episodes (`gather_polled`)."""
-    gate = asyncio.Semaphore(concurrency)
+    engine idle. An exception that `poll` raises ends all episodes (`gather_polled`)."""
+    free_places = asyncio.Semaphore(concurrency)
 
-    async def one(attempt: Attempt) -> Trajectory:
-        async with gate:
-            world = environment(attempt.question)
+    async def play_and_reward(attempt: Attempt) -> Trajectory:
+        async with free_places:
+            environment_of_attempt = environment(attempt.question)
             if play is None:
-                trajectory = await agent.run(attempt, world, policy)
+                trajectory = await agent.run(attempt, environment_of_attempt, policy)
             else:
-                trajectory = await play(agent, attempt, world, policy)
+                trajectory = await play(agent, attempt, environment_of_attempt, policy)
         trajectory = await reward.rewarded(trajectory, attempt.question)
         on_episode(trajectory)
         return trajectory
 
-    return await gather_polled([one(attempt) for attempt in attempts], poll)
+    return await gather_polled([play_and_reward(attempt) for attempt in attempts], poll)
 
 
 async def gather_polled(
     parts: Sequence[Coroutine[Any, Any, Result]], poll: Callable[[], None]
 ) -> list[Result]:
-    """What all of them return. `poll` is called every POLL_SECONDS, between two calls of the
-    engine; what it raises ends them."""
-    playing = asyncio.gather(*parts)
+    """Run all parts at once and return their results in order.
+
+    `poll` is called every POLL_SECONDS, between two calls of the engine. An exception that it
+    raises ends the parts."""
+    all_parts = asyncio.gather(*parts)
     try:
-        while not (await asyncio.wait([playing], timeout=POLL_SECONDS))[0]:
+        while True:
+            done, _ = await asyncio.wait([all_parts], timeout=POLL_SECONDS)
+            if done:
+                return list(all_parts.result())
             poll()
-        return list(playing.result())
     finally:
-        playing.cancel()
-        # What was cancelled has ended, and its errors are read.
-        await asyncio.gather(playing, return_exceptions=True)
+        # Wait until the cancelled parts have ended, and read their errors.
+        all_parts.cancel()
+        await asyncio.gather(all_parts, return_exceptions=True)

@@ -17,38 +17,51 @@ MIN_WORDS = 2
 PLACEHOLDER = re.compile(
     r"#\d|\[[^\]]*\]|<[^>]*>|\b(?:answer|sub-?question|step) (?:of|to|from)? ?#?\d", re.IGNORECASE
 )
-# Lower case alone: titles that hold one write it large.
+# In lower case alone: a title that holds a pronoun writes it with a capital letter.
 PRONOUN = re.compile(r"\b(?:this|these|those|he|she|it|him|her|his|its|they|them|their)\b")
-
 POSSESSIVE = re.compile(r"['\u2019]s\b")
 
 
 def is_askable(query: str, known: Sequence[str]) -> bool:
-    """`known` are the texts that the planner has read; a pronoun that stands in them may be part of
-    a name."""
+    """Check that a query has enough words, no placeholder and no pronoun of its own.
+
+    `known` are the texts that the planner has read. A pronoun that stands in them may be part of a
+    name."""
     if len(query.split()) < MIN_WORDS or PLACEHOLDER.search(query):
         return False
-    read = {pronoun for text in known for pronoun in PRONOUN.findall(text)}
-    return read.issuperset(PRONOUN.findall(query))
+    known_pronouns: set[str] = set()
+    for text in known:
+        known_pronouns.update(PRONOUN.findall(text))
+    return known_pronouns.issuperset(PRONOUN.findall(query))
 
 
 def secrets(question: Question, *, with_evidence: bool) -> set[str]:
-    """What an observation must tell first, normalised: the answers, and with the evidence the
-    entities between two hops and the titles of gold passages."""
+    """Return the names that an observation must tell first, normalised.
+
+    They are the answers, and with `with_evidence` also the entities between two hops and the titles
+    of gold passages."""
     names = set(question.answers)
     if with_evidence:
         subjects = {evidence.subject for evidence in question.evidences}
-        names |= {evidence.object for evidence in question.evidences} & subjects
+        objects = {evidence.object for evidence in question.evidences}
+        names |= subjects & objects
         names |= {passage.title.partition(" (")[0] for passage in question.gold_passages}
     return {_plain(name) for name in names} - {"", *CLOSED_ANSWERS}
 
 
 def leaks(text: str, known: Sequence[str], hidden: Collection[str]) -> bool:
-    """Whether the text names a secret that stands in none of the known texts, by whole words."""
-    said, read = f" {_plain(text)} ", f" {_plain(' . '.join(known))} "
-    return any(f" {name} " in said and f" {name} " not in read for name in hidden)
+    """Check whether the text names a secret that stands in none of the known texts.
+
+    Names are compared by whole words."""
+    padded_text = f" {_plain(text)} "
+    padded_known_texts = f" {_plain(' . '.join(known))} "
+    return any(
+        f" {name} " in padded_text and f" {name} " not in padded_known_texts for name in hidden
+    )
 
 
 def _plain(text: str) -> str:
-    """Normalised, with "Bowen's" as Bowen: a question names its entities in the possessive."""
+    """Return the text normalised, with "Bowen's" as Bowen.
+
+    A question names its entities in the possessive."""
     return normalise_squad(POSSESSIVE.sub(" ", text))

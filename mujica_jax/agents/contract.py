@@ -18,9 +18,12 @@ from mujica_jax.tasks.task import EnvironmentKind
 class Contract:
     """Tags, prompts and parsers of Mujica."""
 
-    sentence_tag = "sentence"  # holds a worker's answer
-    explains_nothing_found = True  # a worker thinks and selects nothing where no material helps
-    has_own_words = False  # writes words that Mujica's scripts do not
+    # The tag of a worker's answer.
+    sentence_tag = "sentence"
+    # Whether a worker thinks and writes an empty selection where no material helps.
+    explains_nothing_found = True
+    # Whether scripts write words that those of Mujica do not.
+    has_own_words = False
 
     # --- what the model is shown ---
 
@@ -35,16 +38,17 @@ class Contract:
     ) -> Opening:
         """Return what a conversation of this role begins with.
 
-        Without `parallel` the planner is told to search once a turn; without `split` it reads what
-        is found itself."""
+        Without `parallel` the planner is told to search once a turn. Without `split` it reads the
+        materials itself."""
         return protocol.opening(role, kind, mode, parallel=parallel, split=split)
 
     def planner_opening(self, question: str, candidates: Sequence[Entity]) -> str:
         return protocol.planner_opening(question, candidates)
 
     def observation(self, kind: EnvironmentKind) -> str:
-        """Return what a message to the planner begins with. A planner that writes it itself is cut
-        there."""
+        """Return what a message to the planner begins with.
+
+        A planner that writes it itself is cut there."""
         del kind
         return protocol.OBSERVATION
 
@@ -90,12 +94,13 @@ class Contract:
     def write_searches(
         self, thought: str, calls: Sequence[SearchCall], kind: EnvironmentKind
     ) -> str:
-        write = protocol.write_graph_searches if kind == "graph" else protocol.write_text_searches
-        return write(thought, calls)
+        if kind == "graph":
+            return protocol.write_graph_searches(thought, calls)
+        return protocol.write_text_searches(thought, calls)
 
     def write_answer(self, thought: str, answer: str) -> str:
         return protocol.write_answer(thought, answer)
 
     def write_worker(self, thought: str, selected: Sequence[int], sentence: str) -> str:
-        """Write a worker's turn; nothing `selected` says that no material helps."""
+        """Write a worker's turn. An empty selection says that no material helps."""
         return protocol.write_worker(thought, selected, sentence)

@@ -10,7 +10,7 @@ next message:
 
     <information> ... </information>
 
-    <think> Ilse Vandermark directed it. So, the next sub-question is: Where was Ilse Vandermark born?
+    <think> Ilse Vandermark made it. So, the next sub-question is: Where was Ilse Vandermark born?
     I know about this: she is a Flemish director. I recall that Ilse Vandermark was born in Ghent.
     She was born in Ghent. </think>
     <answer> Ghent </answer>
@@ -58,8 +58,10 @@ RECALL = "I recall that"
 MEMORY = "I know about this:"
 LOOK_UP = "I need to look this up."
 
-Source = Literal["memory", "search"]  # how a sub-question is solved
-Decided = Literal["stop", "go_on"]  # what the termination decision says
+# How a sub-question is solved: the retrieval decision.
+Source = Literal["memory", "search"]
+# Whether to answer or to ask the next sub-question: the termination decision.
+Decided = Literal["stop", "go_on"]
 PieceKind = Literal["sub-question", "memory", "search", "answer"]
 BEGINS: dict[Source, str] = {"memory": MEMORY, "search": f"{LOOK_UP} </think>\n<search>"}
 AFTER_THOUGHT: dict[Decided, str] = {"stop": " </think>\n<answer>", "go_on": f" {SUB_QUESTION}"}
@@ -85,10 +87,9 @@ class Piece:
 
     kind: PieceKind
     text: str  # the sub-question, what is recalled, the sub-query or the final answer
-    start: (
-        int  # where the decision stands in the text that was read: the end of the thought before it
-    )
-    end: int  # where the piece ends
+    # Places in the text that was read. The thought before the decision ends at `start`.
+    start: int
+    end: int
 
 
 def first_piece(text: str, *, in_thought: bool, asked: bool) -> Piece | None:
@@ -105,38 +106,46 @@ def first_piece(text: str, *, in_thought: bool, asked: bool) -> Piece | None:
         return _piece_in_thought("memory", text, recalled, recalled["text"], thought_end)
     if question is not None:
         # A sub-question may be followed by other words on its line.
-        asked_for = question["text"]
-        asked_for = asked_for[: asked_for.rfind("?") + 1] or asked_for
-        return _piece_in_thought("sub-question", text, question, asked_for, thought_end)
-    outside = text[thought_end:]
-    answer, query = protocol.parse_answer(outside), protocol.field("search", outside)
+        line = question["text"]
+        sub_question = line[: line.rfind("?") + 1] or line
+        return _piece_in_thought("sub-question", text, question, sub_question, thought_end)
+
+    after_thought = text[thought_end:]
+    answer = protocol.parse_answer(after_thought)
     if answer is not None:
         return Piece(kind="answer", text=answer, start=thought_end, end=len(text))
+    query = protocol.field("search", after_thought)
     if query:
         return Piece(kind="search", text=query, start=thought_end, end=len(text))
     return None
 
 
 def _end_of_thought(text: str, in_thought: bool) -> int:
-    """Return where the first thought is closed; 0 where there is none. A chat template may have
-    opened it."""
+    """Return where the first thought is closed; 0 where there is none.
+
+    A chat template may have opened it."""
     closing = _THOUGHT_ENDS.search(text)
     if closing is not None:
         return closing.start()
-    return len(text) if in_thought or _THOUGHT_BEGINS.match(text) else 0
+    if in_thought or _THOUGHT_BEGINS.match(text):
+        return len(text)
+    return 0
 
 
 def _piece_in_thought(
-    kind: PieceKind, text: str, match: re.Match[str], said: str, thought_end: int
+    kind: PieceKind, text: str, match: re.Match[str], content: str, thought_end: int
 ) -> Piece:
-    end = match.start("text") + len(said)
+    """Return a piece that stands in a thought. It ends with the white space of its line."""
+    end = match.start("text") + len(content)
     rest_of_line = _REST_OF_LINE.match(text, end, thought_end)
-    end = rest_of_line.end() if rest_of_line is not None else end
-    return Piece(kind=kind, text=protocol.one_line(said), start=match.start(), end=end)
+    if rest_of_line is not None:
+        end = rest_of_line.end()
+    return Piece(kind=kind, text=protocol.one_line(content), start=match.start(), end=end)
 
 
-# --- what the model writes; demonstrations are written with these, so that writer and reader cannot
-# drift apart ---
+# --- what the model writes ---
+#
+# Demonstrations are written with these functions, so that writer and reader cannot drift apart.
 
 
 def write_sub_question(thought: str, question: str) -> str:
@@ -161,16 +170,15 @@ _BRIEF = "Ask, recall or search, answer."
 _RULES = (
     "You answer a question by solving simpler ones, one after the other.\n"
     "Whenever you receive something new, think inside <think> ... </think> about what is known and "
-    "what is missing. As "
-    f'long as something is missing, write in your thought "{SUB_QUESTION}" and a sub-question that '
-    "asks for one fact, "
-    "and end the line. Then decide how to solve it.\n"
+    "what is missing. As long as something is missing, write in your thought "
+    f'"{SUB_QUESTION}" and a sub-question that asks for one fact, and end the line. Then decide '
+    "how to solve it.\n"
     f'If you are sure of its answer, begin the next line with "{MEMORY}", write what you know, and '
     f'end the line with "{RECALL}" and the answer in one sentence. Then think on.\n'
     f'If you are not sure, write "{LOOK_UP}", close the thought, and write a query for a search '
-    "engine inside <search> "
-    "... </search>. It need not repeat the sub-question, but name what the right passage would "
-    "say. You then receive passages inside <information> ... </information>.\n"
+    "engine inside <search> ... </search>. It need not repeat the sub-question, but name what the "
+    "right passage would say. You then receive passages inside <information> ... "
+    "</information>.\n"
     "When a sub-question was not solved, ask it again in other words. When the question follows "
     "from what you recalled and found, say in your thought why, close it, and write only the final "
     "answer, as short as possible, inside <answer> ... </answer>. Do not answer from anything that "
@@ -216,8 +224,10 @@ def opening(mode: protocol.PromptMode) -> Opening:
 class Step:
     """A sub-question that was solved, by what is recalled or by the passages that were found."""
 
-    question: str  # where a turn searched without a sub-question: the query
-    thought: str = ""  # that led to it
+    # The sub-question, or the query of a turn that searched without one.
+    question: str
+    # The thought that led to the question.
+    thought: str = ""
     recalled: str | None = None
     query: str = ""
     materials: tuple[Material, ...] = ()
@@ -225,22 +235,27 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecexState:
-    """What the model knows when it writes."""
+    """The facts that the model knows when it writes."""
 
     role: ClassVar = DECEX
     question: Question
     steps: tuple[Step, ...]
-    asked: str | None  # the sub-question to solve; None where the next decision is due
-    turn: str = ""  # what the open turn says so far
-    begins: str = ""  # how the rest of the turn begins; the policy writes on from there
-    is_piece: bool = False  # whether only the first piece of what is written is kept
+    # The sub-question to solve, or None where the next decision is due.
+    asked: str | None
+    # The text of the open turn so far.
+    turn: str = ""
+    # The beginning of the rest of the turn. The policy writes on from there.
+    begins: str = ""
+    # Whether only the first piece of the new text stays in the turn.
+    is_piece: bool = False
 
 
 class Decex:
     """Implements `Agent`."""
 
     def __init__(self, tokenizer: Tokenizer, config: DecexConfig) -> None:
-        self._tokenizer, self._config = tokenizer, config
+        self._tokenizer = tokenizer
+        self._config = config
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
         del role, kind
@@ -254,8 +269,7 @@ class Decex:
 
 
 class Chain(Episode):
-    """The reasoning about one question, as far as it has come. It ends with an outcome: the answer,
-    and why."""
+    """The reasoning about one question so far. It ends with an outcome: the answer, and why."""
 
     def __init__(
         self,
@@ -267,15 +281,19 @@ class Chain(Episode):
     ) -> None:
         super().__init__(tokenizer, config, attempt, environment, policy)
         self._config = config
-        begins = opening(config.prompt)
-        self._dialogue = Dialogue(tokenizer, DECEX, begins.system, begins.examples)
+        prompt = opening(config.prompt)
+        self._dialogue = Dialogue(tokenizer, DECEX, prompt.system, prompt.examples)
         self._dialogue.add_user(f"Question: {protocol.one_line(attempt.question.text)}")
-        self._place = ""  # in a search tree
+        # The path from the root of a search tree, and how many parts were written on this chain.
+        self._place = ""
         self._writes = 0
-        self._open_turn = ""  # text of the turn that is being written
+        # The text and the tokens of the turn that is being written.
+        self._open_turn = ""
         self._open_tokens = 0
-        self._thought = ""  # that led to the sub-question
-        self._iterations = 0  # sub-questions, and searches without one
+        # The thought that led to the sub-question.
+        self._thought = ""
+        # Sub-questions, and searches without one.
+        self._iterations = 0
         self._discarded_tokens = 0
         self.steps: tuple[Step, ...] = ()
         self.asked: str | None = None
@@ -288,14 +306,14 @@ class Chain(Episode):
         `place` is unique among the forks of this chain: it seeds what the fork samples.
         """
         other = copy.copy(self)
-        other._dialogue, other.searches = self._dialogue.fork(), list(self.searches)
+        other._dialogue = self._dialogue.fork()
+        other.searches = list(self.searches)
         other._place = f"{self._place}/{place}"
         return other
 
     @property
     def tokens(self) -> int:
-        """Tokens of the conversation so far, and those that were sampled beyond a piece and left
-        out."""
+        """Tokens of the conversation so far, with those that were sampled beyond a piece."""
         return len(self._dialogue.token_ids) + self._discarded_tokens
 
     @property
@@ -305,8 +323,9 @@ class Chain(Episode):
 
     @property
     def _is_in_thought(self) -> bool:
-        """Whether what the model writes next stands in its thought: in the middle of a turn, or
-        after a template that opens the thought."""
+        """Whether the model writes on in its thought.
+
+        It does so in the middle of a turn, and after a template that opens the thought."""
         return bool(self._open_turn) or self._dialogue.thought_open
 
     def pieces(self) -> Conversation:
@@ -320,7 +339,7 @@ class Chain(Episode):
         return dataclasses.replace(conversation, turns=_joined(conversation.turns))
 
     async def finish(self) -> Trajectory:
-        """Go on to the end. A chain that has ended stays as it is."""
+        """Write turns to the end and return the record. A chain that has ended stays as it is."""
         while self.outcome is None:
             await self._turn()
         answer, reason = self.outcome
@@ -333,15 +352,18 @@ class Chain(Episode):
         await self._piece("sub-question", "answer")
 
     async def decide_otherwise(self, sample: "Chain", to: Decided) -> None:
-        """Take the other termination decision than `sample`, a fork with the same past, after the
-        same thought."""
+        """Take the other termination decision than `sample`, after the same thought.
+
+        `sample` is a fork with the same past."""
         thought = sample._ids_before_decision()
         begins = (*thought, *self.tokenizer.encode_model(AFTER_THOUGHT[to]))
-        await self._piece("sub-question" if to == "go_on" else "answer", begins=begins)
+        kind: PieceKind = "sub-question" if to == "go_on" else "answer"
+        await self._piece(kind, begins=begins)
 
     async def solve(self, source: Source) -> None:
-        """Execute the retrieval decision: begin the next piece with its words, and let the model
-        write on."""
+        """Execute the retrieval decision.
+
+        The next piece begins with the words of the decision, and the model writes on."""
         assert self.asked is not None, "a sub-question is solved"
         new_line = "" if self._open_turn.endswith("\n") else "\n"
         begins = self.tokenizer.encode_model(f"{new_line}{BEGINS[source]}")
@@ -349,15 +371,17 @@ class Chain(Episode):
 
     async def _turn(self) -> None:
         """Write the rest of a turn, and follow all of its pieces."""
-        text = await self._write(self._part())
+        part = self._part(begins=(), read_piece=None)
+        text = await self._write(part)
         if text is None:
             return
+
         in_thought = self._is_in_thought
         self._open_turn += text
         while self.outcome is None:
             piece = first_piece(text, in_thought=in_thought, asked=self.asked is not None)
             if piece is None:
-                self.outcome = "", StopReason.NO_ACTION
+                self.outcome = ("", StopReason.NO_ACTION)
                 return
             await self._follow(piece, text[: piece.start])
             if piece.kind == "search":
@@ -370,25 +394,26 @@ class Chain(Episode):
         asked = self.asked is not None
         in_thought = self._is_in_thought
 
-        def read(text: str) -> Piece | None:
+        def read_piece(text: str) -> Piece | None:
             return first_piece(text, in_thought=in_thought, asked=asked)
 
-        part = self._part(begins=begins, read=read)
+        part = self._part(begins=begins, read_piece=read_piece)
         text = await self._write(part)
         if text is None:
             return
         self._open_turn += text
         if part.piece is None or part.piece.kind not in kinds:
-            self.outcome = "", StopReason.NO_ACTION
+            self.outcome = ("", StopReason.NO_ACTION)
             return
         await self._follow(part.piece, text[: part.piece.start])
 
     async def _follow(self, piece: Piece, thought: str) -> None:
+        """Do what a piece says. `thought` is the text before its decision."""
         self.last = piece
         if piece.kind == "answer":
-            self.outcome = piece.text, StopReason.ANSWERED
+            self.outcome = (piece.text, StopReason.ANSWERED)
         elif piece.kind == "memory":
-            self._solved(recalled=piece.text)
+            self._add_step(recalled=piece.text)
         elif piece.kind == "sub-question":
             self._ask(piece.text, thought)
         else:
@@ -398,27 +423,30 @@ class Chain(Episode):
                 await self._search(piece.text)
 
     def _ask(self, question: str, thought: str) -> None:
+        """Begin a sub-question. Without an iteration left, the chain ends."""
         if not self.can_ask:
-            self.outcome = "", StopReason.ITERATION_LIMIT
+            self.outcome = ("", StopReason.ITERATION_LIMIT)
             return
         self._iterations += 1
         self.asked = question
         self._thought = protocol.one_line(_THOUGHT_BEGINS.sub("", thought))
 
     async def _search(self, query: str) -> None:
+        """Solve the sub-question by a search, whose passages are the next message."""
         try:
             materials = await self.search_passages(query, len(self.steps))
         except RetrievalError:
-            self.outcome = "", StopReason.RETRIEVER_FAILED
+            self.outcome = ("", StopReason.RETRIEVER_FAILED)
             return
         self._dialogue.add_user(numbered_passages(materials), tag=INFORMATION_TAG)
         self._open_turn = ""
         self._open_tokens = 0
-        self._solved(query=query, materials=materials)
+        self._add_step(query=query, materials=materials)
 
-    def _solved(
+    def _add_step(
         self, *, recalled: str | None = None, query: str = "", materials: tuple[Material, ...] = ()
     ) -> None:
+        """Record that the sub-question is solved."""
         assert self.asked is not None, "a sub-question is solved"
         step = Step(
             question=self.asked,
@@ -431,39 +459,44 @@ class Chain(Episode):
         self.asked = None
 
     def _part(
-        self, *, begins: tuple[int, ...] = (), read: Callable[[str], Piece | None] | None = None
+        self, *, begins: tuple[int, ...], read_piece: Callable[[str], Piece | None] | None
     ) -> "_PartOfTurn":
-        """Return the policy that writes the rest of a turn, or with `read` its first piece."""
-        remaining_tokens = self._config.max_turn_tokens - self._open_tokens
+        """Return the policy that writes the rest of a turn, or with `read_piece` its first
+        piece."""
         return _PartOfTurn(
-            self.policy, self.tokenizer, begins=begins, max_tokens=remaining_tokens, read=read
+            self.policy,
+            self.tokenizer,
+            begins=begins,
+            max_tokens=self._config.max_turn_tokens - self._open_tokens,
+            read_piece=read_piece,
         )
 
     async def _write(self, part: "_PartOfTurn") -> str | None:
-        """Write a part of a turn; None, with the outcome, where a limit cut it."""
+        """Write a part of a turn and return its text.
+
+        If a limit cuts it, the chain ends and None is returned."""
         state = DecexState(
             question=self.attempt.question,
             steps=self.steps,
             asked=self.asked,
             turn=self._open_turn,
             begins=self.tokenizer.decode(part.begins),
-            is_piece=part.read is not None,
+            is_piece=part.read_piece is not None,
         )
-        policy = self.policy
         self._writes += 1
-        before = len(self._dialogue.token_ids)
-        try:
-            self.policy = part
-            place = f"{self._place}/{self._writes}"
-            written = await self.write(
-                self._dialogue, place, state=state, stop_strings=STOPS, continues=True
-            )
-        finally:
-            self.policy = policy
-        self._open_tokens += len(self._dialogue.token_ids) - before
+        tokens_before = len(self._dialogue.token_ids)
+        written = await self.write(
+            self._dialogue,
+            f"{self._place}/{self._writes}",
+            state=state,
+            stop_strings=STOPS,
+            continues=True,
+            policy=part,
+        )
+        self._open_tokens += len(self._dialogue.token_ids) - tokens_before
         self._discarded_tokens += part.discarded_tokens
         if written.cut is not None:
-            self.outcome = "", written.cut
+            self.outcome = ("", written.cut)
             return None
         return self._dialogue.record().turns[-1].text
 
@@ -479,17 +512,19 @@ def _joined(turns: Sequence[Turn]) -> tuple[Turn, ...]:
     """Return the turns with each run of model turns as one."""
     joined: list[Turn] = []
     for turn in turns:
-        before = joined[-1] if joined else None
-        if before is None or before.role != "model" or turn.role != "model":
+        previous = joined[-1] if joined else None
+        if previous is None or previous.role != "model" or turn.role != "model":
             joined.append(turn)
             continue
-        have_logprobs = before.logprobs is not None and turn.logprobs is not None
+        logprobs = None
+        if previous.logprobs is not None and turn.logprobs is not None:
+            logprobs = (*previous.logprobs, *turn.logprobs)
         joined[-1] = dataclasses.replace(
             turn,
-            token_ids=(*before.token_ids, *turn.token_ids),
-            text=before.text + turn.text,
-            logprobs=(*(before.logprobs or ()), *(turn.logprobs or ())) if have_logprobs else None,
-            trained=before.trained and turn.trained,
+            token_ids=(*previous.token_ids, *turn.token_ids),
+            text=previous.text + turn.text,
+            logprobs=logprobs,
+            trained=previous.trained and turn.trained,
             cut=turn.cut,
         )
     return tuple(joined)
@@ -510,22 +545,25 @@ def _tokens_of(tokenizer: Tokenizer, ids: Sequence[int], text: str) -> int:
 
     A token that goes on beyond `text` is counted if it adds only white space.
     """
-    end = len(text.encode("utf-8", "surrogateescape"))
-    spelled = 0
+    text_bytes = len(text.encode("utf-8", "surrogateescape"))
+    spelled_bytes = 0
     for count, token in enumerate(ids):
-        piece = tokenizer.token_bytes(token)
-        if spelled + len(piece) > end:
-            crosses_with_space = spelled < end and not piece[end - spelled :].strip()
-            return count + crosses_with_space
-        spelled += len(piece)
+        token_bytes = tokenizer.token_bytes(token)
+        if spelled_bytes + len(token_bytes) > text_bytes:
+            is_begun = spelled_bytes < text_bytes
+            bytes_beyond_text = token_bytes[text_bytes - spelled_bytes :]
+            if is_begun and not bytes_beyond_text.strip():
+                return count + 1
+            return count
+        spelled_bytes += len(token_bytes)
     return len(ids)
 
 
 class _PartOfTurn:
     """Implements `Policy`: lets another policy write on after the tokens `begins`.
 
-    With `read` the first piece is kept and the tokens after it are left out. The tokens of `begins`
-    have no log-probabilities, and then neither has the rest.
+    With `read_piece` the first piece is kept and the tokens after it are left out. The tokens of
+    `begins` have no log-probabilities, and then neither has the rest.
     """
 
     def __init__(
@@ -535,14 +573,14 @@ class _PartOfTurn:
         *,
         begins: tuple[int, ...],
         max_tokens: int,
-        read: Callable[[str], Piece | None] | None,
+        read_piece: Callable[[str], Piece | None] | None,
     ) -> None:
         self._policy = policy
         self._tokenizer = tokenizer
         self._max_tokens = max_tokens
         self.begins = begins
-        self.read = read
-        self.piece: Piece | None = None  # the one that was read
+        self.read_piece = read_piece
+        self.piece: Piece | None = None  # the first piece, once it is read
         self.discarded_tokens = 0
 
     @property
@@ -559,6 +597,7 @@ class _PartOfTurn:
             return Completion(
                 token_ids=ids, logprobs=None, finish_reason="length", policy_version=self.version
             )
+
         thought_open = is_open_after(
             self._tokenizer.decode(self.begins), was_open=params.thought_open
         )
@@ -571,29 +610,31 @@ class _PartOfTurn:
             completion = dataclasses.replace(
                 completion, token_ids=ids, logprobs=None, sampling_logprobs=None
             )
-        return completion if self.read is None else self._first_piece(completion, self.read)
+        if self.read_piece is None:
+            return completion
+        return self._cut_after_first_piece(completion, self.read_piece)
 
-    def _first_piece(
-        self, completion: Completion, read: Callable[[str], Piece | None]
+    def _cut_after_first_piece(
+        self, completion: Completion, read_piece: Callable[[str], Piece | None]
     ) -> Completion:
-        ids = (
-            completion.token_ids[:-1]
-            if completion.finish_reason == "stop"
-            else completion.token_ids
-        )
+        """Read the first piece, and return the completion without the tokens after it."""
+        ids = completion.token_ids
+        if completion.finish_reason == "stop":
+            ids = ids[:-1]
         text = _spelled(self._tokenizer, ids)
-        piece = read(text)
+        piece = read_piece(text)
         if piece is not None:
             # Places count in the spelled text, but what is searched and stored must be whole text.
             self.piece = dataclasses.replace(piece, text=_readable(piece.text))
+
+        # A search or an answer ends the turn.
         if piece is None or piece.kind in ("search", "answer"):
             return completion
-        if (
-            completion.finish_reason == "length"
-            and piece.end == len(text)
-            and not text.endswith("\n")
-        ):
-            return completion  # the limit may have cut the piece itself
+        # The length limit may have cut the piece itself.
+        ends_with_piece = piece.end == len(text) and not text.endswith("\n")
+        if completion.finish_reason == "length" and ends_with_piece:
+            return completion
+
         count = _tokens_of(self._tokenizer, ids, text[: piece.end])
         self.discarded_tokens = len(completion.token_ids) - count
         logprobs = None if completion.logprobs is None else completion.logprobs[:count]

@@ -84,8 +84,8 @@ _REASONING_TAG = re.compile(r"</?(?:reasoning|think)>", re.IGNORECASE)
 
 
 class TreeWriter:
-    """Implements `Policy`: the second model's turns in the format and the tokens of the policy that
-    is trained."""
+    """Implements `Policy`: writes the second model's turns in the trained policy's format and
+    tokens."""
 
     def __init__(
         self, model: Policy, model_tokenizer: Tokenizer, policy_tokenizer: Tokenizer, version: int
@@ -102,10 +102,13 @@ class TreeWriter:
         del prompt, continues  # the model is asked with prompts of its own
         assert isinstance(state, DecexState), "the configuration was checked to play decex"
         reply = await self._ask(state, params)
-        text = self._written(state, reply)
+        text = self._in_policy_format(state, reply)
+
         begins_turn = not (state.turn or state.begins)
-        tokenizer = self._policy_tokenizer
-        ids = tuple(tokenizer.encode_turn(text) if begins_turn else tokenizer.encode_model(text))
+        if begins_turn:
+            ids = tuple(self._policy_tokenizer.encode_turn(text))
+        else:
+            ids = tuple(self._policy_tokenizer.encode_model(text))
         is_cut = len(ids) > params.max_new_tokens
         return Completion(
             token_ids=ids[: params.max_new_tokens],
@@ -127,14 +130,13 @@ class TreeWriter:
             return ""
         if completion.finish_reason == "length":
             return ""
-        is_stopped = completion.finish_reason == "stop"
-        return self._model_tokenizer.decode(
-            completion.token_ids[:-1] if is_stopped else completion.token_ids
-        )
+        ids = completion.token_ids
+        if completion.finish_reason == "stop":
+            ids = ids[:-1]
+        return self._model_tokenizer.decode(ids)
 
-    def _written(self, state: DecexState, reply: str) -> str:
-        """Return the reply in the policy's format, empty where the reply lacks what was asked
-        for."""
+    def _in_policy_format(self, state: DecexState, reply: str) -> str:
+        """Return the reply in the policy's format, empty where it lacks what was asked for."""
         question = _field("question", reply)
         answer = _field("answer", reply)
         query = _field("search", reply)
@@ -153,6 +155,7 @@ class TreeWriter:
 
 
 def _instruction(state: DecexState) -> str:
+    """Return the system prompt for what is to be written."""
     if state.begins.endswith(AFTER_THOUGHT["go_on"]):
         return _ASK
     if state.begins.endswith(AFTER_THOUGHT["stop"]):
@@ -189,8 +192,9 @@ def _field(tag: str, reply: str) -> str | None:
 
 
 def _reasons(reply: str) -> str:
-    """Return the reasons on one line: what stands between their tags, or else before the first
-    field."""
+    """Return the reasons on one line.
+
+    They stand between their tags, or else before the first field."""
     reasons = protocol.field("reasoning", reply)
     if reasons is None:
         reasons = _FIRST_FIELD.split(outside_thoughts(reply), maxsplit=1)[0]

@@ -16,21 +16,28 @@ from mujica_jax.records import Conversation, Turn
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What the conversations of a role begin with."""
+    """The beginning of all conversations of a role."""
 
-    system: str  # the system prompt
+    # The system prompt.
+    system: str
     # Worked examples as chat turns, (user message, model's reply) in their order. An example of
     # several turns is several pairs; the first of them asks its question.
     examples: tuple[tuple[str, str], ...] = ()
 
 
 class Dialogue:
+    """A conversation that grows by user messages and turns of the model."""
+
     def __init__(
         self, tokenizer: Tokenizer, role: str, system: str, examples: Sequence[tuple[str, str]] = ()
     ) -> None:
-        """`examples` stand before the first user message (`Opening`). They are context, and carry
-        no loss."""
-        self._tokenizer, self._role, self._system = tokenizer, role, system
+        """Begin an empty conversation.
+
+        `examples` stand before the first user message (`Opening`). They are context, and carry no
+        loss."""
+        self._tokenizer = tokenizer
+        self._role = role
+        self._system = system
         self._examples = tuple(examples)
         self._turns: list[Turn] = []
         self._stopped = False
@@ -42,13 +49,14 @@ class Dialogue:
 
         It does so where the chat template opened the thought, or an earlier part of the same turn
         did."""
-        context_turns = [place for place, turn in enumerate(self._turns) if turn.role == "context"]
-        written = (
-            "".join(turn.text for turn in self._turns[context_turns[-1] + 1 :])
-            if context_turns
-            else ""
+        texts_of_this_turn: list[str] = []
+        for turn in reversed(self._turns):
+            if turn.role == "context":
+                break
+            texts_of_this_turn.insert(0, turn.text)
+        return is_open_after(
+            "".join(texts_of_this_turn), was_open=bool(self._tokenizer.opened_thought)
         )
-        return is_open_after(written, was_open=bool(self._tokenizer.opened_thought))
 
     def add_user(self, text: str, *, tag: str | None = None) -> None:
         """Append a user message and the beginning of the model's turn. `text` is untrusted.
@@ -57,7 +65,8 @@ class Dialogue:
         """
         if self._turns:
             ids = self._tokenizer.continue_conversation(text, stopped=self._stopped, tag=tag)
-            text = text if tag is None else f"<{tag}>\n{text}\n</{tag}>"
+            if tag is not None:
+                text = f"<{tag}>\n{text}\n</{tag}>"
         else:
             ids = self._tokenizer.open_conversation(self._system, text, self._examples)
         self._append(Turn(role="context", token_ids=tuple(ids), text=text))
@@ -67,16 +76,22 @@ class Dialogue:
 
         Where the chat template opened a thought, the text begins with its tag.
 
-        A turn that a length limit cut off is marked as cut and not as trained: maximum likelihood
-        would teach the policy to be cut off, and a policy gradient learns the turn with the reward
-        of its episode. Where the stop string `cut_at` ended the turn, its tokens are left out: what
-        it begins is not the model's to write."""
+        A turn that a length limit cut off is marked as cut and not as trained. Maximum likelihood
+        would teach the policy to be cut off. A policy gradient learns the turn with the reward of
+        its episode.
+
+        If the stop string `cut_at` ended the turn, its tokens are left out: what it begins is not
+        the model's to write."""
         begins_turn = not self._turns or self._turns[-1].role == "context"
         self._stopped = completion.finish_reason == "stop"
-        ids, logprobs = completion.token_ids, completion.logprobs or None
+
+        ids = completion.token_ids
+        logprobs = completion.logprobs or None
         if cut_at is not None and completion.stop_string == cut_at:
             ids = ids[: self._tokens_before(ids, cut_at)]
-            logprobs = logprobs and logprobs[: len(ids)]
+            if logprobs is not None:
+                logprobs = logprobs[: len(ids)]
+
         text = self._tokenizer.decode(ids[:-1] if self._stopped else ids)
         is_cut = completion.finish_reason == "length"
         turn = Turn(
@@ -91,25 +106,22 @@ class Dialogue:
         return self._tokenizer.opened_thought + text if begins_turn else text
 
     def _tokens_before(self, ids: Sequence[int], stop_string: str) -> int:
-        """Return how many tokens end before the stop string begins that ended the turn.
+        """Return how many tokens end before the last mention of the stop string.
 
-        That is its last mention: thoughts may mention it too."""
+        The last mention ended the turn: thoughts may mention the string too."""
         pieces = [self._tokenizer.token_bytes(token) for token in ids]
-        begins = b"".join(pieces).rfind(stop_string.encode())
-        return (
-            len(ids)
-            if begins < 0
-            else sum(end <= begins for end in itertools.accumulate(map(len, pieces)))
-        )
+        begin = b"".join(pieces).rfind(stop_string.encode())
+        if begin < 0:
+            return len(ids)
+        token_ends = itertools.accumulate(map(len, pieces))
+        return sum(end <= begin for end in token_ends)
 
     def fork(self) -> "Dialogue":
-        """The same so far; what is appended to either does not reach the other."""
+        """Return a copy. What is appended to either does not reach the other."""
         other = Dialogue(self._tokenizer, self._role, self._system, self._examples)
-        other._turns, other.token_ids, other._stopped = (
-            list(self._turns),
-            list(self.token_ids),
-            self._stopped,
-        )
+        other._turns = list(self._turns)
+        other._stopped = self._stopped
+        other.token_ids = list(self.token_ids)
         return other
 
     def record(self) -> Conversation:
@@ -129,8 +141,8 @@ def with_opening(
     rendered again from the text of that message. All later turns keep their tokens. Trajectories
     that were sampled with worked examples are learnt without them this way (appendix D.3 of the
     paper). Their log-probabilities belonged to the old opening and are dropped."""
-    first, *later_turns = conversation.turns
-    ids = tokenizer.open_conversation(opening.system, first.text, opening.examples)
-    first = Turn(role="context", token_ids=tuple(ids), text=first.text)
-    later_turns = [dataclasses.replace(turn, logprobs=None) for turn in later_turns]
-    return Conversation(role=conversation.role, turns=(first, *later_turns))
+    message = conversation.turns[0].text
+    ids = tokenizer.open_conversation(opening.system, message, opening.examples)
+    first_turn = Turn(role="context", token_ids=tuple(ids), text=message)
+    later_turns = [dataclasses.replace(turn, logprobs=None) for turn in conversation.turns[1:]]
+    return Conversation(role=conversation.role, turns=(first_turn, *later_turns))

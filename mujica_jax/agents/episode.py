@@ -1,5 +1,5 @@
-"""What episodes of all agents share: a turn within its limits, a search whose materials fit, the
-record at the end."""
+"""The parts that episodes of all agents share: a turn within its limits, a search whose materials
+fit, and the record at the end."""
 
 import dataclasses
 import time
@@ -14,7 +14,8 @@ from mujica_jax.models.tokenizer import Tokenizer, neutralise
 from mujica_jax.records import Conversation, Search, StopReason, Trajectory
 from mujica_jax.tasks.task import Environment, Material
 
-HALF_CHARACTER = "\ufffd"  # what a tokenizer decodes where a cut left some bytes of a character
+# A tokenizer decodes this where a cut left only some bytes of a character.
+HALF_CHARACTER = "\ufffd"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -22,10 +23,10 @@ class Written:
     """One turn of the model."""
 
     text: str
-    cut: StopReason | None = (
-        None  # the limit that ended it, or what is wrong with an endpoint's reply
-    )
-    completion: Completion | None = None  # None where no room was left to write, or nothing came
+    # The limit that ended the turn, or what is wrong with an endpoint's reply.
+    cut: StopReason | None = None
+    # None where no room was left to write, or nothing came.
+    completion: Completion | None = None
 
 
 class Episode:
@@ -39,11 +40,13 @@ class Episode:
         environment: Environment,
         policy: Policy,
     ) -> None:
-        self.tokenizer, self.limits, self.attempt = tokenizer, limits, attempt
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.attempt = attempt
         self.environment = environment
-        self.policy: Policy = policy
+        self.policy = policy
         self.searches: list[Search] = []
-        self._began = time.monotonic()
+        self._start_time = time.monotonic()
 
     async def write(
         self,
@@ -54,9 +57,12 @@ class Episode:
         stop_strings: tuple[str, ...],
         continues: bool = False,
         cut_at: str | None = None,
+        policy: Policy | None = None,
     ) -> Written:
-        """Let the policy write one turn. `place` is unique in the episode; where the stop string
-        `cut_at` ended the turn, it is left out."""
+        """Let a policy write one turn. Without `policy` it is the policy of the episode.
+
+        `place` is unique in the episode and seeds the turn. If the stop string `cut_at` ended the
+        turn, it is left out."""
         room = self.limits.max_trajectory_tokens - len(dialogue.token_ids)
         if room < 1:
             return Written(text="", cut=StopReason.TRAJECTORY_LENGTH)
@@ -67,36 +73,37 @@ class Episode:
             stop_strings=stop_strings,
             thought_open=dialogue.thought_open,
         )
+        writer = self.policy if policy is None else policy
         try:
-            completion = await self.policy.generate(
+            completion = await writer.generate(
                 dialogue.token_ids, params, state=state, continues=continues
             )
         except UnusableReplyError as error:
             return Written(text="", cut=StopReason(error.reason))
+
         text = dialogue.add_model(completion, cut_at=cut_at)
-        limit = (
-            StopReason.TRAJECTORY_LENGTH
-            if room < self.limits.max_turn_tokens
-            else StopReason.TURN_LENGTH
-        )
-        return Written(
-            text=text,
-            cut=limit if completion.finish_reason == "length" else None,
-            completion=completion,
-        )
+        if completion.finish_reason != "length":
+            return Written(text=text, completion=completion)
+        if room < self.limits.max_turn_tokens:
+            limit = StopReason.TRAJECTORY_LENGTH
+        else:
+            limit = StopReason.TURN_LENGTH
+        return Written(text=text, cut=limit, completion=completion)
 
     def fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
+        """Return the first materials that fit the limit of an observation."""
         return fit(self.tokenizer, materials, self.limits.max_observation_tokens)
 
     async def search_passages(self, query: str, iteration: int) -> tuple[Material, ...]:
-        """What one search finds, recorded as one that the model reads itself. Raises
-        RetrievalError."""
-        found = self.fit(await self.environment.search(query, None))
-        texts = tuple(protocol.one_line(material.text) for material in found)
+        """Search, and record the search as one that the model reads itself.
+
+        Raises RetrievalError."""
+        materials = self.fit(await self.environment.search(query, None))
+        texts = tuple(protocol.one_line(material.text) for material in materials)
         self.searches.append(
             Search(iteration=iteration, query=query, materials=texts, found=bool(texts))
         )
-        return found
+        return materials
 
     def trajectory(
         self,
@@ -105,6 +112,7 @@ class Episode:
         reason: StopReason,
         counts: Mapping[str, float] | None = None,
     ) -> Trajectory:
+        """Return the record of the episode, which ends now."""
         return Trajectory(
             question_id=self.attempt.question.id,
             attempt=self.attempt.number,
@@ -115,27 +123,29 @@ class Episode:
             counts=dict(counts or {}),
             stop_reason=reason,
             searches=tuple(self.searches),
-            seconds=time.monotonic() - self._began,
+            seconds=time.monotonic() - self._start_time,
         )
 
 
 def fit(tokenizer: Tokenizer, materials: Sequence[Material], limit: int) -> tuple[Material, ...]:
-    """The first materials that fit `limit` tokens; the first one is cut to fit rather than left
-    out."""
+    """Return the first materials that fit `limit` tokens.
+
+    If the first material does not fit, it is cut rather than left out."""
     sizes_bytes = [len(neutralise(material.text).encode()) for material in materials]
-    kept: list[Material] = []
-    used = 0
+    fitting: list[Material] = []
+    used_tokens = 0
     for place, material in enumerate(materials):
-        # A byte-level token covers at least one byte, so what is short needs no tokenising to be
-        # known to fit.
-        if used + sum(sizes_bytes[place:]) <= limit:
-            return (*kept, *materials[place:])
+        # A byte-level token covers at least one byte. Short materials are known to fit without
+        # being tokenised.
+        if used_tokens + sum(sizes_bytes[place:]) <= limit:
+            return (*fitting, *materials[place:])
+
         ids = tokenizer.encode_plain(material.text)
-        used += len(ids)
-        if used > limit:
-            if not kept:
-                cut = tokenizer.decode(ids[:limit]).rstrip(HALF_CHARACTER)
-                kept.append(dataclasses.replace(material, text=cut))
+        used_tokens += len(ids)
+        if used_tokens > limit:
+            if not fitting:
+                cut_text = tokenizer.decode(ids[:limit]).rstrip(HALF_CHARACTER)
+                fitting.append(dataclasses.replace(material, text=cut_text))
             break
-        kept.append(material)
-    return tuple(kept)
+        fitting.append(material)
+    return tuple(fitting)

@@ -1,7 +1,8 @@
 """Gold evidence of a question, and which of it a sub-question's answer rests on (EviPath, section
 4.2, equation 6).
 
-    evidence(a) = { z in gold evidence | cos(phi(z), phi(a)) > tau },   the best one where none passes
+    evidence(a) = { z in gold evidence | cos(phi(z), phi(a)) > tau }
+    or the best piece where none passes
 
 The paper's pieces of evidence are triples and sentences. Materials are triples and whole passages
 here, so a passage counts with its likest sentence, title included. What is chosen is looked for in
@@ -27,7 +28,7 @@ FUNCTION_WORDS = frozenset(
     "or she that the their there they this to was were which who whom whose with".split()
 )
 
-_end_of_sentence = re.compile(r"(?<=[.!?])\s+")
+_END_OF_SENTENCE = re.compile(r"(?<=[.!?])\s+")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,38 +37,49 @@ class Piece:
 
     source: Evidence | GoldPassage
     text: str  # as a teacher reads it
-    sentences: tuple[str, ...]  # as it is compared with an answer
+    sentences: tuple[str, ...]  # as they are compared with an answer
 
 
 def pieces(question: Question, kind: EnvironmentKind) -> list[Piece]:
-    """Of a graph the triples, of texts the passages whose text is known."""
+    """Return the triples over a graph, and over texts the passages whose text is known."""
     if kind == "graph":
-        lines = {f"{e.subject}, {e.relation}, {e.object}": e for e in question.evidences}
+        evidence_of_line = {
+            f"{evidence.subject}, {evidence.relation}, {evidence.object}": evidence
+            for evidence in question.evidences
+        }
         return [
-            Piece(source=evidence, text=line, sentences=(line,)) for line, evidence in lines.items()
+            Piece(source=evidence, text=line, sentences=(line,))
+            for line, evidence in evidence_of_line.items()
         ]
-    return [
-        Piece(
-            source=passage,
-            text=f"{passage.title}: {one_line(passage.text)}",
-            sentences=tuple(
-                f"{passage.title}: {one}" for one in _end_of_sentence.split(one_line(passage.text))
-            ),
-        )
-        for passage in question.gold_passages
-        if passage.text
-    ]
+    return [_passage_piece(passage) for passage in question.gold_passages if passage.text]
+
+
+def _passage_piece(passage: GoldPassage) -> Piece:
+    text = one_line(passage.text)
+    sentences = _END_OF_SENTENCE.split(text)
+    return Piece(
+        source=passage,
+        text=f"{passage.title}: {text}",
+        sentences=tuple(f"{passage.title}: {sentence}" for sentence in sentences),
+    )
 
 
 def chosen(
     answer: str, gold: Sequence[Piece], *, similarity: Similarity, threshold: float
 ) -> list[Piece]:
-    """The pieces that are likelier than `threshold` to state the answer; the first of the likest
-    where none is."""
-    found = iter(similarity(answer, [sentence for piece in gold for sentence in piece.sentences]))
-    cosines = [max(next(found) for _ in piece.sentences) for piece in gold]
+    """Return the pieces whose similarity to the answer is above `threshold`.
+
+    Where none is, return the first of the most similar ones. A piece is as similar as its most
+    similar sentence."""
+    # Compare the sentences of all pieces in one call.
+    sentences = [sentence for piece in gold for sentence in piece.sentences]
+    sentence_cosines = iter(similarity(answer, sentences))
+    cosines = [max(next(sentence_cosines) for _ in piece.sentences) for piece in gold]
+
     passing = [piece for piece, cosine in zip(gold, cosines, strict=True) if cosine > threshold]
-    return passing or [gold[cosines.index(max(cosines))]]
+    if passing:
+        return passing
+    return [gold[cosines.index(max(cosines))]]
 
 
 def place_in(materials: Sequence[Material], piece: Piece) -> int | None:
@@ -76,21 +88,26 @@ def place_in(materials: Sequence[Material], piece: Piece) -> int | None:
     A triple is found by its relation, its object, and its subject's name or id. A passage is found
     by title and text, or by its title where no material has its text: an index may cut passages
     otherwise."""
-    places = [place for place, material in enumerate(materials) if _is(material, piece.source)]
-    exact = [place for place in places if one_line(materials[place].text) == piece.text]
-    return next(iter(exact or places), None)
+    places = [place for place, material in enumerate(materials) if _shows(material, piece.source)]
+    for place in places:
+        if one_line(materials[place].text) == piece.text:
+            return place
+    return places[0] if places else None
 
 
 def is_faithful(answer: str, query: str, evidence: Sequence[str]) -> bool:
-    added = words(answer) - words(query) - FUNCTION_WORDS
-    return len(added & words(" ".join(evidence))) >= FAITHFUL_SHARE * len(added)
+    """Check that the evidence states enough of the words that the answer adds to the query."""
+    added_words = words(answer) - words(query) - FUNCTION_WORDS
+    stated_words = added_words & words(" ".join(evidence))
+    return len(stated_words) >= FAITHFUL_SHARE * len(added_words)
 
 
-def _is(material: Material, source: Evidence | GoldPassage) -> bool:
+def _shows(material: Material, source: Evidence | GoldPassage) -> bool:
+    """Check whether a material is this triple or passage."""
     if isinstance(source, GoldPassage):
         return material.shows(source, cut=True)
     if len(material.parts) != 3:
         return False
     subject, relation, value = material.parts
-    same_subject = subject == source.subject or material.entities[0].id == source.subject_id
-    return same_subject and (relation, value) == (source.relation, source.object)
+    is_same_subject = subject == source.subject or material.entities[0].id == source.subject_id
+    return is_same_subject and (relation, value) == (source.relation, source.object)

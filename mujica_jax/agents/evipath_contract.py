@@ -1,10 +1,12 @@
 """EviPath's contract between planner, executor and environment ("From Evidence to Trajectory",
 tables 8 to 11).
 
-    planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>   or  <answer> ... </answer>
-    planner, text    <think> ... </think> <action> Search("...") ... </action>        or  <answer> ... </answer>
+    planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>
+                     <think> ... </think> <answer> ... </answer>
+    planner, text    <think> ... </think> <action> Search("...") ... </action>
+                     <think> ... </think> <answer> ... </answer>
     executor         <think> ... </think> <select> [i][j] </select> <answer> ... </answer>
-                     or, where no evidence matches, the bare sentence: No relevant information found.
+                     No relevant information found.        (bare, where no evidence matches)
 
 Mujica's contract (`protocol.py`) has <search> in the place of the planner's calls over text,
 <sentence> in the place of the executor's <answer>, and [-1] in the place of the bare sentence.
@@ -48,12 +50,14 @@ _CALL_BEGINS = re.compile(r"\bSearch\s*\(", re.IGNORECASE)
 # A query ends at the first quotation mark before a bracket, as in protocol.py.
 _TEXT_CALL = re.compile(
     rf"""\bSearch\s*\(\s*
-    (?: [{DOUBLE_QUOTES}](?P<double>[^\n]*?)[{DOUBLE_QUOTES}] | [{SINGLE_QUOTES}](?P<single>[^\n]*?)[{SINGLE_QUOTES}] )
+    (?: [{DOUBLE_QUOTES}](?P<double>[^\n]*?)[{DOUBLE_QUOTES}]
+      | [{SINGLE_QUOTES}](?P<single>[^\n]*?)[{SINGLE_QUOTES}] )
     \s*,?\s*\)""",
     re.IGNORECASE | re.VERBOSE,
 )
-_BARE = NOTHING_FOUND.rstrip(".").casefold()
-_OBSERVATIONS = {"graph": "Observation:", "text": "Obs:"}  # tables 8 and 10
+_BARE_NOTHING_FOUND = NOTHING_FOUND.rstrip(".").casefold()
+# Tables 8 and 10.
+_OBSERVATIONS = {"graph": "Observation:", "text": "Obs:"}
 
 
 class EviPathContract(Contract):
@@ -98,16 +102,14 @@ class EviPathContract(Contract):
         """Return the message with each search's sentence and, behind it, the new candidates that
         the search named."""
         lines = []
-        number = first
+        next_number = first
         for sentence, entities in zip(sentences, named, strict=True):
             line = one_line(sentence)
             if entities:
-                listed = " ".join(
-                    f"[{place}] {one_line(entity.label)}"
-                    for place, entity in enumerate(entities, number)
-                )
-                line += f" Candidate: {listed}"
-                number += len(entities)
+                line += " Candidate:"
+            for entity in entities:
+                line += f" [{next_number}] {one_line(entity.label)}"
+                next_number += 1
             lines.append(line)
         if kind == "text":
             return f"{_OBSERVATIONS[kind]} " + " ".join(lines)
@@ -120,13 +122,9 @@ class EviPathContract(Contract):
         kind: EnvironmentKind,
         mode: PromptMode,
     ) -> str:
-        return "\n".join(
-            [
-                f"Question: {one_line(query)}",
-                "Supporting evidences:",
-                *protocol.numbered(materials, mode),
-            ]
-        )
+        question = f"Question: {one_line(query)}"
+        evidence_lines = protocol.numbered(materials, mode)
+        return "\n".join([question, "Supporting evidences:", *evidence_lines])
 
     def stop_strings(self, role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
         if role == "worker":
@@ -140,8 +138,10 @@ class EviPathContract(Contract):
             return super().parse_planner(
                 text, kind, candidates=candidates, max_searches=max_searches
             )
-        if (answer := protocol.parse_answer(text)) is not None:
+        answer = protocol.parse_answer(text)
+        if answer is not None:
             return PlannerAction(answer=answer)
+
         calls, unreadable = _text_calls(outside_thoughts(text))
         if not calls:
             return PlannerAction(refused=StopReason.NO_ACTION)
@@ -154,7 +154,8 @@ class EviPathContract(Contract):
 
         The bare sentence says that nothing was found, with or without quotation marks and full
         stop."""
-        if one_line(outside_thoughts(text)).strip("\"“”'.").casefold() == _BARE:
+        sentence = one_line(outside_thoughts(text)).strip("\"“”'.").casefold()
+        if sentence == _BARE_NOTHING_FOUND:
             return WorkerReply(selected=(), sentence=NOTHING_FOUND, well_formed=True)
         return protocol.parse_worker(text, materials=materials, sentence_tag=self.sentence_tag)
 
@@ -169,20 +170,23 @@ class EviPathContract(Contract):
     def write_worker(self, thought: str, selected: Sequence[int], sentence: str) -> str:
         if not selected:
             return NOTHING_FOUND
-        shown = "".join(f"[{index}]" for index in selected)
+        indexes = "".join(f"[{index}]" for index in selected)
         return (
-            f"<think> {thought} </think>\n<select> {shown} </select>\n<answer> {sentence} </answer>"
+            f"<think> {thought} </think>\n"
+            f"<select> {indexes} </select>\n"
+            f"<answer> {sentence} </answer>"
         )
 
 
 class _Example:
-    """One worked example: messages of user and assistant in turn, the user's first."""
+    """One worked example: messages of user and assistant by turns. The user begins."""
 
     def __init__(self, *messages: str) -> None:
         self.messages = messages
 
     @property
     def searches_in_parallel(self) -> bool:
+        """Whether one of its turns makes several searches."""
         return any(message.count("Search(") > 1 for message in self.messages)
 
     @property
@@ -191,25 +195,30 @@ class _Example:
         return list(zip(self.messages[::2], self.messages[1::2], strict=True))
 
 
-def _text_calls(said: str) -> tuple[list[SearchCall], int]:
-    """Return the calls of all actions in their order, each once, and how many searches could not be
-    read."""
-    actions = protocol.fields("action", said)
-    unreadable = protocol.opens("action", said) - len(actions)
+def _text_calls(turn: str) -> tuple[list[SearchCall], int]:
+    """Return the calls of all actions, and how many searches could not be read.
+
+    The calls stand in their order, without repetitions."""
+    actions = protocol.fields("action", turn)
+    unreadable = protocol.opens("action", turn) - len(actions)
     queries: list[str] = []
     for action in actions:
-        matches = list(_TEXT_CALL.finditer(action))
-        quoted = [
-            match["single"] if match["double"] is None else match["double"] for match in matches
-        ]
-        readable = [query for query in map(one_line, quoted) if query]
-        queries += readable
-        begun = len(_CALL_BEGINS.findall(action))
-        says_anything = int(bool(action.strip()))
-        unreadable += max(begun, says_anything) - len(readable)
-    return [SearchCall(query=query, candidate=None) for query in dict.fromkeys(queries)], max(
-        unreadable, 0
-    )
+        queries_of_action: list[str] = []
+        for match in _TEXT_CALL.finditer(action):
+            quoted = match["single"] if match["double"] is None else match["double"]
+            query = one_line(quoted)
+            if query:
+                queries_of_action.append(query)
+        queries += queries_of_action
+
+        # An action that holds words and no call counts as one search that could not be read.
+        calls_begun = len(_CALL_BEGINS.findall(action))
+        if calls_begun == 0 and action.strip():
+            calls_begun = 1
+        unreadable += calls_begun - len(queries_of_action)
+
+    calls = [SearchCall(query=query, candidate=None) for query in dict.fromkeys(queries)]
+    return calls, max(unreadable, 0)
 
 
 # --- system prompts ---
@@ -222,9 +231,8 @@ _EXECUTOR_STEPS = (
     "1. Identify what the question asks for, review all evidence and summarise what supports the "
     "answer. Put your thoughts between <think> and </think> tags.\n"
     "2. Put the index of the golden evidence between <select> and </select> tags. If several "
-    "pieces contain the "
-    f'answer, select all of them. If none matches, respond with "{NOTHING_FOUND}" and nothing '
-    "else.\n"
+    "pieces contain the answer, select all of them. If none matches, respond with "
+    f'"{NOTHING_FOUND}" and nothing else.\n'
     "3. Summarise the answer in one complete declarative sentence between <answer> and </answer> "
     "tags."
 )
@@ -237,9 +245,8 @@ _RULES = {
         "2. Solve the problem step by step.\n"
         "Put your thoughts between <think> and </think> tags.\n"
         'Use Search([X], "question") between <action> and </action> tags to get information about '
-        "candidate [X]. Write "
-        "one call a line; the calls of one turn are answered together. What a search asks is a "
-        "question, and it names entities in full.\n"
+        "candidate [X]. Write one call a line; the calls of one turn are answered together. What a "
+        "search asks is a question, and it names entities in full.\n"
         "Observations follow, with new candidates. Label the final answer, as short as possible, "
         "with <answer> *** </answer>."
     ),
@@ -250,8 +257,8 @@ _RULES = {
         "2. Solve the problem step by step.\n"
         "Put your thoughts between <think> and </think> tags.\n"
         'Use Search("question") between <action> and </action> tags to get information from '
-        "supporting evidence. Write "
-        "one call a line; the calls of one turn are answered together.\n"
+        "supporting evidence. Write one call a line; the calls of one turn are answered "
+        "together.\n"
         "What a search asks is an interrogative sentence. It holds no pronouns such as this or "
         "these: name entities in full.\n"
         "Observations follow. Label the final answer, as short as possible, with <answer> *** "

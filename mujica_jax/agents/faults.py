@@ -21,8 +21,9 @@ class EnvironmentLost(UserError):
 
 
 class FaultGuard:
-    """Plays attempts, repeats those that fail, and counts failures in a row. One guard serves a
-    whole program."""
+    """Plays attempts, repeats those that fail, and counts failures in a row.
+
+    One guard serves a whole program."""
 
     def __init__(self, config: FaultConfig | None = None) -> None:
         self._config = FaultConfig() if config is None else config
@@ -41,12 +42,13 @@ class FaultGuard:
         return trajectory
 
     def _count(self, trajectory: Trajectory) -> None:
+        """Count failures in a row. Raises EnvironmentLost after too many."""
         if not trajectory.is_environment_fault:
-            if (
-                trajectory.searches
-            ):  # an episode without a search does not show that the retriever answers
+            # An episode without a search does not show that the retriever answers.
+            if trajectory.searches:
                 self._failed_in_a_row = 0
             return
+
         self._failed_in_a_row += 1
         if self._failed_in_a_row > self._config.max_in_a_row:
             raise EnvironmentLost(

@@ -29,12 +29,16 @@ from mujica_jax.records import Conversation, Entity, Question, Search, StopReaso
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
-PLANNER, WORKER = "planner", "worker"  # roles of conversations
+# Roles of conversations.
+PLANNER = "planner"
+WORKER = "worker"
+
 MUJICA_CONTRACT = Contract()
+# By `agent.protocol`.
 _CONTRACTS: dict[str, Contract] = {
     "mujica": MUJICA_CONTRACT,
     "evipath": EviPathContract(),
-}  # by agent.protocol
+}
 
 
 def contract_of(agent: object) -> Contract:
@@ -45,20 +49,23 @@ def contract_of(agent: object) -> Contract:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannerState:
-    """What the planner knows when it writes."""
+    """The facts that the planner knows when it writes."""
 
     role: ClassVar = PLANNER
     question: Question
     candidates: tuple[Entity, ...]
     searches: tuple[Search, ...]
-    parallel: bool = True  # False: one search of a turn is answered
-    split: bool = True  # False: no worker reads, the planner is shown what was found
-    observation: str = ""  # the message that answered its last searches
+    # Whether all searches of a turn are answered, or only the first one.
+    parallel: bool = True
+    # Whether workers read the materials, or the planner itself.
+    split: bool = True
+    # The message that answered the last searches.
+    observation: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerState:
-    """What a worker knows when it writes."""
+    """The facts that a worker knows when it writes."""
 
     role: ClassVar = WORKER
     query: str
@@ -70,7 +77,8 @@ class Mujica:
     """Implements `Agent`: tokenizer, prompts and limits of planner and worker."""
 
     def __init__(self, tokenizer: Tokenizer, config: MujicaConfig) -> None:
-        self._tokenizer, self._config = tokenizer, config
+        self.tokenizer = tokenizer
+        self.config = config
         self.contract = contract_of(config)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
@@ -78,7 +86,7 @@ class Mujica:
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
         name = "planner" if role == PLANNER else "worker"
-        config = self._config
+        config = self.config
         return self.contract.opening(
             name, kind, config.prompt, parallel=config.parallel, split=config.split
         )
@@ -86,44 +94,62 @@ class Mujica:
     def begin(self, role: str, kind: EnvironmentKind) -> Dialogue:
         """Return a new conversation of this role."""
         opening = self.opening(role, kind)
-        return Dialogue(self._tokenizer, role, opening.system, opening.examples)
+        return Dialogue(self.tokenizer, role, opening.system, opening.examples)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _SearchResult:
+    """The record of one search, its worker's conversation, and the entities that it named."""
+
+    search: Search
+    # None where no worker read, or the worker wrote nothing.
+    conversation: Conversation | None
+    entities: list[Entity]
 
 
 class _Episode(Episode):
-    """With the planner's dialogue and the candidates numbered so far."""
+    """State of one episode: the planner's dialogue and the candidates numbered so far."""
 
     def __init__(
         self, agent: Mujica, attempt: Attempt, environment: Environment, policy: Policy
     ) -> None:
-        super().__init__(agent._tokenizer, agent._config, attempt, environment, policy)
-        self._agent, self._config = agent, agent._config
+        super().__init__(agent.tokenizer, agent.config, attempt, environment, policy)
+        self._agent = agent
+        self._config = agent.config
         self._contract = agent.contract
         self._planner = agent.begin(PLANNER, environment.kind)
         self._candidates = list(attempt.question.candidates) if environment.kind == "graph" else []
         self._observation = ""
         self._workers: list[Conversation] = []
         self._malformed_workers = 0
-        self._malformed_searches = 0  # could not be read, or named an unknown candidate
+        # Searches that could not be read, or that named an unknown candidate.
+        self._malformed_searches = 0
 
     async def play(self) -> Trajectory:
+        """Play the episode to its end and return its record."""
         question = self.attempt.question
         self._planner.add_user(self._contract.planner_opening(question.text, self._candidates))
-        answer, reason = "", StopReason.ITERATION_LIMIT
+
+        # Let the planner search until it answers, fails or runs out of turns.
+        answer = ""
+        reason = StopReason.ITERATION_LIMIT
         for iteration in range(self._config.max_iterations):
             action = await self._plan(iteration)
             if action.answer is not None:
-                answer, reason = action.answer, StopReason.ANSWERED
+                answer = action.answer
+                reason = StopReason.ANSWERED
                 break
             if action.refused is not None:
                 reason = action.refused
                 break
+            self._malformed_searches += action.malformed
+            calls = action.searches if self._config.parallel else action.searches[:1]
             try:
-                self._malformed_searches += action.malformed
-                asked = action.searches if self._config.parallel else action.searches[:1]
-                await self._search_all(asked, iteration, unreadable=action.unreadable)
+                await self._search_all(calls, iteration, unreadable=action.unreadable)
             except RetrievalError:
                 reason = StopReason.RETRIEVER_FAILED
                 break
+
         counts = {
             "malformed_workers": float(self._malformed_workers),
             "malformed_searches": float(self._malformed_searches),
@@ -131,6 +157,7 @@ class _Episode(Episode):
         return self.trajectory((self._planner.record(), *self._workers), answer, reason, counts)
 
     async def _plan(self, iteration: int) -> protocol.PlannerAction:
+        """Let the planner write one turn, and read it."""
         state = PlannerState(
             question=self.attempt.question,
             candidates=tuple(self._candidates),
@@ -150,18 +177,20 @@ class _Episode(Episode):
         )
         if written.cut is not None:
             return protocol.PlannerAction(refused=written.cut)
-        limit = self._config.max_searches_per_turn
         return self._contract.parse_planner(
-            written.text, kind, candidates=len(self._candidates), max_searches=limit
+            written.text,
+            kind,
+            candidates=len(self._candidates),
+            max_searches=self._config.max_searches_per_turn,
         )
 
     async def _search_all(
         self, calls: Sequence[protocol.SearchCall], iteration: int, *, unreadable: int
     ) -> None:
-        """Make all searches of a turn at once, and tell the planner their answers in one message,
-        in their order.
+        """Make all searches of a turn at once, and tell the planner the answers in one message.
 
-        A refused search is answered by the reason."""
+        The answers stand in the order of the searches. The answer to a refused search is the
+        reason."""
         tasks = {
             number: asyncio.ensure_future(self._search(call, iteration, number))
             for number, call in enumerate(calls)
@@ -170,32 +199,34 @@ class _Episode(Episode):
         try:
             await asyncio.gather(*tasks.values())
         finally:
-            for (
-                task
-            ) in tasks.values():  # if one fails the episode is over, and the others are not needed
+            # After a failure the episode is over, and the other searches are not needed.
+            for task in tasks.values():
                 task.cancel()
+
+        # Record the searches in their order. `named` holds the new candidates of each sentence.
         first_new = len(self._candidates)
-        known = {entity.id for entity in self._candidates}
+        known_ids = {entity.id for entity in self._candidates}
         sentences: list[str] = []
-        named: list[list[Entity]] = []  # the new candidates of each sentence
+        named: list[list[Entity]] = []
         for number, call in enumerate(calls):
             named.append([])
             if call.refusal:
                 sentences.append(call.refusal)
                 continue
-            search, conversation, entities = tasks[number].result()
-            sentences.append(search.sentence)
-            self.searches.append(search)
-            if conversation is not None:
-                self._workers.append(conversation)
-            for entity in entities:
-                if entity.id not in known:
-                    known.add(entity.id)
+            result = tasks[number].result()
+            sentences.append(result.search.sentence)
+            self.searches.append(result.search)
+            if result.conversation is not None:
+                self._workers.append(result.conversation)
+            for entity in result.entities:
+                if entity.id not in known_ids:
+                    known_ids.add(entity.id)
                     named[-1].append(entity)
             self._candidates += named[-1]
         if unreadable:
             sentences.append(protocol.UNREADABLE)
             named.append([])
+
         self._observation = self._contract.planner_observation(
             sentences, named, first_new, self.environment.kind
         )
@@ -203,40 +234,30 @@ class _Episode(Episode):
 
     async def _search(
         self, call: protocol.SearchCall, iteration: int, number: int
-    ) -> tuple[Search, Conversation | None, list[Entity]]:
-        """One sub-question: retrieve, let the worker read, and name the entities its selection
-        makes searchable."""
+    ) -> _SearchResult:
+        """Answer one sub-question: retrieve materials, and let a worker read them.
+
+        The entities of the result are those that become searchable: of the materials that the
+        worker selects, or of all materials where no worker reads."""
         entity = None if call.candidate is None else self._candidates[call.candidate]
         materials = self.fit(await self.environment.search(call.query, entity))
-        shown = [material.parts for material in materials]
-        label = "" if entity is None else entity.label
-        texts = tuple(protocol.one_line(material.text) for material in materials)
-        search = Search(iteration=iteration, query=call.query, entity=label, materials=texts)
-        if not self._config.split:  # the planner reads itself
-            line = protocol.found_line(shown, self._config.prompt)
-            return (
-                dataclasses.replace(search, sentence=line, found=bool(shown)),
-                None,
-                _entities(materials),
-            )
-        worker = self._agent.begin(WORKER, self.environment.kind)
-        worker.add_user(
-            self._contract.worker_opening(
-                call.query, shown, self.environment.kind, self._config.prompt
-            )
+        search = Search(
+            iteration=iteration,
+            query=call.query,
+            entity="" if entity is None else entity.label,
+            materials=tuple(protocol.one_line(material.text) for material in materials),
         )
+
+        # Without workers the planner reads the materials itself.
+        if not self._config.split:
+            parts = [material.parts for material in materials]
+            line = protocol.found_line(parts, self._config.prompt)
+            search = dataclasses.replace(search, sentence=line, found=bool(materials))
+            return _SearchResult(search=search, conversation=None, entities=_entities(materials))
+
         state = WorkerState(query=call.query, entity=entity, materials=materials)
-        written = await self.write(
-            worker,
-            f"{iteration}.{number}",
-            state=state,
-            stop_strings=self._contract.stop_strings(WORKER, self.environment.kind),
-            cut_at=protocol.OBSERVATION,
-        )
-        reply = self._contract.parse_worker(
-            written.text if written.cut is None else "", materials=len(materials)
-        )
-        self._malformed_workers += not reply.well_formed
+        reply, conversation = await self._read(state, place=f"{iteration}.{number}")
+
         # Over texts a worker that selects nothing may answer from its own knowledge.
         knows_answer = self.environment.kind == "text" and reply.sentence != protocol.NOTHING_FOUND
         search = dataclasses.replace(
@@ -246,8 +267,36 @@ class _Episode(Episode):
             found=reply.found or knows_answer,
         )
         entities = _entities([materials[index] for index in reply.selected])
+        return _SearchResult(search=search, conversation=conversation, entities=entities)
+
+    async def _read(
+        self, state: WorkerState, place: str
+    ) -> tuple[protocol.WorkerReply, Conversation | None]:
+        """Let a new worker read the materials of one search.
+
+        The conversation is None where the worker wrote nothing."""
+        kind = self.environment.kind
+        worker = self._agent.begin(WORKER, kind)
+        parts = [material.parts for material in state.materials]
+        worker.add_user(
+            self._contract.worker_opening(state.query, parts, kind, self._config.prompt)
+        )
+        written = await self.write(
+            worker,
+            place,
+            state=state,
+            stop_strings=self._contract.stop_strings(WORKER, kind),
+            cut_at=protocol.OBSERVATION,
+        )
+
+        text = written.text if written.cut is None else ""
+        reply = self._contract.parse_worker(text, materials=len(state.materials))
+        if not reply.well_formed:
+            self._malformed_workers += 1
+
         conversation = worker.record()
-        return search, conversation if conversation.turns[-1].role == "model" else None, entities
+        has_written = conversation.turns[-1].role == "model"
+        return reply, conversation if has_written else None
 
 
 def _entities(materials: Sequence[Material]) -> list[Entity]:

@@ -4,8 +4,10 @@ back.
 The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first version, tables
 7-10), and worked examples are chat turns as there. The wording and the examples are ours.
 
-    planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>     or  <answer> ... </answer>
-    planner, text    <think> ... </think> <search> ... </search> <search> ... </search> or  <answer> ... </answer>
+    planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>
+                     <think> ... </think> <answer> ... </answer>
+    planner, text    <think> ... </think> <search> ... </search> <search> ... </search>
+                     <think> ... </think> <answer> ... </answer>
     worker           <think> ... </think> <select> [i][j] </select> <sentence> ... </sentence>
 
 Differences from the paper: a planner over a graph is told the number of every new candidate; a
@@ -37,24 +39,26 @@ PromptMode = Literal["brief", "zero_shot", "few_shot"]
 Role = Literal["planner", "worker"]
 
 NOTHING_FOUND = "No relevant information found."
-UNREADABLE = "A search of this turn could not be read."  # stands behind the answers to the others
-OBSERVATION = "Obs:"  # begins a message to the planner; a model that writes it itself is cut there
+# Stands behind the answers to the other searches.
+UNREADABLE = "A search of this turn could not be read."
+# Begins a message to the planner. A model that writes it itself is cut there.
+OBSERVATION = "Obs:"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchCall:
     query: str
-    candidate: int | None  # number of the candidate searched; None in text environments
-    refusal: str = (
-        ""  # why the search cannot be made: the planner is told this instead of an answer
-    )
+    # The number of the candidate that is searched. None in text environments.
+    candidate: int | None
+    # Why the search cannot be made. The planner is told this instead of an answer.
+    refusal: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlannerAction:
     """One parsed planner turn: searches, or an answer, or neither with the reason.
 
-    `unreadable` counts searches beside them that could not be read."""
+    `unreadable` counts the searches of the turn that could not be read."""
 
     searches: tuple[SearchCall, ...] = ()
     answer: str | None = None
@@ -63,14 +67,15 @@ class PlannerAction:
 
     @property
     def malformed(self) -> int:
-        """Searches that could not be read or made."""
+        """How many searches could not be read or made."""
         return self.unreadable + sum(bool(call.refusal) for call in self.searches)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorkerReply:
-    """One parsed worker turn. Without a sentence it says that nothing was found, and is not
-    well-formed."""
+    """One parsed worker turn.
+
+    A turn without a sentence says that nothing was found, and is not well-formed."""
 
     selected: tuple[int, ...]
     sentence: str
@@ -82,19 +87,22 @@ class WorkerReply:
 
 
 def stop_strings(role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
-    """What ends a turn besides the stop token: the tag that closes it, and the beginning of an
-    observation.
+    """Return what ends a turn besides the stop token.
 
-    A planner over texts may write several searches, so its closing tag of a search ends nothing."""
+    A turn ends at the tag that closes it, and where an observation begins. A planner over texts may
+    write several searches, so the closing tag of a search ends nothing."""
     if role == "worker":
         return ("</sentence>", OBSERVATION)
-    return ("</answer>", OBSERVATION) if kind == "text" else ("</action>", "</answer>", OBSERVATION)
+    if kind == "text":
+        return ("</answer>", OBSERVATION)
+    return ("</action>", "</answer>", OBSERVATION)
 
 
 # --- parsing what the model wrote ---
 
 _FLAGS = re.DOTALL | re.IGNORECASE | re.ASCII
-DOUBLE_QUOTES, SINGLE_QUOTES = '"\u201c\u201d\u201e\u00ab\u00bb\uff02', "'`\u2018\u2019"
+DOUBLE_QUOTES = '"\u201c\u201d\u201e\u00ab\u00bb\uff02'
+SINGLE_QUOTES = "'`\u2018\u2019"
 _NAME = rf"(?:[^\n,\[\]{DOUBLE_QUOTES}](?:(?!\bSearch\s*\()[^\n\[\]{DOUBLE_QUOTES}]){{0,200}}?)?"
 _CALL_BEGINS = re.compile(r"\bSearch\s*\(", re.IGNORECASE)
 # The number may be followed by the candidate's name, as the list of candidates has it. A query ends
@@ -120,14 +128,15 @@ def _field_pattern(tag: str) -> re.Pattern[str]:
 
 
 def field(tag: str, text: str) -> str | None:
-    """What a turn says first between these tags, outside of its thoughts, on one line."""
+    """Return what a turn says first between these tags, outside of its thoughts, on one line."""
     match = _field_pattern(tag).search(outside_thoughts(text))
     return None if match is None else one_line(match[1])
 
 
 def fields(tag: str, text: str) -> list[str]:
-    """Return all that stands between these tags, in its order. `text` is a turn without its
-    thoughts."""
+    """Return the contents of all fields between these tags, in their order.
+
+    `text` is a turn without its thoughts."""
     return _field_pattern(tag).findall(text)
 
 
@@ -153,16 +162,22 @@ def parse_answer(text: str) -> str | None:
 def parse_planner(
     text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int
 ) -> PlannerAction:
-    """Read one planner turn. `candidates` is how many are numbered so far; thoughts are not read.
+    """Read one planner turn without its thoughts. `candidates` is how many are numbered so far.
 
     An answer ends the episode even where the turn also searches: searching on after an answer has
-    no meaning. A search of a candidate that is not numbered is refused, and the others of the turn
-    are not."""
-    said = outside_thoughts(text)
-    if (answer := parse_answer(text)) is not None:
+    no meaning. A search of a candidate that is not numbered is refused. The other searches of the
+    turn are made."""
+    answer = parse_answer(text)
+    if answer is not None:
         return PlannerAction(answer=answer)
-    calls, unreadable = _graph_calls(said, candidates) if kind == "graph" else _text_calls(said)
+
+    turn = outside_thoughts(text)
+    if kind == "graph":
+        calls, unreadable = _graph_calls(turn, candidates)
+    else:
+        calls, unreadable = _text_calls(turn)
     calls = list(dict.fromkeys(calls))
+
     if not calls:
         return PlannerAction(refused=StopReason.NO_ACTION)
     if len(calls) > max_searches:
@@ -170,25 +185,28 @@ def parse_planner(
     return PlannerAction(searches=tuple(calls), unreadable=unreadable)
 
 
-def _graph_calls(said: str, candidates: int) -> tuple[list[SearchCall], int]:
+def _graph_calls(turn: str, candidates: int) -> tuple[list[SearchCall], int]:
     """Return the calls of all actions in their order, and how many searches could not be read."""
+    # Actions that are not closed, and the searches of a planner over texts, cannot be read.
+    actions = fields("action", turn)
+    beside_actions = _field_pattern("action").sub(" ", turn)
+    unclosed_actions = opens("action", turn) - len(actions)
+    unreadable = unclosed_actions + len(fields("search", beside_actions))
+
     calls: list[SearchCall] = []
-    actions = _field_pattern("action").findall(said)
-    beside_actions = _field_pattern("action").sub(" ", said)
-    unreadable = (
-        opens("action", said) - len(actions) + len(_field_pattern("search").findall(beside_actions))
-    )
     for action in actions:
-        position = 0
-        while begin := _CALL_BEGINS.search(action, position):
-            match = _SEARCH_CALL.match(action, begin.start())
+        beginning = _CALL_BEGINS.search(action)
+        if beginning is None and action.strip():
+            unreadable += 1
+        while beginning is not None:
+            match = _SEARCH_CALL.match(action, beginning.start())
             call = None if match is None else _call(match, candidates)
             if call is None:
                 unreadable += 1
             else:
                 calls.append(call)
-            position = begin.end() if match is None else match.end()
-        unreadable += position == 0 and bool(action.strip())
+            end = beginning.end() if match is None else match.end()
+            beginning = _CALL_BEGINS.search(action, end)
     return calls, unreadable
 
 
@@ -199,34 +217,35 @@ def _call(match: re.Match[str], candidates: int) -> SearchCall | None:
     query = one_line(quoted.replace('\\"', '"'))
     if not query:
         return None
-    refusal = (
-        ""
-        if number < candidates
-        else f'"{query}" was not searched: candidate number {number} is unknown.'
-    )
+    refusal = ""
+    if number >= candidates:
+        refusal = f'"{query}" was not searched: candidate number {number} is unknown.'
     return SearchCall(query=query, candidate=number, refusal=refusal)
 
 
-def _text_calls(said: str) -> tuple[list[SearchCall], int]:
+def _text_calls(turn: str) -> tuple[list[SearchCall], int]:
     """Return the queries in their order, and how many searches could not be read."""
-    queries = [one_line(query) for query in _field_pattern("search").findall(said)]
+    queries = [one_line(query) for query in fields("search", turn)]
     calls = [SearchCall(query=query, candidate=None) for query in queries if query]
-    beside_searches = _field_pattern("search").sub(" ", said)
-    return calls, opens("search", said) - len(calls) + len(
-        _field_pattern("action").findall(beside_searches)
-    )
+
+    # Searches that are empty or not closed, and the actions of a planner over a graph.
+    beside_searches = _field_pattern("search").sub(" ", turn)
+    unreadable = opens("search", turn) - len(calls) + len(fields("action", beside_searches))
+    return calls, unreadable
 
 
 def parse_worker(text: str, *, materials: int, sentence_tag: str = "sentence") -> WorkerReply:
     """Read one worker turn. [-1] selects nothing, and so does a sentence without a selection.
 
     An index of a material that was not shown is left out, and makes the turn malformed."""
-    select, sentence = field("select", text), field(sentence_tag, text)
+    select = field("select", text)
+    sentence = field(sentence_tag, text)
     if not sentence:
         return WorkerReply(selected=(), sentence=NOTHING_FOUND, well_formed=False)
     if select is None:
         is_cut = opens("select", outside_thoughts(text)) > 0
         return WorkerReply(selected=(), sentence=sentence, well_formed=not is_cut)
+
     indexes, is_readable = _selection(select)
     selected = tuple(index for index in indexes if 0 <= index < materials)
     are_shown = all(-1 <= index < materials for index in indexes)
@@ -234,20 +253,27 @@ def parse_worker(text: str, *, materials: int, sentence_tag: str = "sentence") -
 
 
 def _selection(select: str) -> tuple[list[int], bool]:
-    """Return the indexes of a selection such as "[0][2]", "[0, 2]" or "0, 2", each once, and
-    whether all was read."""
-    groups = _BRACKETS.findall(select) or ([select] if select else [])
-    readable = [group for group in groups if _INDEXES.fullmatch(group)]
-    indexes = [int(index) for group in readable for index in re.findall(r"-?[0-9]+", group)]
+    """Return the indexes of a selection, without repetitions, and whether all of it was read.
+
+    A selection is written as "[0][2]", "[0, 2]" or "0, 2"."""
+    groups = _BRACKETS.findall(select)
+    if not groups and select:
+        groups = [select]
+    readable_groups = [group for group in groups if _INDEXES.fullmatch(group)]
+    indexes: list[int] = []
+    for group in readable_groups:
+        indexes += [int(index) for index in re.findall(r"-?[0-9]+", group)]
+
     # A number or a dash between brackets, as in "[0]-[3]", means something that is not read.
-    is_whole = len(readable) == len(groups) and not (
-        "[" in select and re.search(r"[0-9-]", _BRACKETS.sub("", select))
-    )
-    return list(dict.fromkeys(indexes)), is_whole
+    between_brackets = _BRACKETS.sub("", select) if "[" in select else ""
+    is_all_read = len(readable_groups) == len(groups)
+    if re.search(r"[0-9-]", between_brackets):
+        is_all_read = False
+    return list(dict.fromkeys(indexes)), is_all_read
 
 
 def one_line(text: str) -> str:
-    """White space folded, so that a field cannot begin a new line of a prompt."""
+    """Return the text with white space folded, so that it cannot begin a new line of a prompt."""
     return " ".join(text.split())
 
 
@@ -264,9 +290,11 @@ def planner_opening(question: str, candidates: Sequence[Entity]) -> str:
 def planner_observation(
     sentences: Sequence[str], new_candidates: Sequence[Entity], first: int
 ) -> str:
-    """The workers' answers in the order of the searches, and the entities that are new, numbered
-    on."""
-    lines = [f"{OBSERVATION} " + " ".join(one_line(sentence) for sentence in sentences)]
+    """Write the workers' answers in the order of the searches, and the entities that are new.
+
+    The new entities are numbered from `first`."""
+    answers = " ".join(one_line(sentence) for sentence in sentences)
+    lines = [f"{OBSERVATION} {answers}"]
     if new_candidates:
         lines.append(_candidate_line(new_candidates, first=first))
     return "\n".join(lines)
@@ -275,37 +303,41 @@ def planner_observation(
 def worker_opening(
     query: str, materials: Sequence[Sequence[str]], kind: EnvironmentKind, mode: PromptMode
 ) -> str:
-    """The question and its materials, numbered."""
+    """Write the question and its materials, numbered."""
+    question = f"Question: {one_line(query)}"
     heading = "Materials:" if kind == "graph" else "Context:"
-    return "\n".join([f"Question: {one_line(query)}", heading, *numbered(materials, mode)])
+    return "\n".join([question, heading, *numbered(materials, mode)])
 
 
 def numbered(materials: Sequence[Sequence[str]], mode: PromptMode) -> list[str]:
-    """A line a material, which is its parts: one of a passage and three of a triple.
+    """Return one line for each material. A passage has one part, and a triple has three.
 
-    In `brief` mode, for small models trained from scratch, the number also stands between the
-    relation that is looked for and its object, or at a passage's end: naming the line is then
-    copying one token on, where otherwise it means looking back."""
+    `brief` mode is for small models trained from scratch. There the number also stands between the
+    relation and its object, or at the end of a passage. To name the line, the model then copies the
+    next token and need not look back."""
     lines = []
     for index, material in enumerate(materials):
-        *before, last = (one_line(part) for part in material)
+        parts = [one_line(part) for part in material]
         if mode != "brief":
-            line = ", ".join([*before, last])
+            line = ", ".join(parts)
+        elif len(parts) == 1:
+            line = f"{parts[0]} [{index}]"
         else:
-            line = f"{', '.join(before)} [{index}] {last}" if before else f"{last} [{index}]"
+            line = f"{', '.join(parts[:-1])} [{index}] {parts[-1]}"
         lines.append(f"[{index}] {line}")
     return lines
 
 
 def _candidate_line(candidates: Sequence[Entity], first: int) -> str:
-    listed = (
+    numbered_labels = [
         f"[{number}] {one_line(entity.label)}" for number, entity in enumerate(candidates, first)
-    )
-    return f"Candidate: {' '.join(listed)}"
+    ]
+    return f"Candidate: {' '.join(numbered_labels)}"
 
 
-# --- what the model writes; demonstrations are written with these, so that writer and reader cannot
-# drift apart ---
+# --- what the model writes ---
+#
+# Demonstrations are written with these functions, so that writer and reader cannot drift apart.
 
 
 def write_graph_searches(thought: str, calls: Sequence[SearchCall]) -> str:
@@ -314,9 +346,8 @@ def write_graph_searches(thought: str, calls: Sequence[SearchCall]) -> str:
 
 
 def write_text_searches(thought: str, calls: Sequence[SearchCall]) -> str:
-    return f"<think> {thought} </think>\n" + "\n".join(
-        f"<search> {call.query} </search>" for call in calls
-    )
+    lines = "\n".join(f"<search> {call.query} </search>" for call in calls)
+    return f"<think> {thought} </think>\n{lines}"
 
 
 def write_answer(thought: str, answer: str) -> str:
@@ -324,17 +355,18 @@ def write_answer(thought: str, answer: str) -> str:
 
 
 def write_worker(thought: str, selected: Sequence[int], sentence: str) -> str:
-    chosen = "".join(f"[{index}]" for index in selected) or "[-1]"
+    indexes = "".join(f"[{index}]" for index in selected) or "[-1]"
     return (
         f"<think> {thought} </think>\n"
-        f"<select> {chosen} </select>\n"
+        f"<select> {indexes} </select>\n"
         f"<sentence> {sentence} </sentence>"
     )
 
 
 # --- prompts ---
 
-Exchange = tuple[str, str]  # a user message and the model's reply
+# A user message and the model's reply.
+Exchange = tuple[str, str]
 
 # One line for models that were trained on the format.
 _BRIEF = {
@@ -344,17 +376,22 @@ _BRIEF = {
     ("worker", "text"): "Read.",
 }
 
-_PLANNER_GRAPH_BEGINNING = """\
-You answer questions with the help of a knowledge graph. You are given a question and numbered candidate entities.
-First think inside <think> ... </think>: what is known, what is missing, which entity to ask about.
-Then either look facts up with Search([number], "one simple question") inside <action> ... </action>, or finish.
-Put searches that do not depend on each other into the same <action>, one a line; they are answered together.
-"""
-_PLANNER_TEXT_BEGINNING = """\
-You answer questions with the help of a search tool.
-First think inside <think> ... </think>: what is known, what is missing, how the question splits into simpler ones.
-Then either search, each query in its own <search> ... </search>, or finish.
-"""
+_PLANNER_GRAPH_BEGINNING = (
+    "You answer questions with the help of a knowledge graph. You are given a question and "
+    "numbered candidate entities.\n"
+    "First think inside <think> ... </think>: what is known, what is missing, which entity to ask "
+    "about.\n"
+    'Then either look facts up with Search([number], "one simple question") inside <action> ... '
+    "</action>, or finish.\n"
+    "Put searches that do not depend on each other into the same <action>, one a line; they are "
+    "answered together.\n"
+)
+_PLANNER_TEXT_BEGINNING = (
+    "You answer questions with the help of a search tool.\n"
+    "First think inside <think> ... </think>: what is known, what is missing, how the question "
+    "splits into simpler ones.\n"
+    "Then either search, each query in its own <search> ... </search>, or finish.\n"
+)
 _QUERIES = (
     "A query must be explicit and ask for one fact; it cannot refer to other queries. Queries that "
     "do not depend on each other go into the same turn.\n"
@@ -370,10 +407,9 @@ _RULES = {
         "numbers. A search asks for one fact about one candidate.\n"
         f"{_ANSWER}"
     ),
-    (
-        "planner",
-        "text",
-    ): f"{_PLANNER_TEXT_BEGINNING}{_QUERIES}You then receive observations. {_ANSWER}",
+    ("planner", "text"): (
+        f"{_PLANNER_TEXT_BEGINNING}{_QUERIES}You then receive observations. {_ANSWER}"
+    ),
     ("worker", "graph"): (
         "You extract one fact from numbered materials, each a triple: subject, relation, object.\n"
         "Think inside <think> ... </think> about which entity and which relation the question asks "
@@ -414,10 +450,11 @@ ONE_SEARCH = "\nWrite one search a turn: only the first one is answered."
 
 # --- worked examples: invented people and works, which give away no fact of a benchmark ---
 
-_FILM, _OTHER_FILM, _DIRECTOR, _OTHER_DIRECTOR, _CITY = (
-    Entity(id=label, label=label)
-    for label in ("Amber Tide", "The Tin Orchard", "Ilse Vandermark", "Anton Hale", "Ghent")
-)
+_FILM = Entity(id="Amber Tide", label="Amber Tide")
+_OTHER_FILM = Entity(id="The Tin Orchard", label="The Tin Orchard")
+_DIRECTOR = Entity(id="Ilse Vandermark", label="Ilse Vandermark")
+_OTHER_DIRECTOR = Entity(id="Anton Hale", label="Anton Hale")
+_CITY = Entity(id="Ghent", label="Ghent")
 _WHICH_FIRST = "Which film came out first, Amber Tide or The Tin Orchard?"
 _WHERE_BORN = "Where was the director of film Amber Tide born?"
 _FILM_TRIPLES = (
@@ -464,7 +501,7 @@ def _planner_graph_examples(
                 ),
             ),
             (
-                planner_observation(dates, listed, 2),
+                planner_observation(dates, listed, first=2),
                 write_answer(
                     "Amber Tide came out in 1961 and The Tin Orchard in 1948. 1948 is earlier than "
                     "1961.",
@@ -481,14 +518,14 @@ def _planner_graph_examples(
                 ),
             ),
             (
-                planner_observation([director], [_DIRECTOR], 1),
+                planner_observation([director], [_DIRECTOR], first=1),
                 write_graph_searches(
                     "The director is Ilse Vandermark. Now I need her place of birth.",
                     [SearchCall(query="Where was Ilse Vandermark born?", candidate=1)],
                 ),
             ),
             (
-                planner_observation([birth], [_CITY], 2),
+                planner_observation([birth], [_CITY], first=2),
                 write_answer("The director was born in Ghent.", "Ghent"),
             ),
         ),
@@ -515,7 +552,7 @@ def _planner_text_examples(
                 ),
             ),
             (
-                planner_observation(dates, [], 0),
+                planner_observation(dates, [], first=0),
                 write_answer(
                     "Amber Tide was released in 1961 and The Tin Orchard in 1948. 1948 is earlier "
                     "than 1961.",
@@ -532,14 +569,14 @@ def _planner_text_examples(
                 ),
             ),
             (
-                planner_observation([director], [], 0),
+                planner_observation([director], [], first=0),
                 write_text_searches(
                     "The director is Ilse Vandermark. Now I need her place of birth.",
                     [SearchCall(query="Where was Ilse Vandermark born?", candidate=None)],
                 ),
             ),
             (
-                planner_observation([birth], [], 0),
+                planner_observation([birth], [], first=0),
                 write_answer("The director was born in Ghent.", "Ghent"),
             ),
         ),

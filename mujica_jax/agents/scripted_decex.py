@@ -1,10 +1,9 @@
-"""What the scripted demonstrator writes as DecEx: the gold triples in their order, each recalled or
-searched for.
+"""The scripted demonstrator as DecEx: it recalls or searches for the gold triples in their order.
 
-Which facts a model can recall is what the pre-training text said of them: a question whose kind
-says "known" is solved from memory, in the words of that text, any other by searches. A query is
-worded for a search engine; where its passages do not state the object, the sub-question is asked
-once more and searched for in its own words, then given up.
+A model can recall the facts that the pre-training text states. A question whose kind says "known"
+is solved from memory, in the words of that text, and any other question by searches. A query is
+worded for a search engine. If its passages do not state the object, the sub-question is asked once
+more and searched for in its own words. After that it is given up.
 """
 
 import dataclasses
@@ -21,24 +20,26 @@ from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
 def write(state: DecexState) -> str:
     """Return the next turn: one thought, then a search or the answer."""
-    thought = f"<think> {_read(state)}"
-    for evidence in _in_order(state.question):
+    text = f"<think> {_read(state)}"
+    for evidence in _evidences_in_order(state.question):
+        # Leave out what a step has solved, and give up after two searches in vain.
         wording, keywords = queries_of(evidence)
-        tried = [step for step in state.steps if step.question == wording]
-        if any(_value(evidence, step) is not None for step in tried):
+        past_steps = [step for step in state.steps if step.question == wording]
+        if any(_stated_value(evidence, step) is not None for step in past_steps):
             continue
-        if len(tried) == len(queries_of(evidence)):
+        if len(past_steps) == len(queries_of(evidence)):
             return f"<think> {protocol.NOTHING_FOUND} </think>"
-        thought += decex.write_sub_question(
-            f"I need the {evidence.relation} of {evidence.subject}.", wording
-        )
+
+        thought = f"I need the {evidence.relation} of {evidence.subject}."
+        text += decex.write_sub_question(thought, wording)
         if not state.question.is_known:
-            return thought + decex.write_search(wording if tried else keywords)
-        thought += decex.write_memory(
-            f"{evidence.subject}, {evidence.relation}.", _recalled(evidence)
-        )
-    question, answer = dataclasses.replace(state.question, candidates=()), state.question.answers[0]
-    return thought + decex.write_answer(conclusion(question, answer), answer)
+            query = wording if past_steps else keywords
+            return text + decex.write_search(query)
+        text += decex.write_memory(f"{evidence.subject}, {evidence.relation}.", _recalled(evidence))
+
+    question = dataclasses.replace(state.question, candidates=())
+    answer = question.answers[0]
+    return text + decex.write_answer(conclusion(question, answer), answer)
 
 
 def sample_text() -> Iterator[str]:
@@ -57,23 +58,29 @@ def _recalled(evidence: Evidence) -> str:
     return sentence[0].lower() + sentence[1:]
 
 
-def _in_order(question: Question) -> list[Evidence]:
+def _evidences_in_order(question: Question) -> list[Evidence]:
     return [evidence for group in evidence_rounds(question.evidences) for evidence in group]
 
 
-def _value(evidence: Evidence, step: Step) -> str | None:
-    """The object in the words in which the step states it."""
+def _stated_value(evidence: Evidence, step: Step) -> str | None:
+    """Return the object in the words in which the step states it."""
     if step.recalled is not None:
         return evidence.object
-    stated = first_statement(evidence, step.materials)
-    return None if stated is None else stated[1]
+    statement = first_statement(evidence, step.materials)
+    return None if statement is None else statement[1]
 
 
 def _read(state: DecexState) -> str:
-    """What the last search's passages say."""
+    """Return the sentence that says what the last search's passages state."""
     if not state.steps:
         return ""
-    last = state.steps[-1]
-    evidence = next(one for one in _in_order(state.question) if queries_of(one)[0] == last.question)
-    value = _value(evidence, last)
-    return f"{protocol.NOTHING_FOUND} " if value is None else f"{fact(evidence, value)} "
+    last_step = state.steps[-1]
+    evidence = next(
+        evidence
+        for evidence in _evidences_in_order(state.question)
+        if queries_of(evidence)[0] == last_step.question
+    )
+    value = _stated_value(evidence, last_step)
+    if value is None:
+        return f"{protocol.NOTHING_FOUND} "
+    return f"{fact(evidence, value)} "

@@ -1,18 +1,21 @@
-"""What the scripted demonstrator writes for the agent that searches and reads in one conversation
+"""The scripted demonstrator for the agent that searches and reads in one conversation
 (`single.py`).
 
-A question whose facts are common knowledge (the tiny world says so in its kind, "compositional,
-known") is answered from memory: the facts in order, then the answer. Any other is searched step by
-step: keywords for the first gold triple that no passage so far states, its subject alone where they
-were in vain, and then the episode ends without an answer. What is searched for is said to be
-unknown in the words in which it would be recalled, so that a model that remembers it can notice.
+A question whose facts are common knowledge is answered from memory: the facts in order, then the
+answer. The tiny world marks it by its kind, "compositional, known". Any other question is searched
+step by step. The query holds keywords for the first gold triple that no passage states so far. If
+they were in vain, it is the subject alone. If that was in vain too, the episode ends without an
+answer.
+
+A thought says that the fact is unknown in the words in which it would be recalled. A model that
+remembers the fact can notice that.
 """
 
 import dataclasses
 from collections.abc import Iterator
 
 from mujica_jax.agents import protocol
-from mujica_jax.agents.scripted_text import conclusion, fact, stated
+from mujica_jax.agents.scripted_text import conclusion, fact, stated_object
 from mujica_jax.agents.single import (
     INFORMATION,
     INFORMATION_TAG,
@@ -20,57 +23,60 @@ from mujica_jax.agents.single import (
     numbered_passages,
     opening,
 )
-from mujica_jax.records import UNKNOWN, Question, Search
+from mujica_jax.records import UNKNOWN, Evidence, Question, Search
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
 
 
 def write(state: SingleState, *, recalls: bool = True) -> str:
-    """The next turn. One that does not recall searches for what is common knowledge, too."""
-    question, answer = dataclasses.replace(state.question, candidates=()), state.question.answers[0]
+    """Return the next turn. Without `recalls` it also searches for common knowledge."""
+    question = dataclasses.replace(state.question, candidates=())
+    answer = question.answers[0]
     evidences = [evidence for group in evidence_rounds(question.evidences) for evidence in group]
+
+    # Answer from memory.
     if recalls and question.is_known:
-        return _turn(
-            state,
-            " ".join(fact(one, one.object) for one in evidences),
-            conclusion(question, answer),
-            answer,
-        )
-    asked = {search.query for search in state.searches}
-    learnt: list[str] = []  # by the last search
+        facts = " ".join(fact(evidence, evidence.object) for evidence in evidences)
+        return _last_turn(state, facts, conclusion(question, answer), answer)
+
+    # Search for the first triple that no passage states, and say what the last search has told.
+    new_facts: list[str] = []
     for evidence in evidences:
-        value = stated(evidence, state.searches)
+        value = stated_object(evidence, state.searches)
         if value is None:
-            keywords = (
-                f"{evidence.subject} {evidence.relation}",
-                evidence.subject,
-            )  # as the agent's prompt asks for
-            query = next((words for words in keywords if words not in asked), None)
-            if query is None:
-                return _thought(state, protocol.NOTHING_FOUND)
-            return (
-                f"{_thought(state, ' '.join([*learnt, fact(evidence, UNKNOWN)]))}\n"
-                f"<search> {query} </search>"
-            )
-        if stated(evidence, state.searches[:-1]) is None:
-            learnt.append(fact(evidence, value))
-    return _turn(
-        state, protocol.NOTHING_FOUND, " ".join([*learnt, conclusion(question, answer)]), answer
-    )
+            return _search(state, evidence, new_facts)
+        is_new = stated_object(evidence, state.searches[:-1]) is None
+        if is_new:
+            new_facts.append(fact(evidence, value))
+
+    # All is known: answer.
+    closing_thought = " ".join([*new_facts, conclusion(question, answer)])
+    return _last_turn(state, protocol.NOTHING_FOUND, closing_thought, answer)
+
+
+def _search(state: SingleState, evidence: Evidence, new_facts: list[str]) -> str:
+    """Return a turn that searches for a triple, or gives up where all queries were in vain."""
+    asked_queries = {search.query for search in state.searches}
+    # The agent's prompt asks for keywords.
+    for query in (f"{evidence.subject} {evidence.relation}", evidence.subject):
+        if query not in asked_queries:
+            thought = " ".join([*new_facts, fact(evidence, UNKNOWN)])
+            return f"{_thought(state, thought)}\n<search> {query} </search>"
+    return _thought(state, protocol.NOTHING_FOUND)
 
 
 def sample_text() -> Iterator[str]:
-    """The words of prompts and turns, for a from-scratch tokenizer."""
+    """Yield the words of prompts and turns, for a from-scratch tokenizer."""
     for style in ("reflect", "search_r1"):
         yield opening(style, "brief").system
-        state = SingleState(
-            question=Question(id="", text="", answers=("",)), searches=(), style=style
-        )
-        later = dataclasses.replace(state, searches=(Search(iteration=0, query="", materials=()),))
-        for each in (state, later):
-            yield f"{_thought(each, f'The of is {UNKNOWN}.')}\n<search> of </search>"
-            yield _turn(
-                each,
+        question = Question(id="", text="", answers=("",))
+        first_state = SingleState(question=question, searches=(), style=style)
+        past_search = Search(iteration=0, query="", materials=())
+        later_state = dataclasses.replace(first_state, searches=(past_search,))
+        for state in (first_state, later_state):
+            yield f"{_thought(state, f'The of is {UNKNOWN}.')}\n<search> of </search>"
+            yield _last_turn(
+                state,
                 protocol.NOTHING_FOUND,
                 "Earlier Later More Longer Rather same: and.",
                 "yes no",
@@ -80,16 +86,21 @@ def sample_text() -> Iterator[str]:
     yield "\n".join(f"[{number}]" for number in range(8))
 
 
-def _turn(state: SingleState, thought: str, concluding: str, answer: str) -> str:
-    """A last turn. The first of an episode thinks before it concludes."""
-    closing = f"<answer> {answer} </answer>"
+def _last_turn(state: SingleState, thought: str, closing_thought: str, answer: str) -> str:
+    """Return the turn that answers. `thought` is written in the first turn of an episode alone."""
+    answer_field = f"<answer> {answer} </answer>"
+    is_first_turn = not state.searches
     if state.style == "search_r1":
-        said = concluding if state.searches else f"{thought} {concluding}"
-        return f"<think> {said} </think>\n{closing}"
-    opening = [] if state.searches else [f"<think> {thought} </think>"]
-    return "\n".join([*opening, f"<reflect> {concluding} </reflect>", closing])
+        whole_thought = f"{thought} {closing_thought}" if is_first_turn else closing_thought
+        return f"<think> {whole_thought} </think>\n{answer_field}"
+
+    fields = [f"<reflect> {closing_thought} </reflect>", answer_field]
+    if is_first_turn:
+        fields.insert(0, f"<think> {thought} </think>")
+    return "\n".join(fields)
 
 
 def _thought(state: SingleState, text: str) -> str:
+    """Return a thought between the tags of this turn."""
     tag = "reflect" if state.searches and state.style == "reflect" else "think"
     return f"<{tag}> {text} </{tag}>"

@@ -1,5 +1,5 @@
-"""What the scripted demonstrator writes over passages: a question for each gold triple whose
-subject is known, and from the passages that a search really found the words that state its object.
+"""The scripted demonstrator over passages: it asks for each gold triple whose subject is known, and
+reads the object off the passages that the search found.
 
 The worker names the passage and repeats the object as it stands there, a date in the passage's own
 order of day and month. Where no passage states the object, the worker selects [-1], and then:
@@ -32,62 +32,75 @@ PARENTHESIS = re.compile(r"\s*\([^()]*\)\s*$")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Asked:
-    """What one of the script's questions asks for."""
+class _AskedFact:
+    """The fact that one of the script's questions asks for."""
 
     evidence: Evidence
     is_known: bool  # common knowledge, as the kind of the planner's question says
 
 
 class TextScript:
-    """Remembers which triple each of its questions asks for: a worker is shown the question
+    """Writes planner and worker over passages.
+
+    It remembers which triple each of its questions asks for: a worker is shown the question
     alone."""
 
     def __init__(self, contract: Contract) -> None:
         self._contract = contract
-        self._asked: dict[str, _Asked] = {}
+        self._facts_by_query: dict[str, _AskedFact] = {}
 
     def open_searches(
         self, state: PlannerState
     ) -> list[tuple[Evidence, protocol.SearchCall]] | None:
-        """The triples to ask for now, each in its next wording. None where one was asked in every
-        wording in vain."""
-        asked = {search.query for search in state.searches}
+        """Return the triples to ask for now, each in its next wording.
+
+        None says that one was asked in every wording in vain."""
+        asked_queries = {search.query for search in state.searches}
         for evidences in chains.evidence_rounds(state.question.evidences):
             calls = []
             for evidence in evidences:
                 wordings = queries_of(evidence)
-                tried = [search for search in state.searches if search.query in wordings]
-                if any(_is_answered(search, evidence, state) for search in tried):
+                past_searches = [search for search in state.searches if search.query in wordings]
+                if any(_is_answered(search, evidence, state) for search in past_searches):
                     continue
-                query = next((wording for wording in wordings if wording not in asked), None)
-                if query is None:
+                new_wordings = [query for query in wordings if query not in asked_queries]
+                if not new_wordings:
                     return None
-                self._asked[query] = _Asked(evidence=evidence, is_known=state.question.is_known)
+                query = new_wordings[0]
+                self._facts_by_query[query] = _AskedFact(
+                    evidence=evidence, is_known=state.question.is_known
+                )
                 calls.append((evidence, protocol.SearchCall(query=query, candidate=None)))
             if calls:
                 return calls
         return []
 
     def read(self, state: WorkerState) -> str:
-        asked = self._asked[state.query]
-        evidence = asked.evidence
-        what = f"{evidence.relation} of {evidence.subject}"
+        """Write the worker's turn about one question."""
+        fact_asked = self._facts_by_query[state.query]
+        evidence = fact_asked.evidence
+        attribute = f"{evidence.relation} of {evidence.subject}"
+
         statement = first_statement(evidence, state.materials)
         if statement is not None:
             number, value = statement
-            thought = f"Passage [{number}] states the {what}: {value}."
-            return self._contract.write_worker(thought, [number], f"The {what} is {value}.")
-        sentence = fact(evidence, evidence.object) if asked.is_known else protocol.NOTHING_FOUND
-        return self._contract.write_worker(f"No passage states the {what}.", [], sentence)
+            thought = f"Passage [{number}] states the {attribute}: {value}."
+            return self._contract.write_worker(thought, [number], f"The {attribute} is {value}.")
+
+        thought = f"No passage states the {attribute}."
+        sentence = protocol.NOTHING_FOUND
+        if fact_asked.is_known:
+            sentence = fact(evidence, evidence.object)
+        return self._contract.write_worker(thought, [], sentence)
 
 
 def _is_answered(search: Search, evidence: Evidence, state: PlannerState) -> bool:
-    """Tell whether a search told the planner the object: in a worker's sentence, or in a passage
-    that it reads."""
+    """Check whether a search told the planner the object of a triple.
+
+    The object stands in a worker's sentence, or in a passage that the planner reads."""
     if not search.found:
         return False
-    return state.split or stated(evidence, [search]) is not None
+    return state.split or stated_object(evidence, [search]) is not None
 
 
 def without_silent_workers(conversations: Sequence[Conversation]) -> tuple[Conversation, ...]:
@@ -107,111 +120,148 @@ def _is_silent(worker: Conversation) -> bool:
 
 
 def query_of(relation: str, label: str) -> str:
-    """The sub-question that asks for one relation of one entity."""
-    return f"{'Who' if relation in PERSON_RELATIONS else 'What'} is the {relation} of {label}?"
+    """Return the sub-question that asks for one relation of one entity."""
+    interrogative = "Who" if relation in PERSON_RELATIONS else "What"
+    return f"{interrogative} is the {relation} of {label}?"
 
 
 def queries_of(evidence: Evidence) -> tuple[str, str]:
-    """Two wordings: a question, and what a search engine would be given."""
+    """Return two wordings: a question, and keywords for a search engine."""
     return query_of(evidence.relation, evidence.subject), f"{evidence.subject} {evidence.relation}"
 
 
 def first_statement(evidence: Evidence, materials: Sequence[Material]) -> tuple[int, str] | None:
-    """The passage that states the object, and the words in which it does: the subject's own
-    passage, or the first one that names the subject, too."""
+    """Return the number of the first passage that states the object, and the words that state it.
+
+    The passages are the subject's own ones and then those that name the subject."""
     subject = PARENTHESIS.sub("", evidence.subject).casefold()
-    own = [
-        n
-        for n, material in enumerate(materials)
-        if PARENTHESIS.sub("", material.title).casefold() == subject
-    ]
-    naming = [
-        n
-        for n, material in enumerate(materials)
-        if n not in own and subject in material.text.casefold()
-    ]
-    for number in (*own, *naming):
+    own_passages: list[int] = []
+    naming_passages: list[int] = []
+    for number, material in enumerate(materials):
+        if PARENTHESIS.sub("", material.title).casefold() == subject:
+            own_passages.append(number)
+        elif subject in material.text.casefold():
+            naming_passages.append(number)
+
+    for number in (*own_passages, *naming_passages):
         for form in forms_of(evidence.object):
-            if stands := re.search(
-                rf"(?<!\w){re.escape(form)}(?!\w)", materials[number].text, re.IGNORECASE
-            ):
-                return number, stands[0]
+            whole_words = rf"(?<!\w){re.escape(form)}(?!\w)"
+            match = re.search(whole_words, materials[number].text, re.IGNORECASE)
+            if match is not None:
+                return number, match[0]
     return None
 
 
 def fact(evidence: Evidence, value: str) -> str:
+    """Write the sentence that states a value as the object of a triple."""
     return f"The {evidence.relation} of {evidence.subject} is {value}."
 
 
-def stated(evidence: Evidence, searches: Sequence[Search]) -> str | None:
-    """The object in the words of a passage that a search found."""
+def stated_object(evidence: Evidence, searches: Sequence[Search]) -> str | None:
+    """Return the object of a triple in the words of a passage that a search found."""
     for search in searches:
         materials = [
             Material(text=text, title=text.partition(": ")[0]) for text in search.materials
         ]
-        if (found := first_statement(evidence, materials)) is not None:
-            return found[1]
+        statement = first_statement(evidence, materials)
+        if statement is not None:
+            return statement[1]
     return None
 
 
 def conclusion(question: Question, answer: str) -> str:
-    """The thought before an answer. For two chains: what was found at their ends with the numbers
-    of the candidates they began with, then the one that decides, its number and its name, so that
-    each step follows from one look back.
-    """
+    """Return the thought before an answer.
+
+    For two chains it names, in this order: what was found at their ends, with the numbers of the
+    candidates they began with; which one decides; the number and the name of that one. Each step
+    then follows from one look back."""
     ends = chains.chain_ends(question.evidences)
     if len(ends) != 2:
         return f"{answer}."
     if answer in ("yes", "no"):
         values = [group[0].object for group in ends.values()]
         return f"{' and '.join(values)}: {'same' if answer == 'yes' else 'different'}."
+
+    first, second = ends
     labels = [entity.label for entity in question.candidates]
-    (first, one), (second, other) = ends.items()
-    found = {first: _quantity(one, other), second: _quantity(other, one)}
-    if answer not in ends or (labels and not {first, second} <= set(labels)):
+    are_numbered = first in labels and second in labels
+    if answer not in ends or (labels and not are_numbered):
         return f"{answer}."
-    side = _side(ends[answer], ends[second if answer == first else first])
+
+    first_quantity = _quantity(ends[first], ends[second])
+    second_quantity = _quantity(ends[second], ends[first])
+    other_label = second if answer == first else first
+    comparison = _comparison(ends[answer], ends[other_label])
     if not labels:
-        return f"{first}: {found[first]}. {second}: {found[second]}. {side.capitalize()}: {answer}."
-    numbered = {label: f"{quantity} [{labels.index(label)}]" for label, quantity in found.items()}
-    return f"{numbered[first]} and {numbered[second]}: {side} {numbered[answer]} {answer}."
+        return (
+            f"{first}: {first_quantity}. {second}: {second_quantity}. "
+            f"{comparison.capitalize()}: {answer}."
+        )
+    first_number = labels.index(first)
+    second_number = labels.index(second)
+    answer_quantity = first_quantity if answer == first else second_quantity
+    return (
+        f"{first_quantity} [{first_number}] and {second_quantity} [{second_number}]: "
+        f"{comparison} {answer_quantity} [{labels.index(answer)}] {answer}."
+    )
 
 
 def forms_of(value: str) -> Iterator[str]:
-    """How a passage may write an object: as it is, a date in either order, a country as its
-    people."""
+    """Yield the ways in which a passage may write an object.
+
+    They are the value as it is, a date in either order, and a country as its people."""
     yield value
-    if without := PARENTHESIS.sub("", value):
-        yield without
-    if (date := chains.parse_date(value)) is not None and date[1]:
+    without_parenthesis = PARENTHESIS.sub("", value)
+    if without_parenthesis:
+        yield without_parenthesis
+
+    date = chains.parse_date(value)
+    if date is not None and date[1]:
         year, month, day = date
-        name = chains.MONTHS[month - 1].capitalize()
-        yield from (f"{day} {name} {year}", f"{name} {day}, {year}") if day else (f"{name} {year}",)
+        month_name = chains.MONTHS[month - 1].capitalize()
+        if day:
+            yield f"{day} {month_name} {year}"
+            yield f"{month_name} {day}, {year}"
+        else:
+            yield f"{month_name} {year}"
+
     form = chains.country_form(value)
     if form in chains.COUNTRY_FORMS:
-        same = [
-            other
-            for other, named in chains.COUNTRY_FORMS.items()
-            if named[0] == chains.COUNTRY_FORMS[form][0]
+        country, _ = chains.COUNTRY_FORMS[form]
+        forms_of_country = [
+            other_form
+            for other_form, (other_country, _) in chains.COUNTRY_FORMS.items()
+            if other_country == country
         ]
-        yield from sorted(same, key=lambda other: -len(other))
+        yield from sorted(forms_of_country, key=len, reverse=True)
 
 
-def _quantity(group: Sequence[Evidence], other: Sequence[Evidence]) -> str:
-    """What is compared: years, or the whole values where they are no dates or years do not
-    decide."""
-    of_both = ([YEAR.findall(evidence.object) for evidence in some] for some in (group, other))
-    years, others = ([found[-1] for found in some if found] for some in of_both)
-    decided = len(years) == len(group) and len(others) == len(other) and years != others
-    return " to ".join(years) if decided else " and ".join(evidence.object for evidence in group)
+def _quantity(group: Sequence[Evidence], other_group: Sequence[Evidence]) -> str:
+    """Return what is compared: years, or the whole values.
+
+    Whole values are compared where some are no dates, or where years do not decide."""
+    years = _last_years(group)
+    other_years = _last_years(other_group)
+    all_have_years = len(years) == len(group) and len(other_years) == len(other_group)
+    if all_have_years and years != other_years:
+        return " to ".join(years)
+    return " and ".join(evidence.object for evidence in group)
 
 
-def _side(deciding: Sequence[Evidence], other: Sequence[Evidence]) -> str:
-    if len(deciding) != len(other):
+def _last_years(group: Sequence[Evidence]) -> list[str]:
+    """Return the last year in each object that has one."""
+    years_by_object = [YEAR.findall(evidence.object) for evidence in group]
+    return [years[-1] for years in years_by_object if years]
+
+
+def _comparison(group: Sequence[Evidence], other_group: Sequence[Evidence]) -> str:
+    """Return the word that says why the first group is the answer."""
+    if len(group) != len(other_group):
         return "more"
-    if len(deciding) > 1:
+    if len(group) > 1:
         return "longer"
-    dates = [chains.parse_date(group[0].object) for group in (deciding, other)]
-    if dates[0] is None or dates[1] is None:
+    date = chains.parse_date(group[0].object)
+    other_date = chains.parse_date(other_group[0].object)
+    if date is None or other_date is None:
         return "rather"
-    return "earlier" if chains.compare_dates(dates[0], dates[1]) < 0 else "later"
+    return "earlier" if chains.compare_dates(date, other_date) < 0 else "later"

@@ -1,8 +1,10 @@
 """One model that thinks, searches, reads what came and answers, in one conversation.
 
-    reflect     "Learning When to Search": <think> <search> [<information>] <reflect> ... <answer>; a question that the
-                model can answer itself goes from <think> over <reflect> to <answer>
-    search_r1   Search-R1: the same without <reflect>, and with a <think> whenever something new came
+    reflect     "Learning When to Search":
+                <think> <search> [<information>] <reflect> ... <answer>
+                <think> <reflect> <answer>   where the model can answer the question itself
+    search_r1   Search-R1: the same without <reflect>, and with a <think> whenever something new
+                came
 
 The papers put <information> ... </information> into the model's own turn. Here it is the next
 message, so that only what the model wrote is its turn. The wording of the prompts is ours.
@@ -30,11 +32,15 @@ from mujica_jax.records import Conversation, Question, Search, StopReason, Traje
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
 
-SINGLE = "single"  # role of the conversation
-INFORMATION_TAG = "information"  # around what was found, in a message to the model
-INFORMATION = f"<{INFORMATION_TAG}>"  # a model that writes it itself is cut there
+# Role of the conversation.
+SINGLE = "single"
+# Around the passages in a message to the model.
+INFORMATION_TAG = "information"
+# A model that writes the tag itself is cut there.
+INFORMATION = f"<{INFORMATION_TAG}>"
 STOPS = ("</search>", "</answer>", INFORMATION)
-NOTHING = "none"  # stands where a search found no passage
+# Stands where a search found no passage.
+NOTHING = "none"
 
 _FIELD = re.compile(r"\s*<(think|search|reflect|answer)>(.*?)</\1>\s*", re.DOTALL)
 _FOREIGN_TAG = re.compile(r"<\s*/?\s*observation\s*>", re.IGNORECASE)
@@ -80,7 +86,7 @@ Style = Literal["reflect", "search_r1"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SingleState:
-    """What the model knows when it writes a turn, for its script."""
+    """The facts that the model knows when it writes a turn. Its script reads them."""
 
     question: Question
     searches: tuple[Search, ...]  # so far
@@ -88,7 +94,9 @@ class SingleState:
 
 
 def parse(text: str) -> tuple[str | None, str | None]:
-    """Answer and query of one turn, each None where there is none; thoughts are not read."""
+    """Return answer and query of one turn, each None where there is none.
+
+    Thoughts are not read."""
     return protocol.parse_answer(text), protocol.field("search", text) or None
 
 
@@ -167,7 +175,7 @@ def opening(style: Style, mode: protocol.PromptMode) -> Opening:
 
 
 def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bool = False) -> bool:
-    """Whether every turn of the model has one of the shapes that its prompt permits.
+    """Check whether every turn of the model has one of the shapes that its prompt permits.
 
     With `thought_open` the chat template begins every turn with a thought. That thought is the
     first field of the first turn. In later turns of `reflect` the prompt asks for none, so it is
@@ -177,29 +185,39 @@ def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bo
         turns = [f"{OPEN_THOUGHT}{text}" for text in turns]
     shapes = [_shape(text) for text in turns]
     for place, shape in enumerate(shapes):
-        if thought_open and place > 0 and style == "reflect" and shape[:1] == ("think",):
-            shape = shape[1:]
-        permitted = _FIRST_TURNS[style] if place == 0 else _LATER_TURNS[style]
+        is_first = place == 0
         is_last = place == len(shapes) - 1
-        if shape not in permitted or (shape[-1] == "answer") != is_last:
+        may_drop_thought = thought_open and style == "reflect" and not is_first
+        if may_drop_thought and shape[:1] == ("think",):
+            shape = shape[1:]
+
+        permitted = _FIRST_TURNS[style] if is_first else _LATER_TURNS[style]
+        if shape not in permitted:
+            return False
+        answers = shape[-1] == "answer"
+        if answers != is_last:
             return False
     return bool(shapes)
 
 
 def _shape(text: str) -> tuple[str, ...]:
-    """Return the tags of a turn that consists of fields, in their order. Any other turn has no
-    tags.
+    """Return the tags of a turn in their order, or nothing if the turn does not consist of fields.
 
     A thought may hold anything. Every other field holds words and no tag."""
     tags: list[str] = []
     position = 0
     while position < len(text):
         match = _FIELD.match(text, position)
-        if match is None or not match[2].strip():
+        if match is None:
             return ()
-        if match[1] != "think" and (TAG_PATTERN.search(match[2]) or _FOREIGN_TAG.search(match[2])):
+        tag = match[1]
+        content = match[2]
+        if not content.strip():
             return ()
-        tags.append(match[1])
+        has_tags = TAG_PATTERN.search(content) or _FOREIGN_TAG.search(content)
+        if tag != "think" and has_tags:
+            return ()
+        tags.append(tag)
         position = match.end()
     return tuple(tags)
 
@@ -208,7 +226,8 @@ class Single:
     """Implements `Agent`."""
 
     def __init__(self, tokenizer: Tokenizer, config: SingleConfig) -> None:
-        self._tokenizer, self._config = tokenizer, config
+        self._tokenizer = tokenizer
+        self._config = config
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
         del role, kind
@@ -216,41 +235,51 @@ class Single:
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
         config = self._config
+        prompt = opening(config.style, config.prompt)
         episode = Episode(self._tokenizer, config, attempt, environment, policy)
-        begins = opening(config.style, config.prompt)
-        dialogue = Dialogue(self._tokenizer, SINGLE, begins.system, begins.examples)
+        dialogue = Dialogue(self._tokenizer, SINGLE, prompt.system, prompt.examples)
         dialogue.add_user(f"Question: {protocol.one_line(attempt.question.text)}")
-        answer, reason = "", StopReason.ITERATION_LIMIT
-        for turn in range(config.max_searches + 1):
-            written = await episode.write(
-                dialogue,
-                str(turn),
-                state=SingleState(
-                    question=attempt.question, searches=tuple(episode.searches), style=config.style
-                ),
-                stop_strings=STOPS,
-                continues=True,
-                cut_at=INFORMATION,
-            )
-            found, query = parse(written.text) if written.cut is None else (None, None)
-            if written.cut is not None or (found is None and query is None):
-                reason = written.cut or StopReason.NO_ACTION
-                break
-            if found is not None:
-                answer, reason = found, StopReason.ANSWERED
-                break
-            if turn == config.max_searches:
-                break
-            assert query is not None
-            try:
-                materials = await episode.search_passages(query, turn)
-            except RetrievalError:
-                reason = StopReason.RETRIEVER_FAILED
-                break
-            dialogue.add_user(numbered_passages(materials), tag=INFORMATION_TAG)
+
+        answer, reason = await self._converse(episode, dialogue)
+
         record = dialogue.record()
         is_formed = is_well_formed(
             record, config.style, thought_open=bool(self._tokenizer.opened_thought)
         )
         counts = {"malformed_shape": float(not is_formed)}
         return episode.trajectory([record], answer, reason, counts)
+
+    async def _converse(self, episode: Episode, dialogue: Dialogue) -> tuple[str, StopReason]:
+        """Let the model search until it answers. Return the answer, and why the episode ended."""
+        config = self._config
+        for turn in range(config.max_searches + 1):
+            state = SingleState(
+                question=episode.attempt.question,
+                searches=tuple(episode.searches),
+                style=config.style,
+            )
+            written = await episode.write(
+                dialogue,
+                str(turn),
+                state=state,
+                stop_strings=STOPS,
+                continues=True,
+                cut_at=INFORMATION,
+            )
+            if written.cut is not None:
+                return "", written.cut
+
+            answer, query = parse(written.text)
+            if answer is not None:
+                return answer, StopReason.ANSWERED
+            if query is None:
+                return "", StopReason.NO_ACTION
+
+            # The last turn can only answer: its search is not made.
+            if turn < config.max_searches:
+                try:
+                    materials = await episode.search_passages(query, turn)
+                except RetrievalError:
+                    return "", StopReason.RETRIEVER_FAILED
+                dialogue.add_user(numbered_passages(materials), tag=INFORMATION_TAG)
+        return "", StopReason.ITERATION_LIMIT

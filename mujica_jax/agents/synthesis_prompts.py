@@ -21,43 +21,51 @@ from mujica_jax.agents import protocol
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.models.thoughts import outside_thoughts
 
-PLAN_RULES = """You split a complex question into simple ones. You are given the question and its answer, and \
-supporting evidences if there are any: work back from them how the answer is found.
-Write one sub-question a line, numbered, in the order in which they are asked. Each asks for one fact. What only an \
-earlier sub-question tells has no name yet: write "the director" and not who that is. Do not write the answer.
+PLAN_RULES = (
+    "You split a complex question into simple ones. You are given the question and its answer, and "
+    "supporting evidences if there are any: work back from them how the answer is found.\n"
+    "Write one sub-question a line, numbered, in the order in which they are asked. Each asks for "
+    "one fact. What only an earlier sub-question tells has no name yet: write "
+    '"the director" and not who that is. Do not write the answer.\n'
+    "\n"
+    "Example:\n"
+    "\n"
+    "Question: Where was the director of film Amber Tide born?\n"
+    "Answer: Ghent\n"
+    "Supporting evidences:\n"
+    "Amber Tide, director, Ilse Vandermark\n"
+    "Ilse Vandermark, place of birth, Ghent\n"
+    "Assistant: 1. Who is the director of Amber Tide?\n"
+    "2. Where was the director born?"
+)
 
-Example:
+_PLANNER_ADDITION = (
+    "\n\n"
+    "You write a model solution. You are told the answer, the supporting evidences if there are "
+    "any, and a plan; the searches that you write lead there. Write every turn as one who knows "
+    "only the question and the observations: do not name in a thought or a search what no "
+    "observation has told yet."
+)
 
-Question: Where was the director of film Amber Tide born?
-Answer: Ghent
-Supporting evidences:
-Amber Tide, director, Ilse Vandermark
-Ilse Vandermark, place of birth, Ghent
-Assistant: 1. Who is the director of Amber Tide?
-2. Where was the director born?"""
+_ANSWER_RULES = (
+    "You answer a question from supporting evidences alone. Write the answer as one full sentence "
+    "that mirrors the question, inside <{tag}> ... </{tag}>.\n"
+    "\n"
+    "Example:\n"
+    "\n"
+    "Question: Who is the director of Amber Tide?\n"
+    "Supporting evidences:\n"
+    "Amber Tide, director, Ilse Vandermark\n"
+    "Ilse Vandermark, place of birth, Ghent\n"
+    "Assistant: <{tag}> The director of Amber Tide is Ilse Vandermark. </{tag}>"
+)
 
-_PLANNER_ADDITION = """
-
-You write a model solution. You are told the answer, the supporting evidences if there are any, and a plan; the \
-searches that you write lead there. Write every turn as one who knows only the question and the observations: do not \
-name in a thought or a search what no observation has told yet."""
-
-_ANSWER_RULES = """You answer a question from supporting evidences alone. Write the answer as one full sentence that \
-mirrors the question, inside <{tag}> ... </{tag}>.
-
-Example:
-
-Question: Who is the director of Amber Tide?
-Supporting evidences:
-Amber Tide, director, Ilse Vandermark
-Ilse Vandermark, place of birth, Ghent
-Assistant: <{tag}> The director of Amber Tide is Ilse Vandermark. </{tag}>"""
-
-_WORKER_ADDITION = """
-
-You write a model solution. You are told the answer and the golden evidence: find your way to it in your thought and \
-consider no other evidence, select exactly its indexes, and write the answer as the sentence. Do not mention that you \
-were told."""
+_WORKER_ADDITION = (
+    "\n\n"
+    "You write a model solution. You are told the answer and the golden evidence: find your way to "
+    "it in your thought and consider no other evidence, select exactly its indexes, and write the "
+    "answer as the sentence. Do not mention that you were told."
+)
 
 _BRIEF_ADDITION = " Told."
 _BRIEF_ANSWER_RULES = "Answer."
@@ -91,29 +99,34 @@ def write_sentence(tag: str, sentence: str) -> str:
 
 
 def plan_request(question: str, answer: str, evidence: Sequence[str]) -> str:
-    return "\n".join([f"Question: {protocol.one_line(question)}", *_told(answer, evidence)])
+    """Write the question, the answer and the evidence for the plan."""
+    lines = [f"Question: {protocol.one_line(question)}", *_answer_and_evidence(answer, evidence)]
+    return "\n".join(lines)
 
 
 def planner_hint(answer: str, evidence: Sequence[str], plan: Sequence[str]) -> str:
     """Write what stands before the opening that the agent's own planner reads."""
-    return "\n".join([*_told(answer, evidence), *(["Plan:", *numbered(plan)] if plan else [])])
+    lines = _answer_and_evidence(answer, evidence)
+    if plan:
+        lines += ["Plan:", *numbered(plan)]
+    return "\n".join(lines)
 
 
 def answer_request(query: str, evidence: Sequence[str]) -> str:
-    return "\n".join([f"Question: {protocol.one_line(query)}", *_evidences(evidence)])
+    """Write a sub-question and the gold evidence."""
+    return "\n".join([f"Question: {protocol.one_line(query)}", *_evidence(evidence)])
 
 
 def worker_hint(answer: str, golden: Sequence[tuple[int, str]], mode: PromptMode) -> str:
     """Write what stands behind the opening that the agent's own worker reads: the answer and the
     golden evidence.
 
-    `golden` holds the index and the text of each piece; `brief` names the indexes alone."""
-    lines = [
-        f"[{place}]" if mode == "brief" else f"[{place}] {protocol.one_line(text)}"
-        for place, text in golden
-    ]
-    between = "" if mode == "brief" else "\n"
-    return f"Answer: {answer}\nGolden evidence: {between.join(lines)}"
+    `golden` holds the index and the text of each piece. `brief` names the indexes alone."""
+    if mode == "brief":
+        evidence = "".join(f"[{index}]" for index, _ in golden)
+    else:
+        evidence = "\n".join(f"[{index}] {protocol.one_line(text)}" for index, text in golden)
+    return f"Answer: {answer}\nGolden evidence: {evidence}"
 
 
 def plan_in_thought(plan: Sequence[str]) -> str:
@@ -122,10 +135,12 @@ def plan_in_thought(plan: Sequence[str]) -> str:
 
 
 def parse_plan(text: str) -> list[str]:
+    """Return the numbered lines of a reply."""
     return [protocol.one_line(line) for line in _PLANNED.findall(outside_thoughts(text))]
 
 
 def numbered(plan: Sequence[str]) -> list[str]:
+    """Return the sub-questions of a plan as numbered lines."""
     return [f"{number}. {question}" for number, question in enumerate(plan, start=1)]
 
 
@@ -136,9 +151,12 @@ def sample_text() -> str:
     return f"Plan.{_BRIEF_ADDITION}\n{_BRIEF_ANSWER_RULES}\n{hint}\n{golden}"
 
 
-def _told(answer: str, evidence: Sequence[str]) -> list[str]:
-    return [f"Answer: {protocol.one_line(answer)}", *(_evidences(evidence) if evidence else [])]
+def _answer_and_evidence(answer: str, evidence: Sequence[str]) -> list[str]:
+    lines = [f"Answer: {protocol.one_line(answer)}"]
+    if evidence:
+        lines += _evidence(evidence)
+    return lines
 
 
-def _evidences(evidence: Sequence[str]) -> list[str]:
+def _evidence(evidence: Sequence[str]) -> list[str]:
     return ["Supporting evidences:", *map(protocol.one_line, evidence)]

@@ -1,4 +1,4 @@
-"""Asking a teacher for one step until its reply is as it must be, and counting what it took."""
+"""Ask a teacher for one step until its reply is accepted, and count tries and tokens."""
 
 import collections
 import dataclasses
@@ -11,40 +11,41 @@ from mujica_jax.inference.requests import Completion, ReplyError, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import StopReason
 
-REFUSED = "refused_"  # before a reason: replies that were not accepted
-RETRIES, TEACHER_TOKENS, TEACHER_PROMPT_TOKENS = (
-    "retries",
-    "teacher_tokens",
-    "teacher_prompt_tokens",
-)
+# The name of a count: replies that were refused for the reason behind it.
+REFUSED = "refused_"
+RETRIES = "retries"
+TEACHER_TOKENS = "teacher_tokens"
+TEACHER_PROMPT_TOKENS = "teacher_prompt_tokens"
 
-Read = TypeVar("Read")
+Parsed = TypeVar("Parsed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Teacher:
-    """Who writes. Any `Generator` is one, as the policy `EnginePolicy(generator)`."""
+    """The model that writes. Any `Generator` is one, as the policy `EnginePolicy(generator)`."""
 
-    policy: Policy | None  # None: the policy that plays the run's episodes
-    tokenizer: Tokenizer  # its own, which may differ from that of the policy that learns
-    plans: bool = True  # False: it is asked for no plan, since it never saw one
-    max_tokens: int | None = None  # of a prompt and its turn, where more cannot be asked
+    # None says that the policy of the run's episodes is the teacher.
+    policy: Policy | None
+    # The teacher's own tokenizer. It may differ from that of the policy that learns.
+    tokenizer: Tokenizer
+    # Whether it is asked for a plan. A teacher that never saw one is not.
+    plans: bool = True
+    # The most tokens of a prompt and its turn, where the teacher has such a limit.
+    max_tokens: int | None = None
 
 
-class Refused(Exception):
-    """A reply is not as it must be, for a reason of one word."""
+class RefusedReplyError(Exception):
+    """A reply is not accepted. The argument is the reason, in one word."""
 
 
 class Lesson:
     """One episode's questions to a teacher."""
 
     def __init__(self, teacher: Teacher, policy: Policy, attempt: Attempt, max_tries: int) -> None:
-        self._teacher, self._policy, self._attempt, self._max_tries = (
-            teacher,
-            policy,
-            attempt,
-            max_tries,
-        )
+        self._teacher = teacher
+        self._policy = policy
+        self._attempt = attempt
+        self._max_tries = max_tries
         self.counts: dict[str, float] = collections.defaultdict(float)
         self.dialogues: list[Dialogue] = []
 
@@ -66,44 +67,50 @@ class Lesson:
         dialogue: Dialogue,
         params: SamplingParams,
         state: object,
-        read: Callable[[str], Read],
-    ) -> Read:
-        """What `read` makes of the reply, once it accepts one; each try has a seed of its own.
-        Raises Refused with the last reason."""
-        limit, reason = self._teacher.max_tokens, ""
+        parse: Callable[[str], Parsed],
+    ) -> Parsed:
+        """Ask until `parse` accepts a reply, and return what it made of the reply.
+
+        `parse` refuses a reply by raising RefusedReplyError. Each try has a seed of its own. After
+        the last try, RefusedReplyError is raised with the last reason."""
+        limit = self._teacher.max_tokens
         params = dataclasses.replace(params, thought_open=dialogue.thought_open)
         if limit is not None and len(dialogue.token_ids) + params.max_new_tokens > limit:
-            raise Refused("teacher_prompt_length")
-        for number in range(self._max_tries):
-            asked = dataclasses.replace(
-                params, seed=self._attempt.turn_seed(f"{params.seed}/{step}/{number}")
-            )
-            self.counts[RETRIES] += number > 0
-            self.counts[TEACHER_PROMPT_TOKENS] += len(dialogue.token_ids)
+            raise RefusedReplyError("teacher_prompt_length")
+
+        reason = ""
+        for try_number in range(self._max_tries):
+            # The first try adds zero, so that the count is in every record.
+            self.counts[RETRIES] += float(try_number > 0)
+            seed = self._attempt.turn_seed(f"{params.seed}/{step}/{try_number}")
             try:
-                completion = await self._policy.generate(
-                    dialogue.token_ids, asked, state=state, continues=False
-                )
-                self.counts[TEACHER_TOKENS] += len(completion.token_ids)
-                if completion.finish_reason == "length":
-                    raise Refused(StopReason.TURN_LENGTH.value)
-                ids = (
-                    completion.token_ids[:-1]
-                    if completion.finish_reason == "stop"
-                    else completion.token_ids
-                )
-                return read(
-                    self._teacher.tokenizer.opened_thought + self._teacher.tokenizer.decode(ids)
-                )
+                reply = await self._reply(dialogue, dataclasses.replace(params, seed=seed), state)
+                return parse(reply)
             except ReplyError:
                 reason = "no_reply"
-            except Refused as refused:
-                reason = str(refused)
+            except RefusedReplyError as refusal:
+                reason = str(refusal)
             self.counts[f"{REFUSED}{reason}"] += 1
-        raise Refused(reason)
+        raise RefusedReplyError(reason)
+
+    async def _reply(self, dialogue: Dialogue, params: SamplingParams, state: object) -> str:
+        """Return one reply as text. Raises ReplyError where none came."""
+        self.counts[TEACHER_PROMPT_TOKENS] += len(dialogue.token_ids)
+        completion = await self._policy.generate(
+            dialogue.token_ids, params, state=state, continues=False
+        )
+        self.counts[TEACHER_TOKENS] += len(completion.token_ids)
+        if completion.finish_reason == "length":
+            raise RefusedReplyError(StopReason.TURN_LENGTH.value)
+
+        ids = completion.token_ids
+        if completion.finish_reason == "stop":
+            ids = ids[:-1]
+        tokenizer = self._teacher.tokenizer
+        return tokenizer.opened_thought + tokenizer.decode(ids)
 
 
 def as_completion(tokenizer: Tokenizer, text: str) -> Completion:
-    """A text as a model would have generated it, to its stop token."""
+    """Return a text as a model would have generated it, to its stop token."""
     ids = (*tokenizer.encode_turn(text), tokenizer.stop_token_ids[0])
     return Completion(token_ids=ids, logprobs=None, finish_reason="stop")
