@@ -476,7 +476,7 @@ class ContiguousEngine(Engine):
             self._memory = self._memory._replace(rows=rows)
 
     def _shrink_width(self, active: Sequence[_SlotCache]) -> None:
-        """Give up the width that none of these rows needs. The next `_fit_rows` moves the memory."""
+        """Give up width that none of these rows needs. The next `_fit_rows` moves the memory."""
         tokens = max((slot_cache.tokens - slot_cache.offset for slot_cache in active), default=1)
         width = bucket(tokens, self._smallest_width, self._largest_width)
         self._width = min(self._width, width)
