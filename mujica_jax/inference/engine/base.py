@@ -138,7 +138,7 @@ class Engine(abc.ABC):
         self._dtype = self._compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
         self.release_weights()
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights)):
-            self._use(weights)
+            self._load_weights(weights)
         self._programs: set[tuple] = set()
 
     @property
@@ -154,7 +154,7 @@ class Engine(abc.ABC):
         """Replace the policy and reset the cache; returns when the weights are on the engine's
         devices, which never hold two policies."""
         self.release_weights()
-        self._use(weights)
+        self._load_weights(weights)
         jax.block_until_ready(self._weights)
         self.reset_cache()
 
@@ -163,7 +163,8 @@ class Engine(abc.ABC):
         self._weights = nnx.State({})
         self._scales: KVScales | None = None
 
-    def _use(self, weights: nnx.State) -> None:
+    def _load_weights(self, weights: nnx.State) -> None:
+        """Put weights on the engine's devices, in the layout that its programs take."""
         self._weights = sync_weights(weights, self.mesh)
         if jnp.issubdtype(self._dtype, jnp.integer):
             with self._over_mesh():

@@ -111,6 +111,8 @@ class _SlotCache:
 
 @dataclasses.dataclass(frozen=True)
 class _SharedPrefix:
+    """What several rows begin with."""
+
     pages: list[PageVersion]
     tokens: int
 
@@ -153,8 +155,8 @@ class ContiguousEngine(Engine):
         self.tile_tokens, self._tiles_per_call = TILES.get(attention, OTHER_TILES)
         self.min_call_tokens = self._tiles_per_call[0] * self.tile_tokens
 
-    def _use(self, weights: nnx.State) -> None:
-        super()._use(weights)
+    def _load_weights(self, weights: nnx.State) -> None:
+        super()._load_weights(weights)
         with self._over_mesh():
             output_major_from = None
             if jax.default_backend() == "cpu" and self.mesh is None:
@@ -242,10 +244,7 @@ class ContiguousEngine(Engine):
             self._shrink_rows(len(slots))
             size = self._num_rows
             entries = np.asarray([slot_cache.row for slot_cache in slot_caches])
-        places = programs.Places.nowhere(size)
-        places.row[entries] = [slot_cache.row for slot_cache in slot_caches]
-        places.offset[entries] = [slot_cache.offset for slot_cache in slot_caches]
-        places.prefix[entries] = [slot_cache.prefix for slot_cache in slot_caches]
+        places = _places(slot_caches, entries=entries, size=size)
         call_state = SlotState.idle(size)
         for entry_values, slot_values in zip(call_state, state, strict=True):
             entry_values[entries] = slot_values[slots]
@@ -302,18 +301,20 @@ class ContiguousEngine(Engine):
         slot_cache = self._slot_caches[slot]
         slot_cache.is_active = False
         slot_cache.last_used = self._clock
-        if broken_pages:
-            # A request that was given up before its prompt was read has no row. Row -1 would be the
-            # last row, which another request holds; a row beyond the last one is not cleared.
-            row = slot_cache.row if slot_cache.row >= 0 else self._num_rows
-            self._count_row_program("clear")
-            rows = programs.clear(self._memory.rows, np.asarray([row]))
-            self._memory = self._memory._replace(rows=rows)
-            for (page_lot,) in lots([(page,) for page in broken_pages]):
-                self._programs.add(("clear",))
-                pages = programs.clear(self._memory.pages, page_lot)
-                self._memory = self._memory._replace(pages=pages)
-            self._evict(slot_cache)
+        if not broken_pages:
+            return
+
+        # A request that was given up before its prompt was read has no row. Row -1 would be the
+        # last row, which another request holds; a row beyond the last one is not cleared.
+        row = slot_cache.row if slot_cache.row >= 0 else self._num_rows
+        self._count_row_program("clear")
+        rows = programs.clear(self._memory.rows, np.asarray([row]))
+        self._memory = self._memory._replace(rows=rows)
+        for (page_lot,) in lots([(page,) for page in broken_pages]):
+            self._programs.add(("clear",))
+            pages = programs.clear(self._memory.pages, page_lot)
+            self._memory = self._memory._replace(pages=pages)
+        self._evict(slot_cache)
 
     @property
     def _num_rows(self) -> int:
@@ -393,14 +394,12 @@ class ContiguousEngine(Engine):
         tokens = np.zeros((tile_count, self.tile_tokens), np.int32)
         starts = np.zeros(tile_count, np.int32)
         lengths = np.zeros(tile_count, np.int32)  # a tile of length 0 writes nowhere
-        places = programs.Places.nowhere(tile_count)
         for index, tile in enumerate(tiles):
             tokens[index, : len(tile.tokens)] = tile.tokens
             starts[index] = tile.start
             lengths[index] = len(tile.tokens)
-            places.row[index] = tile.slot_cache.row
-            places.offset[index] = tile.slot_cache.offset
-            places.prefix[index] = tile.slot_cache.prefix
+        slot_caches = [tile.slot_cache for tile in tiles]
+        places = _places(slot_caches, entries=np.arange(len(tiles)), size=tile_count)
         self._count_program("prefill", tile_count)
         call = programs.Tiles(tokens, starts, lengths, places)
         with self._over_mesh():
@@ -498,22 +497,8 @@ class ContiguousEngine(Engine):
             if slot_cache.is_active and slot not in slots_to_load
         ]
 
-        # The pages that many begin with.
-        beginnings = [
-            self._page_versions(request.pages[: request.start // self.page_tokens])
-            for request in to_load
-        ]
-        running_beginnings = [
-            slot_cache.pages[: slot_cache.tokens // self.page_tokens] for slot_cache in running
-        ]
-        common_pages = _common_beginning(beginnings + running_beginnings, self._min_prefix_rows)
-        page_count = len(common_pages)
-        tokens = page_count * self.page_tokens
-        if tokens < MIN_PREFIX_TOKENS:
-            return
-        if not any(beginning[:page_count] == common_pages for beginning in beginnings):
-            return
-        if any(prefix is not None and prefix.pages == common_pages for prefix in self._prefixes):
+        prefix = self._new_prefix(to_load, running)
+        if prefix is None:
             return
 
         # A prefix that no running request reads makes room, and with it the idle rows that go on
@@ -526,19 +511,40 @@ class ContiguousEngine(Engine):
         for slot_cache in self._slot_caches:
             if slot_cache.prefix == index and not slot_cache.is_active:
                 self._evict(slot_cache)
-        self._store_prefix(index, _SharedPrefix(common_pages, tokens))
+        self._store_prefix(index, prefix)
 
         # Rows that begin with the prefix keep only what follows it.
         for slot_cache in running:
-            begins_with_prefix = slot_cache.pages[:page_count] == common_pages
-            if begins_with_prefix and slot_cache.tokens >= tokens > slot_cache.offset:
+            begins_with_prefix = slot_cache.pages[: len(prefix.pages)] == prefix.pages
+            if begins_with_prefix and slot_cache.tokens >= prefix.tokens > slot_cache.offset:
                 self._count_row_program("shift")
-                shift = np.int32(tokens - slot_cache.offset)
+                shift = np.int32(prefix.tokens - slot_cache.offset)
                 rows = programs.shift_row(self._memory.rows, np.int32(slot_cache.row), shift)
                 self._memory = self._memory._replace(rows=rows)
                 slot_cache.prefix = index
-                slot_cache.offset = tokens
+                slot_cache.offset = prefix.tokens
         self._shrink_width(running)
+
+    def _new_prefix(
+        self, to_load: Sequence[PrefillRow], running: Sequence[_SlotCache]
+    ) -> _SharedPrefix | None:
+        """Return what many rows begin with, if this is worth a shared prefix and is none yet."""
+        beginnings = [
+            self._page_versions(request.pages[: request.start // self.page_tokens])
+            for request in to_load
+        ]
+        running_beginnings = [
+            slot_cache.pages[: slot_cache.tokens // self.page_tokens] for slot_cache in running
+        ]
+        pages = _common_beginning(beginnings + running_beginnings, self._min_prefix_rows)
+        tokens = len(pages) * self.page_tokens
+        if tokens < MIN_PREFIX_TOKENS:
+            return None
+        if not any(beginning[: len(pages)] == pages for beginning in beginnings):
+            return None
+        if any(prefix is not None and prefix.pages == pages for prefix in self._prefixes):
+            return None
+        return _SharedPrefix(pages, tokens)
 
     def _store_prefix(self, index: int, prefix: _SharedPrefix) -> None:
         """Copy a prefix from its pages into the array of prefixes, which grows as needed."""
@@ -603,6 +609,17 @@ class ContiguousEngine(Engine):
     def _count_row_program(self, *program: Any) -> None:
         """Note a program whose shapes are those of the rows."""
         self._programs.add((*program, self._memory.rows.shape))
+
+
+def _places(
+    slot_caches: Sequence[_SlotCache], *, entries: np.ndarray, size: int
+) -> programs.Places:
+    """Return the places of a call with `size` entries, of which `entries` are used."""
+    places = programs.Places.nowhere(size)
+    places.row[entries] = [slot_cache.row for slot_cache in slot_caches]
+    places.offset[entries] = [slot_cache.offset for slot_cache in slot_caches]
+    places.prefix[entries] = [slot_cache.prefix for slot_cache in slot_caches]
+    return places
 
 
 def _common_beginning(

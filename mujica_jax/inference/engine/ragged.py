@@ -272,6 +272,32 @@ def _decode(
     return pages, state, decoded
 
 
+def _write(
+    layout: Layout, layer: Array, pages: Array, *, key: Array, value: Array, targets: Array
+) -> Array:
+    """Return the pages with new keys and values, [tokens, kv_heads, head_dim], in one layer.
+
+    `targets` are their places in that layer. What is beyond its last page is written nowhere."""
+    page_head_dim = pages.shape[3]
+    keys_values = jnp.stack(
+        [_pad_heads(key, page_head_dim), _pad_heads(value, page_head_dim)], axis=2
+    )
+    keys_values = keys_values.reshape(key.shape[0], -1, page_head_dim)
+
+    # The places in all layers together.
+    flat = pages.reshape(-1, *pages.shape[2:])
+    layer_tokens = layout.num_pages * layout.page_tokens
+    is_in_bounds = targets < layer_tokens
+    flat_targets = jnp.where(is_in_bounds, layer * layer_tokens + targets, flat.shape[0])
+    keys_values = base.narrowed(keys_values, pages.dtype)
+    return flat.at[flat_targets].set(keys_values, mode="drop").reshape(pages.shape)
+
+
+def _pad_heads(array: Array, head_dim: int) -> Array:
+    """Fill heads up to `head_dim` with zeros."""
+    return jnp.pad(array, ((0, 0), (0, 0), (0, head_dim - array.shape[2])))
+
+
 def _attend(
     layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences, block_queries: int
 ) -> Callable:
@@ -291,21 +317,11 @@ def _attend(
         targets: Array,
         sequences: Sequences,
     ) -> tuple[Array, Array]:
-        # Write the new keys and values into the pages of this layer.
-        head_padding = ((0, 0), (0, 0), (0, pages.shape[3] - query.shape[2]))
-        keys_values = jnp.stack([jnp.pad(key, head_padding), jnp.pad(value, head_padding)], axis=2)
-        keys_values = keys_values.reshape(key.shape[0], -1, pages.shape[3])
-        layer_tokens = layout.num_pages * layout.page_tokens
-        flat = pages.reshape(-1, *pages.shape[2:])
-        is_in_bounds = targets < layer_tokens
-        flat_targets = jnp.where(is_in_bounds, layer * layer_tokens + targets, flat.shape[0])
-        keys_values = base.narrowed(keys_values, pages.dtype)
-        pages = flat.at[flat_targets].set(keys_values, mode="drop").reshape(pages.shape)
-
+        pages = _write(layout, layer, pages, key=key, value=value, targets=targets)
         # With a scale, the kernel computes in the type of the queries.
         scale = None if pages.dtype == query.dtype else 1.0
         mixed = ragged_paged_attention(
-            jnp.pad(query, head_padding),
+            _pad_heads(query, pages.shape[3]),
             pages,
             sequences.lengths,
             layer * layout.num_pages + sequences.tables,

@@ -162,7 +162,7 @@ class JetStreamGenerator(QueuedGenerator):
         self._drop_given_up()
 
     def _admit(self) -> None:
-        """Fill free slots from the queue."""
+        """Move waiting requests into free slots, as long as the engine has room."""
         free_slots = [slot for slot in range(self._slots) if slot not in self._running]
         while self._waiting and free_slots and self._has_room:
             slot = free_slots[0]
