@@ -172,7 +172,7 @@ def beside_a_lost_one(
         await asyncio.sleep(0)
         good = asyncio.create_task(generator.generate(*GOOD))
         while cancelled_at and not any(
-            request.computed >= cancelled_at for request in generator._running.values()
+            request.prefilled_tokens >= cancelled_at for request in generator._running.values()
         ):
             await asyncio.sleep(0)
         if cancelled_at:

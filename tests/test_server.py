@@ -293,7 +293,7 @@ def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
             assert tokens == by_hand(engine, prompt, 20)
         assert most[0] <= generator.capacity
         assert server.statistics.refused == refused
-        assert server._orchestrator._under_way == 0
+        assert server._orchestrator._requests_under_way == 0
         assert streamed(stub, tokens_request([3, 4], 9))[0] == by_hand(engine, [3, 4], 9), (
             "and it goes on"
         )

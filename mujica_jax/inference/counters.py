@@ -17,16 +17,20 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from mujica_jax.errors import UserError
 from mujica_jax.inference.generator import GeneratorStatistics
 
-WINDOW_SECONDS = 10.0  # tokens a second are counted over this time, or since the reading before it
+# Tokens per second are counted over this time, or since the reading before it.
+WINDOW_SECONDS = 10.0
 PREFIX = "mujica_"
-COUNTS = {  # these only grow
+# Values that only grow.
+COUNTS = {
     "requests": "Requests that were given a slot",
     "refused": "Requests that were answered with an error",
     "prompt_tokens": "Tokens of prompts",
     "prefilled_tokens": "Tokens of prompts that were computed and not found in memory",
     "generated_tokens": "Tokens generated",
     "evicted_pages": "Pages of KV memory whose content made room",
-    "compiled_programs": "Programs compiled; one that grows under steady traffic means recompilation",
+    "compiled_programs": (
+        "Programs compiled; one that grows under steady traffic means recompilation"
+    ),
     "seconds": "Seconds inside the engine",
 }
 GAUGES = {
@@ -38,7 +42,7 @@ GAUGES = {
 
 
 class LiveCounters:
-    """Readings of one generator; from any thread."""
+    """Readings of one generator. Use it from any thread."""
 
     def __init__(
         self,
@@ -46,72 +50,88 @@ class LiveCounters:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._read, self._clock = read, clock
-        self._readings: collections.deque[tuple[float, int]] = (
-            collections.deque()
-        )  # (when, tokens generated)
+        self._read = read
+        self._clock = clock
+        # (time, tokens generated)
+        self._readings: collections.deque[tuple[float, int]] = collections.deque()
         self._lock = threading.Lock()
         self.now()
 
     def now(self) -> tuple[GeneratorStatistics, float]:
-        """(statistics, tokens a second of late)."""
+        """Return (statistics, tokens per second in the last `WINDOW_SECONDS`)."""
         with self._lock:
-            found, when = self._read(), self._clock()
-            self._readings.append((when, found.generated_tokens))
-            while len(self._readings) > 2 and self._readings[1][0] <= when - WINDOW_SECONDS:
+            statistics = self._read()
+            time_now = self._clock()
+            self._readings.append((time_now, statistics.generated_tokens))
+            while len(self._readings) > 2 and self._readings[1][0] <= time_now - WINDOW_SECONDS:
                 self._readings.popleft()
-            before, tokens = self._readings[0]
-        return found, (found.generated_tokens - tokens) / (when - before) if when > before else 0.0
+            earlier_time, earlier_tokens = self._readings[0]
+        if time_now <= earlier_time:
+            return statistics, 0.0
+        new_tokens = statistics.generated_tokens - earlier_tokens
+        return statistics, new_tokens / (time_now - earlier_time)
 
     def figures(self) -> dict[str, int | float | str]:
-        """For a progress display."""
-        found, tokens_a_second = self.now()
-        programs = {} if found.compiled_programs is None else {"programs": found.compiled_programs}
-        return {
-            "running": found.running,
-            "waiting": found.waiting,
-            "tokens_per_second": tokens_a_second,
-            "cached": f"{found.cache_hit_rate:.0%}",
-        } | programs
+        """Return what a progress display shows."""
+        statistics, tokens_per_second = self.now()
+        figures: dict[str, int | float | str] = {
+            "running": statistics.running,
+            "waiting": statistics.waiting,
+            "tokens_per_second": tokens_per_second,
+            "cached": f"{statistics.cache_hit_rate:.0%}",
+        }
+        if statistics.compiled_programs is not None:
+            figures["programs"] = statistics.compiled_programs
+        return figures
 
     def collect(self) -> Iterator[Any]:
-        """Prometheus metrics: a collector for `prometheus_client`."""
-        found, tokens_a_second = self.now()
+        """Yield Prometheus metrics, as a collector for `prometheus_client`."""
+        statistics, tokens_per_second = self.now()
         for family, meanings in ((CounterMetricFamily, COUNTS), (GaugeMetricFamily, GAUGES)):
             for name, meaning in meanings.items():
-                value = getattr(found, name)
-                if value is not None:  # this engine does not say
+                value = getattr(statistics, name)
+                if value is not None:  # None: the engine does not know it
                     yield family(PREFIX + name, meaning, value=value)
         yield GaugeMetricFamily(
             PREFIX + "tokens_per_second",
             "Tokens generated a second, of late",
-            value=tokens_a_second,
+            value=tokens_per_second,
         )
 
 
 def between(before: GeneratorStatistics, after: GeneratorStatistics) -> dict[str, float | int]:
-    """What happened between two readings, for a line of metrics. What the engine does not say is
-    left out."""
-    known = [name for name in COUNTS if getattr(after, name) is not None]
-    found: dict[str, float | int] = {
-        name: getattr(after, name) - getattr(before, name) for name in known
-    }
-    seconds = found.pop("seconds")
-    prompts = found["prompt_tokens"]
-    return found | {
+    """Return what happened between two readings, for a line of metrics.
+
+    Values that the engine does not know are left out."""
+    differences: dict[str, float | int] = {}
+    for name in COUNTS:
+        if getattr(after, name) is not None:
+            differences[name] = getattr(after, name) - getattr(before, name)
+    seconds = differences.pop("seconds")
+    prompt_tokens = differences["prompt_tokens"]
+    cache_hit_rate = 0.0
+    if prompt_tokens:
+        cache_hit_rate = 1.0 - differences["prefilled_tokens"] / prompt_tokens
+    tokens_per_second = 0.0
+    if seconds > 0:
+        tokens_per_second = differences["generated_tokens"] / seconds
+    return differences | {
         "engine_seconds": seconds,
-        "cache_hit_rate": 1.0 - found["prefilled_tokens"] / prompts if prompts else 0.0,
-        "tokens_per_second": found["generated_tokens"] / seconds if seconds > 0 else 0.0,
+        "cache_hit_rate": cache_hit_rate,
+        "tokens_per_second": tokens_per_second,
     }
 
 
 def serve_metrics(
     counters: LiveCounters, *, port: int, host: str = "127.0.0.1"
 ) -> tuple[int, Callable[[], None]]:
-    """Answer /metrics from a thread; port 0 takes any. Returns the port and what ends it."""
+    """Answer /metrics from a thread. Port 0 takes any free one.
+
+    Returns the port and a function that ends it."""
     try:
         registry = CollectorRegistry()
-        registry.register(counters)  # pyright: ignore[reportArgumentType]  # it collects, which is all that is asked
+        # A collector needs only a method `collect`.
+        registry.register(counters)  # pyright: ignore[reportArgumentType]
         server, thread = start_http_server(port, host, registry)
     except OSError as error:
         raise UserError(

@@ -1,4 +1,4 @@
-"""What every generator on this machine offers, whichever engine it drives.
+"""The interface of every generator on this machine, whichever engine it drives.
 
 `requests.Generator` is what agents see: one prompt in, one completion out. A run, an evaluation and
 a server need more: they replace the policy, empty the cache and read counters. `PolicyGenerator`
@@ -40,12 +40,10 @@ def check_sampling(capabilities: Capabilities, params: SamplingParams, engine: s
     if capabilities.sampling_per_request:
         return
     if params.temperature != capabilities.temperature:
-        raise RequestError(
-            _one_temperature(
-                capabilities, engine, f"this request has temperature {params.temperature}"
-            )
-        )
-    if params.temperature == 0:  # greedy: no filter changes the most likely token
+        wish = f"this request has temperature {params.temperature}"
+        raise RequestError(_temperature_error(capabilities, engine, wish))
+    # No filter changes the most likely token.
+    if params.temperature == 0:
         return
     filters = {
         "top_k": (params.top_k, 0),
@@ -72,10 +70,11 @@ def check_temperatures(
         return
     for setting, temperature in temperatures.items():
         if temperature != capabilities.temperature:
-            raise UserError(_one_temperature(capabilities, engine, f"{setting} is {temperature}"))
+            wish = f"{setting} is {temperature}"
+            raise UserError(_temperature_error(capabilities, engine, wish))
 
 
-def _one_temperature(capabilities: Capabilities, engine: str, wish: str) -> str:
+def _temperature_error(capabilities: Capabilities, engine: str, wish: str) -> str:
     return (
         f"{engine} samples all requests at temperature {capabilities.temperature} and {wish}: use "
         f"{capabilities.temperature}, or an engine that samples each request by itself"
@@ -84,8 +83,9 @@ def _one_temperature(capabilities: Capabilities, engine: str, wish: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratorStatistics:
-    """Counted since the generator was made; `running` and `waiting` are now. None: the engine does
-    not say."""
+    """Counted since the generator was made; `running`, `waiting` and `free_pages` are of now.
+
+    None: the engine does not know it."""
 
     requests: int
     prompt_tokens: int
@@ -101,8 +101,10 @@ class GeneratorStatistics:
 
     @property
     def cache_hit_rate(self) -> float:
-        """Share of the prompt tokens that was not computed."""
-        return 1.0 - self.prefilled_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
+        """The share of the prompt tokens that was not computed."""
+        if not self.prompt_tokens:
+            return 0.0
+        return 1.0 - self.prefilled_tokens / self.prompt_tokens
 
 
 @runtime_checkable  # so that beartype can check signatures in tests

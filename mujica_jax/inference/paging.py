@@ -1,16 +1,18 @@
 """Which page of the KV cache holds which tokens: block tables, reference counts, and a radix tree
 of shared prefixes.
 
-Memory is cut into pages of `page_tokens` tokens. A request's block table has as many as its longest
-possible sequence needs; those of the prefix that its prompt shares with earlier sequences come from
-the tree and are not computed again. The tree's nodes are pages: inner ones are full, a leaf may be
-partly filled. A page that several sequences read is never written: a sequence that goes on from the
-middle of one gets a copy (copy on write), unless it is a partly filled leaf that is continued where
-it ends and that no other sequence reads; then it is taken over.
+Memory is cut into pages of `page_tokens` tokens. A request's block table has the pages that its
+longest possible sequence needs. If its prompt begins like an earlier sequence, the pages of that
+prefix come from the tree (the prefix cache) and are not computed again.
 
-Pages that no running request uses stay in the tree until memory is needed; then the least recently
-used leaves are evicted. Numbers only: the arrays are the engine's, and when requests come and go is
-the scheduler's.
+The tree's nodes are pages: inner nodes are full, a leaf may be partly filled. A page that several
+sequences read is never written. A sequence that goes on from the middle of a page gets a copy (copy
+on write). There is one exception: a partly filled leaf that is continued where it ends, and that no
+other sequence reads, is taken over.
+
+Pages that no running request uses stay in the tree until memory is needed. Then the least recently
+used leaves are evicted. This module holds numbers only. The arrays are in the engine, and the
+scheduler decides when requests come and go.
 """
 
 import bisect
@@ -25,7 +27,7 @@ from jaxtyping import Int
 class RadixNode:
     """A page in the tree."""
 
-    tokens: np.ndarray  # those it holds; only a leaf holds fewer than a page
+    tokens: np.ndarray  # what it holds; only a leaf holds fewer than a page
     page: int
     parent: "RadixNode | None"  # None for the root, and once it has left the tree
     users: int = 0  # running requests that read this page
@@ -41,10 +43,9 @@ class BlockTable:
     pages: list[int]
     shared: list[RadixNode]  # the tree's nodes among them, from the front
     cached_tokens: int  # tokens whose keys and values were in memory when it was allocated
-    copied: (
-        tuple[int, int] | None
-    )  # (from, to): a page to copy before anything is computed for anyone
-    # Pages that the tree has as well; the engine's table still names them.
+    # (from, to): a page to copy before anything is computed.
+    copied: tuple[int, int] | None
+    # Pages whose tokens the tree has in other pages. The engine's table still names them.
     duplicates: list[int] = dataclasses.field(default_factory=list)
 
 
@@ -55,12 +56,13 @@ class BlockAllocator:
         assert count >= 1 and page_tokens >= 1, (
             f"{count} pages of {page_tokens} tokens hold nothing"
         )
-        self.count, self.page_tokens = count, page_tokens
+        self.count = count
+        self.page_tokens = page_tokens
         self.evicted = 0  # pages, since the beginning
         self._free = list(range(count - 1, -1, -1))
         self._root = RadixNode(np.zeros(0, np.int32), -1, None)
-        # Pages of the tree that no running request reads, the longest unused first and each before
-        # its parent: all can be had.
+        # Pages of the tree that no running request reads, so that all are available. The longest
+        # unused comes first, and each page before its parent.
         self._idle: collections.OrderedDict[RadixNode, None] = collections.OrderedDict()
 
     @property
@@ -70,59 +72,76 @@ class BlockAllocator:
 
     @property
     def available(self) -> int:
-        """Pages that can be had: those that hold nothing, and those that no running request
+        """Pages that can be allocated: those that hold nothing, and those that no running request
         reads."""
         return len(self._free) + len(self._idle)
 
     def needed(self, tokens: int) -> int:
-        """Pages for so many tokens."""
+        """Return how many pages hold this many tokens."""
         return -(-tokens // self.page_tokens)
 
     def allocate(
         self, prompt: Int[np.ndarray, " prompt"], capacity_tokens: int, *, reuse: bool = True
     ) -> BlockTable | None:
-        """Pages for a sequence of up to `capacity_tokens` that begins with `prompt`; None if memory
-        is short at present.
+        """Return a block table for a sequence of up to `capacity_tokens` that begins with `prompt`,
+        or None if memory is short at present.
 
-        The last prompt token never counts as cached: its logits are wanted.
+        The last prompt token never counts as cached, because its logits are needed.
         """
-        path, tail, tail_tokens = self._match(prompt[:-1]) if reuse else ([], None, 0)
-        for node in path if tail is None else [*path, tail]:  # not evicted while pages are sought
+        # The full pages of the prefix, and a page of which only the first tokens match.
+        path: list[RadixNode] = []
+        tail = None
+        tail_tokens = 0
+        if reuse:
+            path, tail, tail_tokens = self._match(prompt[:-1])
+
+        # Pinned pages are not evicted by the allocation below.
+        for node in path:
             self._pin(node)
-        wanted = self.needed(capacity_tokens) - len(path)
-        taken_over = tail is not None and tail.users == 1 and len(tail.tokens) == tail_tokens
-        if tail is not None and not taken_over and wanted > len(self._free) + len(self._idle):
-            self._unpin(
-                tail
-            )  # a copy needs one page more than there is; the page itself may be what is missing
-            tail, tail_tokens = None, 0
-        new = self._allocate(wanted - taken_over)
-        if new is None:
-            self._unpin(*path, *([] if tail is None else [tail]))
+        if tail is not None:
+            self._pin(tail)
+
+        # The tail is taken over or copied. A copy needs one page more than there is if the tail is
+        # the missing page itself: then do without it.
+        needed_pages = self.needed(capacity_tokens) - len(path)
+        is_taken_over = tail is not None and tail.users == 1 and len(tail.tokens) == tail_tokens
+        if tail is not None and not is_taken_over and needed_pages > self.available:
+            self._unpin(tail)
+            tail = None
+            tail_tokens = 0
+
+        new_pages = self._allocate(needed_pages - 1 if is_taken_over else needed_pages)
+        if new_pages is None:
+            if tail is not None:
+                self._unpin(tail)
+            self._unpin(*path)
             return None
         copied = None
-        if tail is not None and taken_over:
+        if tail is not None and is_taken_over:
             self._detach(tail)
-            new.insert(0, tail.page)
+            new_pages.insert(0, tail.page)
         elif tail is not None:
             self._unpin(tail)
-            copied = (tail.page, new[0])
+            copied = (tail.page, new_pages[0])
         cached_tokens = len(path) * self.page_tokens + tail_tokens
-        return BlockTable([node.page for node in path] + new, path, cached_tokens, copied)
+        pages = [node.page for node in path] + new_pages
+        return BlockTable(pages, shared=path, cached_tokens=cached_tokens, copied=copied)
 
     def cached_pages(self, prompt: Int[np.ndarray, " prompt"]) -> int:
-        """Full pages that a block table of this prompt would begin with; asking pins nothing."""
+        """Return how many full pages of this prompt are in the tree. Pins nothing."""
         return len(self._match(prompt[:-1])[0])
 
     def share(self, table: BlockTable, tokens: Int[np.ndarray, " tokens"]) -> None:
-        """The table's pages hold these tokens now: let others read the full ones."""
-        node, size = (table.shared[-1] if table.shared else self._root), self.page_tokens
+        """Put the full pages of a table into the tree. The table's pages hold these tokens now."""
+        size = self.page_tokens
+        node = table.shared[-1] if table.shared else self._root
         for index in range(len(table.shared), len(tokens) // size):
             block = tokens[index * size : (index + 1) * size]
             child = node.children.get(_key(block))
             if child is None:
                 child = self._attach(node, block, table.pages[index])
-            else:  # another request computed the same: one of the two pages is enough, once this request is over
+            else:
+                # Another request computed the same. This request's own page is freed when it ends.
                 table.duplicates.append(table.pages[index])
                 table.pages[index] = child.page
             self._pin(child)
@@ -130,32 +149,40 @@ class BlockAllocator:
             node = child
 
     def release(self, table: BlockTable, tokens: Int[np.ndarray, " tokens"]) -> None:
-        """The request is over; its pages hold these tokens (none, if what they hold is not to be
-        used again)."""
+        """End a request whose pages hold these tokens. The pages go to the tree, or are freed.
+
+        `tokens` are empty if what the pages hold must not be used again."""
         self.share(table, tokens)
-        kept = len(table.shared)
-        rest = tokens[kept * self.page_tokens :]
+        pages_in_tree = len(table.shared)
+        rest = tokens[pages_in_tree * self.page_tokens :]
         if 0 < len(rest) < self.page_tokens:
-            kept += self._keep_tail(
-                table.shared[-1] if table.shared else self._root, rest, table.pages[kept]
-            )
-        self._free.extend(table.pages[kept:])
+            parent = table.shared[-1] if table.shared else self._root
+            if self._keep_tail(parent, rest, table.pages[pages_in_tree]):
+                pages_in_tree += 1
+        self._free.extend(table.pages[pages_in_tree:])
         self._free.extend(table.duplicates)
         self._unpin(*table.shared)
-        table.pages, table.shared, table.duplicates = [], [], []
+        table.pages = []
+        table.shared = []
+        table.duplicates = []
 
     def evict(self, table: BlockTable) -> list[int]:
-        """What the table's pages hold is not fit to be read: those that nobody else reads leave the
-        tree. Returns the pages that are the request's alone, to be emptied before it is released.
+        """Take the table's pages out of the tree, because what they hold must not be read. Pages
+        that other requests read stay.
+
+        Returns the pages that only this request has. They must be emptied before it is released.
         """
         while table.shared and table.shared[-1].users == 1 and not table.shared[-1].children:
             self._detach(table.shared.pop())
         return table.pages[len(table.shared) :] + table.duplicates
 
     def _match(self, tokens: np.ndarray) -> tuple[list[RadixNode], RadixNode | None, int]:
-        """(the full pages that begin `tokens`, the page that goes on best, how many of its
-        tokens)."""
-        path, node, size = [], self._root, self.page_tokens
+        """Find the longest beginning of `tokens` in the tree.
+
+        Returns (its full pages, the page that continues it best, how many tokens of that page)."""
+        path = []
+        node = self._root
+        size = self.page_tokens
         for start in range(0, len(tokens) - size + 1, size):
             child = node.children.get(_key(tokens[start : start + size]))
             if child is None:
@@ -163,46 +190,54 @@ class BlockAllocator:
             path.append(child)
             node = child
         rest = tokens[len(path) * size :][:size]
-        # The longest common beginning is that with a neighbour in sorted order.
-        place = bisect.bisect_left(node.order, _key(rest))
-        neighbours = (
-            [node.children[key] for key in node.order[max(0, place - 1) : place + 1]]
-            if len(rest)
-            else []
-        )
-        best = max(neighbours, key=lambda child: _common_tokens(child.tokens, rest), default=None)
-        alike = 0 if best is None else _common_tokens(best.tokens, rest)
-        return path, best if alike else None, alike
+        if len(rest) == 0 or not node.children:
+            return path, None, 0
+
+        # In sorted order the child with the longest common beginning is a neighbour.
+        index = bisect.bisect_left(node.order, _key(rest))
+        neighbours = [node.children[key] for key in node.order[max(0, index - 1) : index + 1]]
+        best = max(neighbours, key=lambda child: _common_tokens(child.tokens, rest))
+        common_tokens = _common_tokens(best.tokens, rest)
+        if common_tokens == 0:
+            return path, None, 0
+        return path, best, common_tokens
 
     def _keep_tail(self, parent: RadixNode, rest: np.ndarray, page: int) -> bool:
-        """Put a partly filled page into the tree, in the place of one that it goes on from; False
-        if the tree has one like it.
+        """Put a partly filled page into the tree. It replaces an unused page that it continues.
+
+        Returns False if the tree has these tokens already.
         """
         key = _key(rest)
-        place = bisect.bisect_left(parent.order, key)
-        if place < len(parent.order) and parent.order[place].startswith(key):
+        index = bisect.bisect_left(parent.order, key)
+        if index < len(parent.order) and parent.order[index].startswith(key):
             return False
-        before = parent.children[parent.order[place - 1]] if place else None
-        if before is not None and before.users == 0 and key.startswith(parent.order[place - 1]):
-            self._detach(before)
-            self._free.append(before.page)
-        self._idle[self._attach(parent, rest, page)] = None
+        if index > 0:
+            key_before = parent.order[index - 1]
+            before = parent.children[key_before]
+            if before.users == 0 and key.startswith(key_before):
+                self._detach(before)
+                self._free.append(before.page)
+        node = self._attach(parent, rest, page)
+        self._idle[node] = None
         return True
 
     def _pin(self, node: RadixNode) -> None:
+        """Count one more request that reads this page, so that it is not evicted."""
         self._idle.pop(node, None)
         node.users += 1
 
     def _unpin(self, *path: RadixNode) -> None:
-        """Nodes from the root on. The last one first: who reads a page reads its parent, so
-        children are idle first."""
+        """Count one request less for each of these pages, which are in order from the root.
+
+        The last one goes first, so that children are idle before their parents."""
         for node in reversed(path):
             node.users -= 1
             if node.users == 0:
                 self._idle[node] = None
 
     def _allocate(self, count: int) -> list[int] | None:
-        if count > len(self._free) + len(self._idle):
+        """Return this many free pages, evicting idle ones as needed. None if there are too few."""
+        if count > self.available:
             return None
         while count > len(self._free):
             leaf = next(iter(self._idle))
@@ -213,13 +248,17 @@ class BlockAllocator:
         return [self._free.pop() for _ in range(count)]
 
     def _attach(self, parent: RadixNode, tokens: np.ndarray, page: int) -> RadixNode:
-        node, key = RadixNode(tokens.copy(), page, parent), _key(tokens)
+        """Add a page to the tree."""
+        node = RadixNode(tokens.copy(), page, parent)
+        key = _key(tokens)
         parent.children[key] = node
         bisect.insort(parent.order, key)
         return node
 
     def _detach(self, node: RadixNode) -> None:
-        parent, key = node.parent, _key(node.tokens)
+        """Take a page out of the tree."""
+        parent = node.parent
+        key = _key(node.tokens)
         assert parent is not None, "the root stays, and nobody leaves twice"
         del parent.children[key]
         del parent.order[bisect.bisect_left(parent.order, key)]
@@ -228,12 +267,12 @@ class BlockAllocator:
 
 
 def _key(tokens: np.ndarray) -> bytes:
-    """Bytes that sort as the tokens do."""
+    """Return bytes that sort as the tokens do."""
     return tokens.astype(">u4").tobytes()
 
 
 def _common_tokens(tokens: np.ndarray, others: np.ndarray) -> int:
-    """How many tokens two sequences begin with in common."""
+    """Return the length of the common beginning of two sequences."""
     length = min(len(tokens), len(others))
     different = tokens[:length] != others[:length]
     return int(different.argmax()) if different.any() else length

@@ -26,13 +26,13 @@ from mujica_jax.inference.requests import (
 )
 from mujica_jax.inference.sequence import SequenceState
 
-EVENT_LOOP_TURNS = (
-    6  # a finished worker wakes its episode through a gather: what it asks next joins the next call
-)
+# Between two turns of the generator the event loop makes this many. A finished worker wakes its
+# episode through a gather, so that its next request joins the next call.
+EVENT_LOOP_TURNS = 6
 
 
 class QueuedGenerator(abc.ABC):
-    """Requests that wait and requests that run. Use from one event loop at a time."""
+    """The requests that wait and those that run. Use it from one event loop at a time."""
 
     def __init__(
         self,
@@ -46,19 +46,27 @@ class QueuedGenerator(abc.ABC):
     ) -> None:
         """`slots` requests of up to `positions` tokens run at a time.
 
-        `queue_size` bounds how many may wait before a stream is refused; `generate` waits in any
-        case. `token_bytes` gives a token's text, which stop strings are looked for in.
+        `queue_size` is how many may wait before a stream is refused; `generate` waits in any case.
+        `token_bytes` returns a token's text, in which stop strings are looked for.
         """
-        self._slots, self._positions, self._vocabulary = slots, positions, vocabulary
+        self._slots = slots
+        self._positions = positions
+        self._vocabulary = vocabulary
         self._queue_size = queue_size
         self._token_bytes = token_bytes
         self.policy_version = policy_version
+        # A heap of (priority, number of submission, request).
         self._waiting: list[tuple[int, int, SequenceState]] = []
         self._running: dict[int, SequenceState] = {}
         self._submitted = 0
         self._driver: asyncio.Task | None = None
-        counted = ("requests", "prompt_tokens", "prefilled_tokens", "generated_tokens", "refused")
-        self._counts = dict.fromkeys(counted, 0)
+        self._counts = {
+            "requests": 0,
+            "prompt_tokens": 0,
+            "prefilled_tokens": 0,
+            "generated_tokens": 0,
+            "refused": 0,
+        }
         self._seconds = 0.0
 
     @abc.abstractmethod
@@ -82,28 +90,34 @@ class QueuedGenerator(abc.ABC):
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
     ) -> Completion:
-        return await self._submit(self._request(prompt, params, continues, shown=None))
+        """Complete one prompt. See `requests.Generator`."""
+        return await self._submit(self._request(prompt, params, continues, stream=None))
 
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
     ) -> AsyncIterator[Sequence[int]]:
-        """Tokens as they are decoded, at least one at a time. Raises OverloadError where the queue
-        is full."""
-        sequence = self._request(prompt, params, continues, shown=asyncio.Queue())
+        """Yield tokens as they are decoded, at least one at a time. Raises OverloadError if the
+        queue is full."""
+        stream = asyncio.Queue()
+        sequence = self._request(prompt, params, continues, stream=stream)
+
+        # Requests may wait although slots are free, because memory is short or a call is due.
         self._drop_given_up()
-        waiting = len(
-            self._waiting
-        )  # slots may be free all the same: memory is short, or a call is due
-        if len(self._running) + waiting >= self.capacity:
+        running = len(self._running)
+        waiting = len(self._waiting)
+        if running + waiting >= self.capacity:
             self._counts["refused"] += 1
             raise OverloadError(
-                f"{len(self._running)} requests run and {waiting} wait already, and there is room "
-                f"for {self.capacity}: come back later"
+                f"{running} requests run and {waiting} wait already, and there is room for "
+                f"{self.capacity}: come back later"
             )
+
         future = self._submit(sequence)
-        assert sequence.shown is not None, "made above"
         try:
-            while (tokens := await sequence.shown.get()) is not None:
+            while True:
+                tokens = await stream.get()
+                if tokens is None:
+                    break
                 yield tokens
             await future
         finally:
@@ -115,8 +129,9 @@ class QueuedGenerator(abc.ABC):
         params: SamplingParams,
         continues: bool,
         *,
-        shown: asyncio.Queue | None,
+        stream: asyncio.Queue | None,
     ) -> SequenceState:
+        """Return a new request. Raises RequestError if it cannot be served."""
         try:
             self._check(prompt, params)
         except RequestError:
@@ -124,7 +139,12 @@ class QueuedGenerator(abc.ABC):
             raise
         future = asyncio.get_running_loop().create_future()
         return SequenceState(
-            np.asarray(prompt, np.int32), params, continues, future, shown, self._token_bytes
+            prompt=np.asarray(prompt, np.int32),
+            params=params,
+            continues=continues,
+            future=future,
+            stream=stream,
+            token_bytes=self._token_bytes,
         )
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
@@ -143,14 +163,15 @@ class QueuedGenerator(abc.ABC):
             )
 
     def _submit(self, sequence: SequenceState) -> asyncio.Future:
-        """Enqueue; the deadline runs from now."""
+        """Put a request into the queue. Its deadline counts from now."""
         if sequence.params.deadline_seconds is not None:
             loop = asyncio.get_running_loop()
             timer = loop.call_later(sequence.params.deadline_seconds, self._expire, sequence)
             sequence.future.add_done_callback(lambda _: timer.cancel())
-        sequence.future.add_done_callback(lambda _: sequence.close())
+        sequence.future.add_done_callback(lambda _: sequence.close_stream())
         self._submitted += 1
-        heapq.heappush(self._waiting, (0 if sequence.continues else 1, self._submitted, sequence))
+        priority = 0 if sequence.continues else 1
+        heapq.heappush(self._waiting, (priority, self._submitted, sequence))
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
         return sequence.future
@@ -164,20 +185,21 @@ class QueuedGenerator(abc.ABC):
         sequence.future.set_exception(error)
 
     async def _drive(self) -> None:
+        """Take turns until no request waits or runs."""
         try:
             while self._waiting or self._running:
                 self._turn()
                 for _ in range(EVENT_LOOP_TURNS):
                     await asyncio.sleep(0)
         except Exception as error:
-            # A fault of the engine concerns everyone who waits: they get it instead of waiting for
-            # ever.
+            # A fault of the engine ends all requests, so that none waits for ever. The cache is
+            # reset last, because an engine that has failed may fail here again.
             for future in self._abandon():
                 future.set_exception(error)
-            self.reset_cache()  # last: an engine that has failed may fail here again
+            self.reset_cache()
         except asyncio.CancelledError:
-            # The event loop ends; another one may begin. What is in memory stays, unless requests
-            # were under way.
+            # The event loop ends, and another one may begin. The cache stays, unless requests were
+            # under way.
             if self._waiting or self._running:
                 for future in self._abandon():
                     future.cancel()
@@ -185,7 +207,7 @@ class QueuedGenerator(abc.ABC):
             raise
 
     def _abandon(self) -> list[asyncio.Future]:
-        """Give up every sequence. Returns the futures that still wait; the cache must be reset."""
+        """Give up every request. Returns the futures that are not done. The cache must be reset."""
         futures = [sequence.future for _, _, sequence in self._waiting]
         futures += [sequence.future for sequence in self._running.values()]
         self._waiting.clear()
@@ -193,6 +215,7 @@ class QueuedGenerator(abc.ABC):
         return [future for future in futures if not future.done()]
 
     def _drop_given_up(self) -> None:
+        """Take requests that were cancelled or have expired out of the queue."""
         if any(sequence.future.done() for _, _, sequence in self._waiting):
             self._waiting = [entry for entry in self._waiting if not entry[2].future.done()]
             heapq.heapify(self._waiting)

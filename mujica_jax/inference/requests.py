@@ -1,7 +1,7 @@
-"""What agents and generators say to each other: token ids and sampling parameters in, token ids and
+"""The interface between agents and generators: token ids and sampling parameters in, token ids and
 log-probabilities out.
 
-Three generators speak it: `scheduler.BatchedGenerator` on our own engine,
+Three generators implement it: `scheduler.BatchedGenerator` on our own engine,
 `jetstream.generator.JetStreamGenerator` on any engine with JetStream's interface,
 `remote.RemoteGenerator` over an OpenAI-compatible endpoint.
 """
@@ -42,10 +42,9 @@ class ReplyError(RequestError):
 
 
 class UnusableReplyError(ReplyError):
-    """An endpoint gave this request no reply that an agent can use. The episode that asked ends,
-    and others go on.
+    """An endpoint gave this request no reply that an agent can use.
 
-    `reason` is that episode's stop reason.
+    The request's episode ends with the stop reason `reason`. Others go on.
     """
 
     def __init__(
@@ -62,29 +61,30 @@ class SamplingParams:
 
     max_new_tokens: int
     temperature: float  # 0 means greedy
-    # the same request with the same seed gives the same tokens whatever else is in the batch
+    # The same request with the same seed gives the same tokens whatever else is in the batch.
     seed: int
-    top_k: int = 0  # draw from the k most likely tokens; 0 means from all
-    # draw from the smallest set of likely tokens that holds this share of the probability (0 to 1]
+    # Draw from the k most likely tokens; 0 means from all.
+    top_k: int = 0
+    # Draw from the smallest set of likely tokens that holds this share of the probability (0 to 1].
     top_p: float = 1.0
-    # draw from tokens at least this likely, as a share of the most likely one's probability [0, 1]
+    # Draw from tokens at least this likely, as a share of the most likely one's probability [0, 1].
     min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()  # end the completion, besides those of the model
-    stop_strings: tuple[
-        str, ...
-    ] = ()  # end the completion with the token that completes one (`stops.py`)
-    thought_open: bool = (
-        False  # the prompt ends inside of a thought: stop strings sleep until it is closed
-    )
+    # Token ids that end the completion, besides those of the model.
+    stop_token_ids: tuple[int, ...] = ()
+    # The token that completes one of these ends the completion (`stops.py`).
+    stop_strings: tuple[str, ...] = ()
+    # The prompt ends inside of a thought: stop strings do not count until it is closed.
+    thought_open: bool = False
     deadline_seconds: float | None = None  # from submission; None means no limit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    token_ids: tuple[
-        int, ...
-    ]  # what was sampled, the stop token or the token that completed a stop string included
-    # One a token, float32, under the unmodified policy; None where an endpoint gives none.
+    """What was generated for one request."""
+
+    # What was sampled, with the stop token or the token that completed a stop string.
+    token_ids: tuple[int, ...]
+    # One for each token, float32, under the unmodified policy. None if an endpoint gives none.
     logprobs: tuple[float, ...] | None
     finish_reason: FinishReason
     # The log-probabilities under the distribution drawn from, after temperature and filters.
@@ -94,17 +94,21 @@ class Completion:
 
 
 class Generator(Protocol):
+    """Completes prompts."""
+
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
     ) -> Completion:
-        """Complete one prompt. `continues` says that the conversation will come back with this
-        prompt as its beginning: our engine lets such requests overtake others. Raises RequestError.
+        """Complete one prompt. Raises RequestError.
+
+        `continues` means that the conversation will come back with this prompt as its beginning.
+        Our engine lets such requests overtake others.
         """
         ...
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raises RequestError naming the first parameter that no generator can honour."""
+    """Raise RequestError for the first parameter that no generator can honour."""
     if params.max_new_tokens < 1:
         raise RequestError(f"max_new_tokens is {params.max_new_tokens}: ask for at least 1")
     if not 0 <= params.temperature < math.inf:  # NaN is refused too
@@ -117,6 +121,16 @@ def check_params(params: SamplingParams) -> None:
         raise RequestError(f"top_p is {params.top_p}: use a share above 0 and at most 1")
     if not 0 <= params.min_p <= 1:
         raise RequestError(f"min_p is {params.min_p}: use a share from 0 to 1")
+    _check_stops(params)
+    if params.deadline_seconds is not None and not params.deadline_seconds > 0:
+        raise RequestError(
+            f"deadline_seconds is {params.deadline_seconds}: give a positive time, or None for no "
+            "limit"
+        )
+
+
+def _check_stops(params: SamplingParams) -> None:
+    """Raise RequestError for stop tokens and stop strings that no generator can honour."""
     if min(params.stop_token_ids, default=0) < 0:
         raise RequestError(
             f"stop_token_ids hold {min(params.stop_token_ids)}: token ids begin at 0"
@@ -132,16 +146,10 @@ def check_params(params: SamplingParams) -> None:
             raise RequestError(
                 f"the stop string {stop!r} cannot be written in UTF-8: send whole characters"
             ) from error
-    if params.deadline_seconds is not None and not params.deadline_seconds > 0:
-        raise RequestError(
-            f"deadline_seconds is {params.deadline_seconds}: give a positive time, or None for no "
-            "limit"
-        )
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int) -> None:
-    """Raises RequestError for a prompt that is empty or has ids outside a vocabulary of this
-    size."""
+    """Raise RequestError if a prompt is empty or has ids outside a vocabulary of this size."""
     if len(prompt) == 0:
         raise RequestError("the prompt is empty: send at least one token")
     if not 0 <= min(prompt) <= max(prompt) < vocabulary:

@@ -1,13 +1,13 @@
-"""The device side of sampling: KV memory in pages, one program that reads prompts and one that
-decodes several steps for all slots.
+"""The device side of sampling: a paged KV cache, a prefill program that reads prompts, and a decode
+program that generates several tokens for all slots.
 
-An engine holds arrays and no policy. Which request sits in which slot, and which pages it has, is
-decided in `scheduler.py` with `paging.py`. There are two, with the same results:
+An engine holds arrays and decides nothing. `scheduler.py` decides which request runs in which slot,
+and `paging.py` which pages it has (its block table). There are two engines, with the same results:
 
 - `contiguous.ContiguousEngine`, XLA on CPU and GPU: running sequences have a contiguous KV cache
-  beside the pages, and a prefix that many share is kept once and read by all of them together;
-- `ragged.RaggedEngine`, TPU: the ragged paged attention kernel reads and the programs write the
-  pages themselves.
+  beside the pages, and a prefix that many share is held once and read by all of them together;
+- `ragged.RaggedEngine`, TPU: the ragged paged attention kernel reads the pages where they lie, and
+  the programs write them in place.
 
 Shapes are bounded, so the number of compiled programs is a few dozen whatever the traffic;
 `compiled_programs` counts them.
@@ -39,13 +39,12 @@ LOT_SIZE = 32
 class SlotState(NamedTuple):
     """What decoding needs to know of each slot."""
 
-    token: Int[
-        np.ndarray | Array, " slots"
-    ]  # last token, whose keys and values are not in memory yet
-    position: Int[np.ndarray | Array, " slots"]  # its position: tokens before it are in memory
-    remaining: Int[
-        np.ndarray | Array, " slots"
-    ]  # tokens the request may still generate; 0 = nothing runs here
+    # The last token, whose keys and values are not in memory yet.
+    token: Int[np.ndarray | Array, " slots"]
+    # Its position: the tokens before it are in memory.
+    position: Int[np.ndarray | Array, " slots"]
+    # Tokens that the request may still generate; 0 = nothing runs here.
+    remaining: Int[np.ndarray | Array, " slots"]
     temperature: Float[np.ndarray | Array, " slots"]
     seed: UInt32[np.ndarray | Array, " slots"]
     top_k: Int[np.ndarray | Array, " slots"]  # 0 = all
@@ -54,29 +53,30 @@ class SlotState(NamedTuple):
 
     @classmethod
     def idle(cls, slots: int) -> "SlotState":
-        """Nothing runs; the arrays are numpy's and may be written."""
-        types = {
-            "temperature": np.float32,
-            "seed": np.uint32,
-            "top_p": np.float32,
-            "min_p": np.float32,
-        }
-        empty = {name: np.zeros(slots, types.get(name, np.int32)) for name in cls._fields}
-        return cls(**empty)._replace(top_p=np.ones(slots, np.float32))
+        """Return a state in which nothing runs, as numpy arrays that may be written."""
+        return cls(
+            token=np.zeros(slots, np.int32),
+            position=np.zeros(slots, np.int32),
+            remaining=np.zeros(slots, np.int32),
+            temperature=np.zeros(slots, np.float32),
+            seed=np.zeros(slots, np.uint32),
+            top_k=np.zeros(slots, np.int32),
+            top_p=np.ones(slots, np.float32),
+            min_p=np.zeros(slots, np.float32),
+        )
 
 
 class PrefillRow(NamedTuple):
-    """Tokens of one request that are to be computed: those from position `start`, in `slot`."""
+    """Tokens of one request to compute in a prefill call: those from position `start`."""
 
     slot: int
-    pages: Sequence[int]  # all pages of the request; those before `start` hold its beginning
+    pages: Sequence[int]  # the block table; the pages before `start` hold its beginning
     start: int
     tokens: Sequence[int] | Int[np.ndarray, " uncached"]
 
 
 class FlushRow(NamedTuple):
-    """What a slot computed and its pages must hold: tokens from position `start` to before
-    `stop`."""
+    """Tokens of one request to write to its pages: from position `start` to before `stop`."""
 
     slot: int
     pages: Sequence[int]
@@ -85,7 +85,7 @@ class FlushRow(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What a decode call generated, [steps, slots]; where `valid` is False nothing was."""
+    """What a decode call generated, [steps, slots]. Where `valid` is False, nothing was."""
 
     tokens: Int[np.ndarray | Array, "steps slots"]
     logprobs: Float[np.ndarray | Array, "steps slots"]  # under the unmodified policy
@@ -94,11 +94,12 @@ class Decoded(NamedTuple):
 
 
 class Engine(abc.ABC):
-    """Weights, memory and compiled programs. Single-threaded: every call takes the memory over and
-    gives it back."""
+    """Weights, KV cache and compiled programs.
 
-    tile_tokens = 1  # what a request's tokens in a prefill call are rounded up to
-    min_call_tokens = 1  # of a prefill call: fewer cost as much
+    Use it from one thread: every call takes the memory over and gives it back."""
+
+    tile_tokens = 1  # a request's tokens in a prefill call are rounded up to a multiple of this
+    min_call_tokens = 1  # a prefill call of fewer tokens costs as much as one of these
 
     def __init__(
         self,
@@ -114,16 +115,21 @@ class Engine(abc.ABC):
         mesh: Mesh | None = None,
         cache_dtype: DTypeLike | None = None,
     ) -> None:
-        """With a mesh, heads and the matrices around them are split over its axis `tensor`. Keys
-        and values are kept in the compute type unless `cache_dtype` says otherwise; they are
-        computed with in the compute type. A decoder without arrays (`nnx.eval_shape`) gives the
-        shapes alone: `set_weights` comes before the first prompt."""
+        """Allocate the KV cache.
+
+        With a mesh, heads and the matrices around them are split over its axis `tensor`. Keys and
+        values are stored as `cache_dtype`, by default the compute type; attention computes in the
+        compute type. A decoder without arrays (`nnx.eval_shape`) gives only the shapes: then call
+        `set_weights` before the first prompt."""
         if mesh is not None:
             check_heads(decoder.config, mesh)
         self.config = decoder.config
-        self.slots, self.positions = slots, positions
-        self.page_tokens, self.num_pages = page_tokens, num_pages
-        self.prefill_tokens, self.decode_steps = prefill_tokens, decode_steps
+        self.slots = slots
+        self.positions = positions
+        self.page_tokens = page_tokens
+        self.num_pages = num_pages
+        self.prefill_tokens = prefill_tokens
+        self.decode_steps = decode_steps
         self.stop_token_ids = frozenset(stop_token_ids)
         self._stops = jnp.asarray(sorted(stop_token_ids), jnp.int32)
         self.mesh = mesh
@@ -132,7 +138,7 @@ class Engine(abc.ABC):
         self._dtype = self._compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
         self.release_weights()
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights)):
-            self._use(weights)
+            self._load_weights(weights)
         self._programs: set[tuple] = set()
 
     @property
@@ -148,16 +154,17 @@ class Engine(abc.ABC):
         """Replace the policy and reset the cache; returns when the weights are on the engine's
         devices, which never hold two policies."""
         self.release_weights()
-        self._use(weights)
+        self._load_weights(weights)
         jax.block_until_ready(self._weights)
         self.reset_cache()
 
     def release_weights(self) -> None:
-        """Give their memory back; nothing runs until `set_weights`."""
+        """Give the memory of the weights back. Nothing runs until `set_weights`."""
         self._weights = nnx.State({})
         self._scales: KVScales | None = None
 
-    def _use(self, weights: nnx.State) -> None:
+    def _load_weights(self, weights: nnx.State) -> None:
+        """Put weights on the engine's devices, in the layout that its programs take."""
         self._weights = sync_weights(weights, self.mesh)
         if jnp.issubdtype(self._dtype, jnp.integer):
             with self._over_mesh():
@@ -168,35 +175,37 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def reset_cache(self) -> None:
-        """Nothing runs and no page holds anything that will be read."""
+        """Forget what the KV cache holds. Called while nothing runs."""
 
     @abc.abstractmethod
     def choose_slot(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
-        """The free slot in which a request with these pages starts soonest."""
+        """Return the free slot in which a request with these pages starts soonest."""
 
     @abc.abstractmethod
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (from, to), in the order of their leases: a page may be copied from and then
-        copied to, never the other way."""
+        """Copy pages (from, to), in the order in which they were allocated: a page may be copied
+        from and then copied to, never the other way."""
 
     @abc.abstractmethod
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
-        """Compute keys and values of these tokens. The last token of a request is not among them:
-        decode takes it."""
+        """Compute the keys and values of these tokens.
+
+        The last token of a request is not among them: decode computes it."""
 
     @abc.abstractmethod
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
-        """Up to `decode_steps` tokens for every running slot. All results are numpy's."""
+        """Generate up to `decode_steps` tokens for every running slot. Returns numpy arrays."""
 
     @abc.abstractmethod
     def flush(self, rows: Sequence[FlushRow]) -> None:
-        """Write what slots computed to their pages, where that has not happened yet."""
+        """Write what slots computed to their pages, unless it is there already."""
 
     @abc.abstractmethod
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
-        """The slot's request is over. `broken_pages` hold values that are not finite: masked
-        positions weigh 0, and 0 x NaN is NaN for the next request too, so they and the slot are
-        emptied."""
+        """End the request of a slot.
+
+        `broken_pages` may hold values that are not finite. They and the slot are set to zero:
+        masked positions weigh 0, and 0 x NaN would be NaN for the next request too."""
 
 
 def advance(
@@ -205,11 +214,12 @@ def advance(
     stops: Int[Array, " stops"],
     filters: sampling.Filters | None,
 ) -> tuple[SlotState, Decoded]:
-    """Draw the next token of every running slot. [slots] instead of [steps, slots]."""
+    """Draw the next token of every running slot.
+
+    The arrays of the result are [slots], those of one step."""
     running = state.remaining > 0
-    drawn = sampling.sample(
-        logits, state.temperature, sampling.uniforms(state.seed, state.position), filters
-    )
+    uniform = sampling.uniforms(state.seed, state.position)
+    drawn = sampling.sample(logits, state.temperature, uniform, filters)
     token = jnp.where(running, drawn.token, state.token)
     stopped = jnp.any(token[:, None] == stops[None, :], axis=-1)
     remaining = jnp.where(stopped, 0, state.remaining - 1)
@@ -223,14 +233,15 @@ def advance(
 
 def filtered(state: SlotState) -> bool:
     """Whether a running slot draws from a part of the vocabulary: then everything is sorted."""
-    return bool(
-        np.any((state.remaining > 0) & ((state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)))
-    )
+    is_running = state.remaining > 0
+    has_filter = (state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)
+    return bool(np.any(is_running & has_filter))
 
 
 def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Num[Array, "*shape"]:
-    """Keys or values in the type they are kept in. float8 has no infinity: a number beyond its
-    range would become NaN; and int8 would wrap round."""
+    """Return keys or values in the type of the KV cache, clipped to its range.
+
+    float8 has no infinity, so a number beyond its range would become NaN. int8 would wrap round."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(values), -LEVELS, LEVELS).astype(dtype)
     if jnp.dtype(dtype).itemsize == 1:
@@ -240,23 +251,27 @@ def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Num[Array, "*s
 
 
 def bucket(needed: int, smallest: int, largest: int) -> int:
-    """The least of `smallest` x 1, 1.5, 2, 3, 4, 6, ... that holds `needed`, at most `largest`."""
+    """Return the least of `smallest` x 1, 1.5, 2, 3, 4, 6, ... that holds `needed`, at most
+    `largest`."""
     size = smallest
     while size < needed:
-        size = size * 3 // 2 if size * 3 // 2 >= needed else size * 2
+        half_larger = size * 3 // 2
+        size = half_larger if half_larger >= needed else size * 2
     return min(size, largest)
 
 
 def lots(moves: Sequence[tuple[int, ...]]) -> Iterator[list[np.ndarray]]:
-    """The columns of moves of pages, in lots of LOT_SIZE: one program. A lot is filled up with its
-    last move: made twice, it changes nothing."""
+    """Yield the columns of moves of pages, in lots of LOT_SIZE: one shape, so one program.
+
+    The last lot is filled up with its last move, which changes nothing when it is repeated."""
     for first in range(0, len(moves), LOT_SIZE):
-        lot = moves[first : first + LOT_SIZE]
-        yield list(np.asarray([*lot, *[lot[-1]] * (LOT_SIZE - len(lot))], np.int32).T)
+        lot = list(moves[first : first + LOT_SIZE])
+        padding = [lot[-1]] * (LOT_SIZE - len(lot))
+        yield list(np.asarray(lot + padding, np.int32).T)
 
 
 def check_heads(config: DecoderConfig, mesh: Mesh) -> None:
-    """Every device has key and value heads of its own."""
+    """Check that the key and value heads can be split over the devices. Raises UserError."""
     if config.num_kv_heads % mesh.shape["tensor"]:
         raise UserError(
             f"{config.num_kv_heads} key and value heads cannot be split over engine.tensor "
@@ -265,13 +280,8 @@ def check_heads(config: DecoderConfig, mesh: Mesh) -> None:
 
 
 def page_bytes(config: DecoderConfig, page_tokens: int, dtype: DTypeLike, lanes: int = 1) -> int:
-    """Keys and values of one page, all layers; heads are filled up to a multiple of `lanes`."""
+    """Return the bytes of one page: keys and values of all layers, with heads filled up to a
+    multiple of `lanes`."""
     head_dim = -(-config.head_dim // lanes) * lanes
-    return (
-        2
-        * config.num_layers
-        * page_tokens
-        * config.num_kv_heads
-        * head_dim
-        * jnp.dtype(dtype).itemsize
-    )
+    keys = config.num_layers * page_tokens * config.num_kv_heads * head_dim
+    return 2 * keys * jnp.dtype(dtype).itemsize

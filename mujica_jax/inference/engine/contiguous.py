@@ -1,20 +1,29 @@
-"""The engine on XLA, for CPU and GPU: every running request has a row of contiguous memory, the
-pages are where it comes from and goes.
+"""The engine on XLA, for CPU and GPU: every running request has a row of contiguous KV cache.
 
-Gathering pages again at every step would cost as much memory traffic as the step itself. So a
-request's pages are loaded into its slot's row once, decoding goes on in the row, and what was
-computed is written back to the pages when it is to be shared. A row remembers which pages it holds,
-so a conversation that comes back to its slot loads nothing.
+Pages are the KV cache that lasts: the prefix cache and the block tables name pages. Attention reads
+rows, because gathering pages at every step would cost as much memory traffic as the step itself:
 
-What several rows begin with (a system prompt, worked examples) is held once, as a prefix: its
-scores are one matrix product for all rows instead of a read for each, and the rows hold only what
-follows. With a shared prompt of 384 tokens this reads a third of the memory (prefix sharing as in
-Hydragen, arXiv 2402.05099, section 3).
+- prefill loads the cached pages of a request into the row of its slot, then computes the rest of
+  its prompt in the row;
+- decode goes on in the row;
+- flush writes what was computed back to the pages, where other requests can share it.
 
-Every shape of the memory is a program of its own (docs/LOG.md has what that costs). Kernels of our
-own read what a row holds, wherever it lies: then the memory has one shape, and a call takes as many
-rows as run, all slots, a half, a quarter or an eighth of them. XLA reads every row to its end: then
-rows are as wide as the longest of them needs, in steps of 1, 1.5, 2, 3, ..., and as many as run.
+A row remembers which pages it holds, so a conversation that comes back to its slot loads nothing.
+
+What several rows begin with (a system prompt, worked examples) is held once, as a shared prefix:
+its scores are one matrix product for all rows instead of a read for each, and the rows hold only
+what follows. With a shared prompt of 384 tokens this reads a third of the memory (prefix sharing as
+in Hydragen, arXiv 2402.05099, section 3).
+
+Each shape of the rows is a compiled program of its own (docs/LOG.md has what that costs). The
+engine chooses between few shapes:
+
+- Kernels of our own read only the tokens that a row holds, wherever the row lies. So the rows have
+  one shape. A decode call takes one entry for each running request, rounded up to all slots, a
+  half, a quarter or an eighth of them.
+- XLA reads every row to its end. So rows are as wide as the longest of them needs, in steps of 1,
+  1.5, 2, 3, ..., and there is one for each running request, rounded up to all slots, a half or a
+  quarter of them.
 
 Arrays of a layer: keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens, head_dim],
 where n counts pages, rows or prefixes: both products then run along what lies together (on CPU a
@@ -25,7 +34,7 @@ of a sequence lies at t - offset of its row, where offset is the length of its p
 import collections
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,37 +59,70 @@ from mujica_jax.models.decoder import Decoder, unstacked
 
 MIN_WIDTH_TOKENS = 256
 MAX_PREFIXES = 2  # planner and worker have one beginning each
-MIN_PREFIX_TOKENS, MIN_PREFIX_ROWS = 64, 4  # below, a product of its own costs more than it saves
-# A prefill call is cut into tiles of one request each: the padding is less than one tile a request.
-# XLA reads a row once a tile, kernels of our own (`cpu_calls`) lose less by small ones. (Tokens in
-# a tile, tiles in one call: every size of a call is a program for each shape of the rows.)
-TILES = {"cpu kernels": (8, (16, 64)), "cpu": (16, (8, 64))}
-OTHER_TILES = (64, (8, 64))
-ROW_LEVELS = (1, 2, 4)  # rows there may be: slots divided by one of these
-KERNEL_ROW_LEVELS = (*ROW_LEVELS, 8)  # of a decode call
-CALLS_BEFORE_FEWER_ROWS = (
-    2  # few requests in this many decode calls: not only between a turn and the next
-)
+
+# With a shorter prefix, or fewer rows that share it, a product of its own costs more than it saves.
+MIN_PREFIX_TOKENS = 64
+MIN_PREFIX_ROWS = 4
+
+
+class TileSizes(NamedTuple):
+    """Shapes of a prefill call. It is cut into tiles of one request each, so that each request is
+    padded by less than one tile."""
+
+    tile_tokens: int
+    tiles_per_call: tuple[int, ...]  # every size is a program for each shape of the rows
+
+
+# XLA reads a row once for each tile. Kernels of our own (`cpu_calls`) lose less by small tiles.
+TILES = {"cpu kernels": TileSizes(8, (16, 64)), "cpu": TileSizes(16, (8, 64))}
+OTHER_TILES = TileSizes(64, (8, 64))
+
+# The number of rows is the number of slots divided by one of these.
+ROW_LEVELS = (1, 2, 4)
+# With kernels of our own: the entries of a decode call.
+KERNEL_ROW_LEVELS = (*ROW_LEVELS, 8)
+# The number of rows falls after this many decode calls with few requests, so that it does not fall
+# between one turn and the next.
+CALLS_BEFORE_FEWER_ROWS = 2
+
+# A page and its version: equal pairs hold the same keys and values.
+PageVersion = tuple[int, int]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _SlotCache:
-    """What a slot has in a row."""
+    """What a slot has in its row."""
 
-    row: int = -1  # -1: nothing
-    # (page, its version) of the request, from the front
-    pages: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    row: int = -1  # -1: it has no row
+    pages: list[PageVersion] = dataclasses.field(default_factory=list)  # of the request, in order
     tokens: int = 0  # of the sequence, computed or loaded
-    offset: int = 0
-    prefix: int = -1
-    active: bool = False
-    last_used: int = 0
+    offset: int = 0  # tokens, the length of the prefix
+    prefix: int = -1  # index of the shared prefix; -1: none
+    is_active: bool = False  # a request runs in the slot
+    last_used: int = 0  # by the clock of prefill calls
+
+    def forget(self) -> None:
+        """Forget what the row holds."""
+        self.pages = []
+        self.tokens = 0
+        self.prefix = -1
+        self.offset = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class _SharedPrefix:
-    pages: list[tuple[int, int]]
+    """What several rows begin with."""
+
+    pages: list[PageVersion]
     tokens: int
+
+
+class _Tile(NamedTuple):
+    """A part of one request's prompt in a prefill call."""
+
+    slot_cache: _SlotCache
+    start: int  # position of its first token
+    tokens: Any
 
 
 class ContiguousEngine(Engine):
@@ -88,64 +130,77 @@ class ContiguousEngine(Engine):
 
     def __init__(self, decoder: Decoder, **settings: Any) -> None:
         super().__init__(decoder, **settings)
+        with self._over_mesh():
+            self._has_kernels = cpu_calls.can_attend(self.config.head_dim, self._dtype)
+
+        # Widths of the rows. A second width must save enough to be worth its programs.
         self._largest_width = -(-self.positions // self.page_tokens) * self.page_tokens
         self._smallest_width = max(MIN_WIDTH_TOKENS, 2 * self.page_tokens)
-        with self._over_mesh():
-            self._kernels = cpu_calls.can_attend(self.config.head_dim, self._dtype)
-        if (
-            self._kernels or self._largest_width < 1.5 * self._smallest_width
-        ):  # a second one is not worth its programs
+        if self._has_kernels or self._largest_width < 1.5 * self._smallest_width:
             self._smallest_width = self._largest_width
-        # More than the searches of one turn, which may all be the same.
-        self._prefix_rows = max(MIN_PREFIX_ROWS, self.slots // 8)
-        levels = KERNEL_ROW_LEVELS if self._kernels else ROW_LEVELS
-        self._row_levels = sorted({-(-self.slots // level) for level in levels})
-        self._version = np.zeros(self.num_pages, np.int64)  # counts what was written into a page
-        self._clock = 0
-        self._start(self._empty(self.num_pages, self.page_tokens))
-        reader = "cpu kernels" if self._kernels else jax.default_backend()
-        self.tile_tokens, self.call_tiles = TILES.get(reader, OTHER_TILES)
-        self.min_call_tokens = self.call_tiles[0] * self.tile_tokens
 
-    def _use(self, weights: nnx.State) -> None:
-        super()._use(weights)
+        # Numbers of rows.
+        levels = KERNEL_ROW_LEVELS if self._has_kernels else ROW_LEVELS
+        self._row_counts = sorted({-(-self.slots // level) for level in levels})
+        # More rows than one turn has searches, because these may all be the same.
+        self._min_prefix_rows = max(MIN_PREFIX_ROWS, self.slots // 8)
+
+        # The memory.
+        self._page_version = np.zeros(self.num_pages, np.int64)  # counts the writes to a page
+        self._clock = 0
+        self._reset_memory(self._zeros(self.num_pages, self.page_tokens))
+
+        # Shapes of a prefill call.
+        attention = "cpu kernels" if self._has_kernels else jax.default_backend()
+        self.tile_tokens, self._tiles_per_call = TILES.get(attention, OTHER_TILES)
+        self.min_call_tokens = self._tiles_per_call[0] * self.tile_tokens
+
+    def _load_weights(self, weights: nnx.State) -> None:
+        super()._load_weights(weights)
         with self._over_mesh():
-            turned = jax.default_backend() == "cpu" and self.mesh is None
-            least = cpu_calls.LARGE_MATRIX[self._compute_dtype.name] if turned else None
-            self._weights = unstacked(self._weights, self.config, output_major_from=least)
+            output_major_from = None
+            if jax.default_backend() == "cpu" and self.mesh is None:
+                output_major_from = cpu_calls.LARGE_MATRIX[self._compute_dtype.name]
+            self._weights = unstacked(
+                self._weights, self.config, output_major_from=output_major_from
+            )
 
     def reset_cache(self) -> None:
         pages = self._memory.pages
-        if any(
-            layer.is_deleted() for layer in jax.tree.leaves(pages)
-        ):  # a call that took the memory over failed
-            pages = self._empty(self.num_pages, self.page_tokens)
-        self._start(pages)
+        # A call that failed may have taken the memory over.
+        if any(layer.is_deleted() for layer in jax.tree.leaves(pages)):
+            pages = self._zeros(self.num_pages, self.page_tokens)
+        self._reset_memory(pages)
 
-    def _start(self, pages: programs.KeysValues) -> None:
-        """Empty rows in the first shapes: a run that goes on after a kill computes in the shapes of
-        one that was never killed."""
-        self._width = min(self._smallest_width, self._largest_width)  # that the rows are to have
-        count = self._row_levels[-1 if self._kernels else 0]
-        prefixes = self._empty(MAX_PREFIXES, self._width) if self._kernels else self._empty(1, 0)
-        self._memory = programs.Memory(pages, self._empty(count, self._width), prefixes)
+    def _reset_memory(self, pages: programs.KeysValues) -> None:
+        """Make empty rows in the first shapes, whatever the shapes were before.
+
+        So a run that goes on after a kill computes in the shapes of one that was never killed."""
+        self._width = min(self._smallest_width, self._largest_width)
+        if self._has_kernels:
+            row_count = self._row_counts[-1]
+            prefixes = self._zeros(MAX_PREFIXES, self._width)
+        else:
+            row_count = self._row_counts[0]
+            prefixes = self._zeros(1, 0)
+        self._memory = programs.Memory(pages, self._zeros(row_count, self._width), prefixes)
         self._slot_caches = [_SlotCache() for _ in range(self.slots)]
-        self._slot_of_row = [-1] * count
+        self._slot_of_row = [-1] * row_count  # -1: the row is free
         self._prefixes: list[_SharedPrefix | None] = []
-        self._calls_with_few = 0
+        self._calls_with_few_requests = 0
 
     def choose_slot(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
+        # A slot whose row holds the cached pages has nothing to load. A page stands for all pages
+        # before it, so it is enough to compare the last one.
         if cached_tokens:
-            # A page stands for all that comes before it: if a row holds the last one, it holds the
-            # others.
             index = (cached_tokens - 1) // self.page_tokens
-            last = (pages[index], int(self._version[pages[index]]))
+            last_page = (pages[index], int(self._page_version[pages[index]]))
             for slot in free:
-                held = self._slot_caches[slot]
+                slot_cache = self._slot_caches[slot]
                 if (
-                    held.tokens >= cached_tokens
-                    and len(held.pages) > index
-                    and held.pages[index] == last
+                    slot_cache.tokens >= cached_tokens
+                    and len(slot_cache.pages) > index
+                    and slot_cache.pages[index] == last_page
                 ):
                     return slot
         return min(free, key=lambda slot: self._slot_caches[slot].last_used)
@@ -153,320 +208,389 @@ class ContiguousEngine(Engine):
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
         for sources, targets in lots(pairs):
             self._programs.add(("copy",))
-            self._memory = self._memory._replace(
-                pages=programs.copy_pages(self._memory.pages, sources, targets)
-            )
+            pages = programs.copy_pages(self._memory.pages, sources, targets)
+            self._memory = self._memory._replace(pages=pages)
         for _, target in pairs:
-            self._version[target] += 1
+            self._page_version[target] += 1
 
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
         self._clock += 1
         self._load(rows)
-        tiles = [
-            (
-                self._slot_caches[row.slot],
-                row.start + first,
-                row.tokens[first : first + self.tile_tokens],
-            )
-            for row in rows
-            for first in range(0, len(row.tokens), self.tile_tokens)
-        ]
+
+        tiles = []
+        for row in rows:
+            slot_cache = self._slot_caches[row.slot]
+            for first in range(0, len(row.tokens), self.tile_tokens):
+                tokens = row.tokens[first : first + self.tile_tokens]
+                tiles.append(_Tile(slot_cache, row.start + first, tokens))
         while tiles:
-            size = _call_tiles(len(tiles), self.call_tiles)
-            self._prefill_tiles(tiles[:size], size)
-            tiles = tiles[size:]
+            tile_count = _tiles_in_next_call(len(tiles), self._tiles_per_call)
+            self._prefill_tiles(tiles[:tile_count], tile_count)
+            tiles = tiles[tile_count:]
+
         for row in rows:
             self._slot_caches[row.slot].tokens = row.start + len(row.tokens)
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
         slots = np.flatnonzero(state.remaining)
-        held = [self._slot_caches[slot] for slot in slots]
-        if self._kernels:
-            count, rows = self._level(len(slots)), np.arange(len(slots))
+        slot_caches = [self._slot_caches[slot] for slot in slots]
+
+        # The call has `size` entries. `entries` are those of the running slots. Without kernels of
+        # our own an entry is a row.
+        if self._has_kernels:
+            size = self._row_count_for(len(slots))
+            entries = np.arange(len(slots))
         else:
             self._shrink_rows(len(slots))
-            count, rows = self._num_rows, np.asarray([one.row for one in held])
-        places = programs.Places.nowhere(count)
-        places.row[rows] = [one.row for one in held]
-        places.offset[rows] = [one.offset for one in held]
-        places.prefix[rows] = [one.prefix for one in held]
-        in_rows = SlotState.idle(count)
-        for all_rows, all_slots in zip(in_rows, state, strict=True):
-            all_rows[rows] = all_slots[slots]
-        written = (
-            in_rows.position + np.minimum(in_rows.remaining, self.decode_steps) - places.offset
-        )
-        self._fit_rows(int(written[rows].max(initial=1)))
-        self._count("decode", filtered(state), count)
+            size = self._num_rows
+            entries = np.asarray([slot_cache.row for slot_cache in slot_caches])
+        places = _places(slot_caches, entries=entries, size=size)
+        call_state = SlotState.idle(size)
+        for entry_values, slot_values in zip(call_state, state, strict=True):
+            entry_values[entries] = slot_values[slots]
+
+        # Make room in the rows for what this call generates.
+        new_tokens = np.minimum(call_state.remaining, self.decode_steps)
+        tokens_in_row = call_state.position + new_tokens - places.offset
+        self._fit_rows(int(tokens_in_row[entries].max(initial=1)))
+
+        self._count_program("decode", filtered(state), size)
         with self._over_mesh():
-            self._memory, after, found = programs.decode(
+            self._memory, call_state, call_decoded = programs.decode(
                 self._graph,
                 self._weights,
                 self._scales,
                 self._memory,
-                in_rows,
+                call_state,
                 places,
                 self._prefix_lengths(),
                 self._stops,
                 steps=self.decode_steps,
                 filtered=filtered(state),
             )
+
+        # Back from the entries of the call to slots.
         state = SlotState(*map(np.array, state))
-        for all_slots, all_rows in zip(state, after, strict=True):
-            all_slots[slots] = np.asarray(all_rows)[rows]
-        decoded = Decoded(
-            *(np.zeros((self.decode_steps, self.slots), array.dtype) for array in found)
-        )
-        for all_slots, all_rows in zip(decoded, found, strict=True):
-            all_slots[:, slots] = np.asarray(all_rows)[:, rows]
-        for slot, one in zip(slots, held, strict=True):
-            one.tokens = int(state.position[slot])
+        for slot_values, entry_values in zip(state, call_state, strict=True):
+            slot_values[slots] = np.asarray(entry_values)[entries]
+        shape = (self.decode_steps, self.slots)
+        decoded = Decoded(*(np.zeros(shape, array.dtype) for array in call_decoded))
+        for slot_values, entry_values in zip(decoded, call_decoded, strict=True):
+            slot_values[:, slots] = np.asarray(entry_values)[:, entries]
+        for slot, slot_cache in zip(slots, slot_caches, strict=True):
+            slot_cache.tokens = int(state.position[slot])
         return state, decoded
 
     def flush(self, rows: Sequence[FlushRow]) -> None:
         moves = []
         for flushed in rows:
-            held = self._slot_caches[flushed.slot]
-            held.pages = held.pages[: flushed.start // self.page_tokens]
-            for index in range(len(held.pages), -(-flushed.stop // self.page_tokens)):
+            slot_cache = self._slot_caches[flushed.slot]
+            slot_cache.pages = slot_cache.pages[: flushed.start // self.page_tokens]
+            first_in_row = slot_cache.offset // self.page_tokens
+            for index in range(len(slot_cache.pages), -(-flushed.stop // self.page_tokens)):
                 page = flushed.pages[index]
-                moves.append((held.row, index - held.offset // self.page_tokens, page))
-                self._version[page] += 1
-                held.pages.append((page, int(self._version[page])))
+                moves.append((slot_cache.row, index - first_in_row, page))
+                self._page_version[page] += 1
+                slot_cache.pages.append((page, int(self._page_version[page])))
         for lot in lots(moves):
-            self._count_for_rows("flush")
-            stored = programs.store_pages(self._memory.pages, self._memory.rows, *lot)
-            self._memory = self._memory._replace(pages=stored)
+            self._count_row_program("flush")
+            pages = programs.store_pages(self._memory.pages, self._memory.rows, *lot)
+            self._memory = self._memory._replace(pages=pages)
 
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
-        held = self._slot_caches[slot]
-        held.active, held.last_used = False, self._clock
-        if broken_pages:
-            # A request that was given up before its prompt was read has no row; -1 would be the
-            # last one, which another request holds.
-            row = held.row if held.row >= 0 else self._num_rows
-            self._count_for_rows("clear")
-            self._memory = self._memory._replace(
-                rows=programs.clear(self._memory.rows, np.asarray([row]))
-            )
-            for (pages,) in lots([(page,) for page in broken_pages]):
-                self._programs.add(("clear",))
-                self._memory = self._memory._replace(
-                    pages=programs.clear(self._memory.pages, pages)
-                )
-            self._evict(held)
+        slot_cache = self._slot_caches[slot]
+        slot_cache.is_active = False
+        slot_cache.last_used = self._clock
+        if not broken_pages:
+            return
+
+        # A request that was given up before its prompt was read has no row. Row -1 would be the
+        # last row, which another request holds; a row beyond the last one is not cleared.
+        row = slot_cache.row if slot_cache.row >= 0 else self._num_rows
+        self._count_row_program("clear")
+        rows = programs.clear(self._memory.rows, np.asarray([row]))
+        self._memory = self._memory._replace(rows=rows)
+        for (page_lot,) in lots([(page,) for page in broken_pages]):
+            self._programs.add(("clear",))
+            pages = programs.clear(self._memory.pages, page_lot)
+            self._memory = self._memory._replace(pages=pages)
+        self._evict(slot_cache)
 
     @property
     def _num_rows(self) -> int:
         return len(self._slot_of_row)
 
-    def _level(self, rows: int) -> int:
-        return next(level for level in self._row_levels if level >= rows)
+    def _row_count_for(self, requests: int) -> int:
+        """Return the smallest allowed number of rows that holds this many requests."""
+        return next(count for count in self._row_counts if count >= requests)
 
-    def _evict(self, held: _SlotCache) -> None:
-        """Drops what the slot had in a row."""
-        if held.row >= 0:
-            self._slot_of_row[held.row] = -1
-        held.row, held.pages, held.tokens, held.prefix, held.offset = -1, [], 0, -1, 0
+    def _evict(self, slot_cache: _SlotCache) -> None:
+        """Take a slot's row away, and what it held."""
+        if slot_cache.row >= 0:
+            self._slot_of_row[slot_cache.row] = -1
+        slot_cache.row = -1
+        slot_cache.forget()
 
-    def _load(self, rows: Sequence[PrefillRow]) -> None:
-        """Make every row hold what its request has in pages."""
-        fresh = []
-        for row in rows:
-            held = self._slot_caches[row.slot]
-            if self._holds(
-                row
-            ):  # what the slot has beyond the request's beginning is another one's
-                held.pages, held.tokens = self._versions(row.pages), row.start
+    # Prefill: loading rows.
+
+    def _load(self, requests: Sequence[PrefillRow]) -> None:
+        """Make each request's row hold the tokens that its pages have."""
+        to_load = []
+        for request in requests:
+            slot_cache = self._slot_caches[request.slot]
+            if self._is_in_row(request):
+                # What the row holds beyond the request's start belongs to an earlier request.
+                slot_cache.pages = self._page_versions(request.pages)
+                slot_cache.tokens = request.start
             else:
-                held.pages, held.tokens, held.prefix, held.offset = [], 0, -1, 0
-                fresh.append(row)
-        self._make_rows(rows)
-        self._share_prefix(fresh)
-        moves = []
-        for row in fresh:
-            held = self._slot_caches[row.slot]
-            held.pages, held.tokens, held.offset = self._versions(row.pages), row.start, 0
-            held.prefix = self._longest_prefix(held.pages, row.start)
-            if held.prefix >= 0:
-                held.offset = self._prefixes[held.prefix].tokens  # pyright: ignore[reportOptionalMemberAccess]
-            first, last = held.offset // self.page_tokens, -(-row.start // self.page_tokens)
-            moves += [(held.row, index - first, row.pages[index]) for index in range(first, last)]
-        self._fit_rows(
-            max(row.start + len(row.tokens) - self._slot_caches[row.slot].offset for row in rows)
-        )
-        for lot in lots(moves):
-            self._count_for_rows("load")
-            loaded = programs.load_pages(self._memory.rows, self._memory.pages, *lot)
-            self._memory = self._memory._replace(rows=loaded)
+                slot_cache.forget()
+                to_load.append(request)
+        self._assign_rows(requests)
+        self._share_prefix(to_load)
 
-    def _holds(self, row: PrefillRow) -> bool:
-        held, count = self._slot_caches[row.slot], -(-row.start // self.page_tokens)
+        # Which pages go into which rows: all that are not in the request's prefix.
+        moves = []
+        for request in to_load:
+            slot_cache = self._slot_caches[request.slot]
+            slot_cache.pages = self._page_versions(request.pages)
+            slot_cache.tokens = request.start
+            slot_cache.offset = 0
+            slot_cache.prefix = self._longest_prefix(slot_cache.pages, request.start)
+            if slot_cache.prefix >= 0:
+                slot_cache.offset = self._prefixes[slot_cache.prefix].tokens  # pyright: ignore[reportOptionalMemberAccess]
+            first = slot_cache.offset // self.page_tokens
+            stop = -(-request.start // self.page_tokens)
+            for index in range(first, stop):
+                moves.append((slot_cache.row, index - first, request.pages[index]))
+
+        tokens_in_rows = [
+            request.start + len(request.tokens) - self._slot_caches[request.slot].offset
+            for request in requests
+        ]
+        self._fit_rows(max(tokens_in_rows))
+        for lot in lots(moves):
+            self._count_row_program("load")
+            rows = programs.load_pages(self._memory.rows, self._memory.pages, *lot)
+            self._memory = self._memory._replace(rows=rows)
+
+    def _is_in_row(self, request: PrefillRow) -> bool:
+        """Whether the slot's row holds all tokens before the request's start."""
+        slot_cache = self._slot_caches[request.slot]
+        page_count = -(-request.start // self.page_tokens)
         if (
-            held.row < 0
-            or held.tokens < row.start
-            or row.start < held.offset
-            or len(held.pages) < count
+            slot_cache.row < 0
+            or slot_cache.tokens < request.start
+            or request.start < slot_cache.offset
+            or len(slot_cache.pages) < page_count
         ):
             return False
-        return held.pages[:count] == self._versions(row.pages[:count])
+        return slot_cache.pages[:page_count] == self._page_versions(request.pages[:page_count])
 
-    def _make_rows(self, rows: Sequence[PrefillRow]) -> None:
-        """A row for every request: a free one, that of an idle slot, or a new one."""
-        for row in rows:
-            self._slot_caches[row.slot].active = True
-        needed = sum(held.active for held in self._slot_caches)
-        if needed > self._num_rows:
-            self._slot_of_row += [-1] * (self._level(needed) - self._num_rows)
-        without = [row.slot for row in rows if self._slot_caches[row.slot].row < 0]
-        free = [place for place, slot in enumerate(self._slot_of_row) if slot < 0]
-        idle = sorted(
-            (held for held in self._slot_caches if held.row >= 0 and not held.active),
-            key=lambda held: -held.last_used,
-        )
-        for slot in without:
-            if not free:
-                free.append(idle[-1].row)
-                self._evict(idle.pop())
-            self._slot_caches[slot].row = free.pop(0)
-            self._slot_of_row[self._slot_caches[slot].row] = slot
+    def _page_versions(self, pages: Sequence[int]) -> list[PageVersion]:
+        return [(page, int(self._page_version[page])) for page in pages]
 
-    def _shrink_rows(self, running: int) -> None:
-        """Go on with fewer rows where few requests run: a step costs what its rows cost, whether
-        they run or not."""
-        active = sum(held.active for held in self._slot_caches)
-        assert running <= active, "what decodes was prefilled"
-        count = self._level(active)
-        self._calls_with_few = self._calls_with_few + 1 if count < self._num_rows else 0
-        if self._calls_with_few < CALLS_BEFORE_FEWER_ROWS:
-            return
-        self._calls_with_few = 0
-        for held in self._slot_caches:
-            if not held.active:
-                self._evict(held)
-        kept = [held for held in self._slot_caches if held.active]
-        places = np.asarray([held.row for held in kept] + [0] * (count - len(kept)), np.int32)
-        self._count_for_rows("fewer rows", count)
-        self._memory = self._memory._replace(rows=programs.select_rows(self._memory.rows, places))
-        self._slot_of_row = [-1] * count
-        slot_of = {id(held): slot for slot, held in enumerate(self._slot_caches)}
-        for place, held in enumerate(kept):
-            held.row, self._slot_of_row[place] = place, slot_of[id(held)]
-
-    def _versions(self, pages: Sequence[int]) -> list[tuple[int, int]]:
-        return [(page, int(self._version[page])) for page in pages]
-
-    def _share_prefix(self, fresh: Sequence[PrefillRow]) -> None:
-        """Hold once what many rows begin with, if these do and no prefix does it yet."""
-        beginnings = [self._versions(row.pages[: row.start // self.page_tokens]) for row in fresh]
-        slots = {row.slot for row in fresh}
-        others = [
-            held for slot, held in enumerate(self._slot_caches) if held.active and slot not in slots
-        ]
-        running = (held.pages[: held.tokens // self.page_tokens] for held in others)
-        common = _common_beginning([*beginnings, *running], self._prefix_rows)
-        tokens = len(common) * self.page_tokens
-        if tokens < MIN_PREFIX_TOKENS or common not in [
-            beginning[: len(common)] for beginning in beginnings
-        ]:
-            return
-        if any(prefix is not None and prefix.pages == common for prefix in self._prefixes):
-            return
-        used = {held.prefix for held in others}
-        place = next((place for place in range(MAX_PREFIXES) if place not in used), None)
-        if place is None:
-            return
-        for held in self._slot_caches:
-            if (
-                held.prefix == place and not held.active
-            ):  # it began with the prefix that this place had
-                self._evict(held)
-        self._store_prefix(place, _SharedPrefix(common, tokens))
-        for held in others:
-            if held.pages[: len(common)] == common and held.tokens >= tokens > held.offset:
-                self._count_for_rows("shift")
-                moved = programs.shift_row(
-                    self._memory.rows, np.int32(held.row), np.int32(tokens - held.offset)
-                )
-                self._memory = self._memory._replace(rows=moved)
-                held.prefix, held.offset = place, tokens
-        self._narrow(others)
-
-    def _store_prefix(self, place: int, prefix: _SharedPrefix) -> None:
-        while len(self._prefixes) <= place:
-            self._prefixes.append(None)
-        self._prefixes[place] = prefix
-        longest = max(one.tokens for one in self._prefixes if one is not None)
-        length = bucket(longest, max(MIN_PREFIX_TOKENS, 2 * self.page_tokens), self._largest_width)
-        before = self._memory.prefixes.shape
-        shape = max(len(self._prefixes), before[0]), max(length, before[1])
-        # Filled up with its last page, which lies beyond its length there: one program whatever the
-        # prefix.
-        pages = np.full(shape[1] // self.page_tokens, prefix.pages[-1][0], np.int32)
-        pages[: len(prefix.pages)] = [page for page, _ in prefix.pages]
-        self._programs.add(("prefix", before, shape))
-        prefixes = programs.store_prefix(
-            self._memory.prefixes, self._memory.pages, np.int32(place), pages, shape
-        )
-        self._memory = self._memory._replace(prefixes=prefixes)
-
-    def _longest_prefix(self, pages: Sequence[tuple[int, int]], start: int) -> int:
-        """The longest prefix that these pages begin with, -1 if there is none."""
-        fitting = [
-            (prefix.tokens, place)
-            for place, prefix in enumerate(self._prefixes)
-            if prefix is not None
-            and prefix.tokens <= start
-            and pages[: len(prefix.pages)] == prefix.pages
-        ]
-        return max(fitting)[1] if fitting else -1
-
-    def _prefix_lengths(self) -> np.ndarray:
-        lengths = [0 if prefix is None else prefix.tokens for prefix in self._prefixes]
-        return np.asarray(lengths + [0] * (self._memory.prefixes.shape[0] - len(lengths)), np.int32)
-
-    def _prefill_tiles(self, tiles: Sequence[tuple[_SlotCache, int, Any]], count: int) -> None:
-        tokens = np.zeros((count, self.tile_tokens), np.int32)
-        starts, lengths = (
-            np.zeros(count, np.int32),
-            np.zeros(count, np.int32),
-        )  # tiles of length 0 write nowhere
-        places = programs.Places.nowhere(count)
-        for index, (held, start, ids) in enumerate(tiles):
-            tokens[index, : len(ids)] = ids
-            starts[index], lengths[index] = start, len(ids)
-            places.row[index], places.offset[index], places.prefix[index] = (
-                held.row,
-                held.offset,
-                held.prefix,
-            )
-        self._count("prefill", count)
+    def _prefill_tiles(self, tiles: Sequence[_Tile], tile_count: int) -> None:
+        """Compute these tiles in one call of `tile_count` tiles."""
+        tokens = np.zeros((tile_count, self.tile_tokens), np.int32)
+        starts = np.zeros(tile_count, np.int32)
+        lengths = np.zeros(tile_count, np.int32)  # a tile of length 0 writes nowhere
+        for index, tile in enumerate(tiles):
+            tokens[index, : len(tile.tokens)] = tile.tokens
+            starts[index] = tile.start
+            lengths[index] = len(tile.tokens)
+        slot_caches = [tile.slot_cache for tile in tiles]
+        places = _places(slot_caches, entries=np.arange(len(tiles)), size=tile_count)
+        self._count_program("prefill", tile_count)
         call = programs.Tiles(tokens, starts, lengths, places)
         with self._over_mesh():
             self._memory = programs.prefill(
                 self._graph, self._weights, self._scales, self._memory, call, self._prefix_lengths()
             )
 
+    # The rows: which slot has which, how many there are, and how wide they are.
+
+    def _assign_rows(self, requests: Sequence[PrefillRow]) -> None:
+        """Give every request a row: a free one, that of an idle slot, or a new one."""
+        for request in requests:
+            self._slot_caches[request.slot].is_active = True
+        active_slots = sum(slot_cache.is_active for slot_cache in self._slot_caches)
+        if active_slots > self._num_rows:
+            new_rows = self._row_count_for(active_slots) - self._num_rows
+            self._slot_of_row += [-1] * new_rows
+
+        free_rows = [row for row, slot in enumerate(self._slot_of_row) if slot < 0]
+        idle_slots = [
+            slot_cache
+            for slot_cache in self._slot_caches
+            if slot_cache.row >= 0 and not slot_cache.is_active
+        ]
+        idle_slots.sort(key=lambda slot_cache: -slot_cache.last_used)  # the longest idle last
+        slots_without_row = [
+            request.slot for request in requests if self._slot_caches[request.slot].row < 0
+        ]
+        for slot in slots_without_row:
+            if not free_rows:
+                free_rows.append(idle_slots[-1].row)
+                self._evict(idle_slots.pop())
+            row = free_rows.pop(0)
+            self._slot_caches[slot].row = row
+            self._slot_of_row[row] = slot
+
+    def _shrink_rows(self, running: int) -> None:
+        """Go on with fewer rows if few requests run, because a step also computes the idle rows."""
+        active = sum(slot_cache.is_active for slot_cache in self._slot_caches)
+        assert running <= active, "what decodes was prefilled"
+        row_count = self._row_count_for(active)
+        if row_count < self._num_rows:
+            self._calls_with_few_requests += 1
+        else:
+            self._calls_with_few_requests = 0
+        if self._calls_with_few_requests < CALLS_BEFORE_FEWER_ROWS:
+            return
+        self._calls_with_few_requests = 0
+
+        # Move the rows of active slots to the front, and drop the others.
+        for slot_cache in self._slot_caches:
+            if not slot_cache.is_active:
+                self._evict(slot_cache)
+        active_slots = [slot for slot, cache in enumerate(self._slot_caches) if cache.is_active]
+        old_rows = [self._slot_caches[slot].row for slot in active_slots]
+        padding = [0] * (row_count - len(old_rows))
+        self._count_row_program("fewer rows", row_count)
+        rows = programs.select_rows(self._memory.rows, np.asarray(old_rows + padding, np.int32))
+        self._memory = self._memory._replace(rows=rows)
+        self._slot_of_row = [-1] * row_count
+        for row, slot in enumerate(active_slots):
+            self._slot_caches[slot].row = row
+            self._slot_of_row[row] = slot
+
     def _fit_rows(self, tokens: int) -> None:
-        """As many rows as there are to be, with room for so many tokens, in one move of the
-        memory."""
-        self._width = max(self._width, bucket(tokens, self._smallest_width, self._largest_width))
+        """Give the rows room for this many tokens, and their number its new value, in one move of
+        the memory."""
+        width = bucket(tokens, self._smallest_width, self._largest_width)
+        self._width = max(self._width, width)
         if self._memory.rows.shape != (self._num_rows, self._width):
-            self._count_for_rows("resize rows", self._num_rows, self._width)
+            self._count_row_program("resize rows", self._num_rows, self._width)
             rows = programs.resized(self._memory.rows, self._num_rows, self._width)
             self._memory = self._memory._replace(rows=rows)
 
-    def _narrow(self, active: Sequence[_SlotCache]) -> None:
-        """Give up width that no active row needs."""
-        needed = max((held.tokens - held.offset for held in active), default=1)
-        self._width = min(self._width, bucket(needed, self._smallest_width, self._largest_width))
-        for held in self._slot_caches:
-            if held.tokens - held.offset > self._width:
-                self._evict(held)
+    def _shrink_width(self, active: Sequence[_SlotCache]) -> None:
+        """Give up width that none of these rows needs. The next `_fit_rows` moves the memory."""
+        tokens = max((slot_cache.tokens - slot_cache.offset for slot_cache in active), default=1)
+        width = bucket(tokens, self._smallest_width, self._largest_width)
+        self._width = min(self._width, width)
+        for slot_cache in self._slot_caches:
+            if slot_cache.tokens - slot_cache.offset > self._width:
+                self._evict(slot_cache)
 
-    def _empty(self, rows: int, tokens: int) -> programs.KeysValues:
-        heads, head_dim = self.config.num_kv_heads, self.config.head_dim
-        sharding = self.mesh and NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
+    # Shared prefixes.
+
+    def _share_prefix(self, to_load: Sequence[PrefillRow]) -> None:
+        """Hold what many rows begin with once, as a shared prefix.
+
+        Does nothing unless a request of `to_load` begins so, and if there is such a prefix already.
+        """
+        slots_to_load = {request.slot for request in to_load}
+        running = [
+            slot_cache
+            for slot, slot_cache in enumerate(self._slot_caches)
+            if slot_cache.is_active and slot not in slots_to_load
+        ]
+
+        prefix = self._new_prefix(to_load, running)
+        if prefix is None:
+            return
+
+        # A prefix that no running request reads makes room, and with it the idle rows that go on
+        # from it.
+        indices_in_use = {slot_cache.prefix for slot_cache in running}
+        free_indices = [index for index in range(MAX_PREFIXES) if index not in indices_in_use]
+        if not free_indices:
+            return
+        index = free_indices[0]
+        for slot_cache in self._slot_caches:
+            if slot_cache.prefix == index and not slot_cache.is_active:
+                self._evict(slot_cache)
+        self._store_prefix(index, prefix)
+
+        # Rows that begin with the prefix keep only what follows it.
+        for slot_cache in running:
+            begins_with_prefix = slot_cache.pages[: len(prefix.pages)] == prefix.pages
+            if begins_with_prefix and slot_cache.tokens >= prefix.tokens > slot_cache.offset:
+                self._count_row_program("shift")
+                shift = np.int32(prefix.tokens - slot_cache.offset)
+                rows = programs.shift_row(self._memory.rows, np.int32(slot_cache.row), shift)
+                self._memory = self._memory._replace(rows=rows)
+                slot_cache.prefix = index
+                slot_cache.offset = prefix.tokens
+        self._shrink_width(running)
+
+    def _new_prefix(
+        self, to_load: Sequence[PrefillRow], running: Sequence[_SlotCache]
+    ) -> _SharedPrefix | None:
+        """Return what many rows begin with, if this is worth a shared prefix and is none yet."""
+        beginnings = [
+            self._page_versions(request.pages[: request.start // self.page_tokens])
+            for request in to_load
+        ]
+        running_beginnings = [
+            slot_cache.pages[: slot_cache.tokens // self.page_tokens] for slot_cache in running
+        ]
+        pages = _common_beginning(beginnings + running_beginnings, self._min_prefix_rows)
+        tokens = len(pages) * self.page_tokens
+        if tokens < MIN_PREFIX_TOKENS:
+            return None
+        if not any(beginning[: len(pages)] == pages for beginning in beginnings):
+            return None
+        if any(prefix is not None and prefix.pages == pages for prefix in self._prefixes):
+            return None
+        return _SharedPrefix(pages, tokens)
+
+    def _store_prefix(self, index: int, prefix: _SharedPrefix) -> None:
+        """Copy a prefix from its pages into the array of prefixes, which grows as needed."""
+        while len(self._prefixes) <= index:
+            self._prefixes.append(None)
+        self._prefixes[index] = prefix
+
+        longest = max(stored.tokens for stored in self._prefixes if stored is not None)
+        smallest = max(MIN_PREFIX_TOKENS, 2 * self.page_tokens)
+        length = bucket(longest, smallest, self._largest_width)
+        old_shape = self._memory.prefixes.shape
+        new_shape = (max(len(self._prefixes), old_shape[0]), max(length, old_shape[1]))
+
+        # The last page fills up what lies beyond the prefix, where nothing is read. So there is one
+        # program whatever the length.
+        pages = np.full(new_shape[1] // self.page_tokens, prefix.pages[-1][0], np.int32)
+        pages[: len(prefix.pages)] = [page for page, _ in prefix.pages]
+        self._programs.add(("prefix", old_shape, new_shape))
+        prefixes = programs.store_prefix(
+            self._memory.prefixes, self._memory.pages, np.int32(index), pages, new_shape
+        )
+        self._memory = self._memory._replace(prefixes=prefixes)
+
+    def _longest_prefix(self, pages: Sequence[PageVersion], start: int) -> int:
+        """Return the index of the longest prefix of at most `start` tokens that these pages begin
+        with, -1 if there is none."""
+        longest = (0, -1)  # (tokens, index)
+        for index, prefix in enumerate(self._prefixes):
+            if prefix is None or prefix.tokens > start:
+                continue
+            if pages[: len(prefix.pages)] == prefix.pages:
+                longest = max(longest, (prefix.tokens, index))
+        return longest[1]
+
+    def _prefix_lengths(self) -> np.ndarray:
+        lengths = [0 if prefix is None else prefix.tokens for prefix in self._prefixes]
+        padding = [0] * (self._memory.prefixes.shape[0] - len(lengths))
+        return np.asarray(lengths + padding, np.int32)
+
+    def _zeros(self, count: int, tokens: int) -> programs.KeysValues:
+        """Return an empty memory of `count` pages, rows or prefixes."""
+        heads = self.config.num_kv_heads
+        head_dim = self.config.head_dim
+        sharding = None
+        if self.mesh is not None:
+            sharding = NamedSharding(self.mesh, PartitionSpec(None, "tensor"))
 
         def layers(*shape: int) -> tuple[Array, ...]:
             return tuple(
@@ -475,40 +599,57 @@ class ContiguousEngine(Engine):
             )
 
         return programs.KeysValues(
-            layers(rows, heads, head_dim, tokens), layers(rows, heads, tokens, head_dim)
+            layers(count, heads, head_dim, tokens), layers(count, heads, tokens, head_dim)
         )
 
-    def _count(self, *program: Any) -> None:
-        self._count_for_rows(*program, self._memory.prefixes.shape)
+    def _count_program(self, *program: Any) -> None:
+        """Note a program whose shapes are those of the prefixes and of the rows."""
+        self._count_row_program(*program, self._memory.prefixes.shape)
 
-    def _count_for_rows(self, *program: Any) -> None:
+    def _count_row_program(self, *program: Any) -> None:
+        """Note a program whose shapes are those of the rows."""
         self._programs.add((*program, self._memory.rows.shape))
 
 
+def _places(
+    slot_caches: Sequence[_SlotCache], *, entries: np.ndarray, size: int
+) -> programs.Places:
+    """Return the places of a call with `size` entries, of which `entries` are used."""
+    places = programs.Places.nowhere(size)
+    places.row[entries] = [slot_cache.row for slot_cache in slot_caches]
+    places.offset[entries] = [slot_cache.offset for slot_cache in slot_caches]
+    places.prefix[entries] = [slot_cache.prefix for slot_cache in slot_caches]
+    return places
+
+
 def _common_beginning(
-    sequences: Sequence[Sequence[tuple[int, int]]], rows: int
-) -> list[tuple[int, int]]:
-    """The longest beginning that so many sequences, and half of those that begin as they do, have
-    in common."""
-    common: list[tuple[int, int]] = []
+    sequences: Sequence[Sequence[PageVersion]], min_rows: int
+) -> list[PageVersion]:
+    """Return the longest beginning that at least `min_rows` sequences have in common, and at least
+    half of those that share all but its last page."""
+    common: list[PageVersion] = []
     while True:
-        counts = collections.Counter(
-            sequence[len(common)] for sequence in sequences if len(sequence) > len(common)
-        )
-        page, count = max(counts.items(), key=lambda item: item[1], default=((0, 0), 0))
-        if count < rows or (2 * count < len(sequences) and common):
+        longer = [sequence for sequence in sequences if len(sequence) > len(common)]
+        counts = collections.Counter(sequence[len(common)] for sequence in longer)
+        if not counts:
             return common
-        sequences = [
-            sequence
-            for sequence in sequences
-            if len(sequence) > len(common) and sequence[len(common)] == page
-        ]
+        page, count = max(counts.items(), key=lambda item: item[1])
+        if count < min_rows:
+            return common
+        if common and 2 * count < len(sequences):
+            return common
+        sequences = [sequence for sequence in longer if sequence[len(common)] == page]
         common.append(page)
 
 
-def _call_tiles(waiting: int, sizes: Sequence[int]) -> int:
-    """Tiles of the next call: all that wait, if they fill most of it, or as many as fill one."""
-    for smaller, size in zip((sizes[0], *sizes), sizes, strict=False):
+def _tiles_in_next_call(waiting: int, sizes: Sequence[int]) -> int:
+    """Return how many tiles to run in the next call.
+
+    This is the smallest size that takes all waiting tiles if they fill three quarters of it,
+    otherwise the next smaller size."""
+    smaller = sizes[0]
+    for size in sizes:
         if waiting <= size:
             return size if 4 * waiting >= 3 * size else smaller
+        smaller = size
     return sizes[-1]

@@ -1,5 +1,7 @@
-"""The memory of the contiguous engine and its programs: one reads prompts into rows, one decodes
-several steps for all rows, the others move what is in memory. The layout stands in `contiguous.py`.
+"""The memory of the contiguous engine and its compiled programs.
+
+`prefill` reads prompts into rows, `decode` generates several tokens for all rows, and the others
+move what is in memory. The layout of the memory stands in `contiguous.py`.
 """
 
 import functools
@@ -21,7 +23,7 @@ NEVER = -1e30  # finite, so that a fully masked row gives numbers and no NaN
 
 
 class KeysValues(NamedTuple):
-    """One array a layer."""
+    """A memory of pages, rows or prefixes: one array a layer."""
 
     keys: tuple[Num[Array, "rows kv_heads head_dim tokens"], ...]
     values: tuple[Num[Array, "rows kv_heads tokens head_dim"], ...]
@@ -33,13 +35,15 @@ class KeysValues(NamedTuple):
 
 
 class Memory(NamedTuple):
+    """All KV cache of an engine."""
+
     pages: KeysValues
     rows: KeysValues
     prefixes: KeysValues  # length 0 where nothing is shared
 
 
 class Places(NamedTuple):
-    """Where the sequences of a call lie: one entry a sequence, or a tile."""
+    """Where the sequences of a call lie: one entry for each sequence, or for each tile."""
 
     row: Int[np.ndarray | Array, " rows"]
     offset: Int[np.ndarray | Array, " rows"]  # tokens before it are in the prefix
@@ -47,9 +51,12 @@ class Places(NamedTuple):
 
     @classmethod
     def nowhere(cls, count: int) -> "Places":
-        """numpy's, to be written."""
-        row, offset = np.zeros((2, count), np.int32)
-        return cls(row, offset, np.full(count, -1, np.int32))
+        """Return places without a prefix, as numpy arrays that may be written."""
+        return cls(
+            row=np.zeros(count, np.int32),
+            offset=np.zeros(count, np.int32),
+            prefix=np.full(count, -1, np.int32),
+        )
 
 
 class Tiles(NamedTuple):
@@ -70,25 +77,28 @@ def prefill(
     tiles: Tiles,
     prefix_lengths: Int[Array, " prefixes"],
 ) -> Memory:
+    """Compute the keys and values of these tiles into their rows."""
     decoder = nnx.merge(graph, weights)
-    keys, values = list(memory.rows.keys), list(memory.rows.values)
+    keys = list(memory.rows.keys)
+    values = list(memory.rows.values)
     width = memory.rows.shape[1]
-    offsets = jnp.arange(tiles.tokens.shape[1])[None, :]
+
+    # Where each token is written. Padding is written out of bounds, that is nowhere.
+    tile_tokens = tiles.tokens.shape[1]
+    offsets = jnp.arange(tile_tokens)[None, :]
     positions = tiles.start[:, None] + offsets
     in_row = positions - tiles.places.offset[:, None]
-    # Padding is written out of bounds, that is nowhere.
     targets = jnp.where(offsets < tiles.length[:, None], in_row, width)
+
     seen = jnp.where(tiles.length > 0, in_row[:, 0] + 1, 0)
-    read = _reader(memory, tiles.places, prefix_lengths, seen, tiles.tokens.shape[1])
+    read = _reader(memory, tiles.places, prefix_lengths, seen=seen, time=tile_tokens)
 
     def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
         row = tiles.places.row[:, None]
-        keys[layer] = (
-            keys[layer].at[row, :, :, targets].set(narrowed(key, keys[layer].dtype), mode="drop")
-        )
-        values[layer] = (
-            values[layer].at[row, :, targets].set(narrowed(value, values[layer].dtype), mode="drop")
-        )
+        new_keys = narrowed(key, keys[layer].dtype)
+        keys[layer] = keys[layer].at[row, :, :, targets].set(new_keys, mode="drop")
+        new_values = narrowed(value, values[layer].dtype)
+        values[layer] = values[layer].at[row, :, targets].set(new_values, mode="drop")
         return read(layer, query, keys[layer], values[layer])
 
     decoder(tiles.tokens, positions, scaled(attend, scales), scan=False)
@@ -111,29 +121,29 @@ def decode(
     steps: int,
     filtered: bool,
 ) -> tuple[Memory, SlotState, Decoded]:
-    """Without kernels of our own the sequences are all rows, in order."""
+    """Generate up to `steps` tokens for every running sequence.
+
+    Without kernels of our own the sequences are all rows, in order."""
     decoder = nnx.merge(graph, weights)
-    width, row = memory.rows.shape[1], places.row
+    width = memory.rows.shape[1]
+    row = places.row
     filters = sampling.Filters(state.top_k, state.top_p, state.min_p) if filtered else None
 
     def step(carry: tuple[KeysValues, SlotState], _: None) -> tuple:
         rows, state = carry
-        keys, values = list(rows.keys), list(rows.values)
+        keys = list(rows.keys)
+        values = list(rows.values)
         running = state.remaining > 0
         in_row = state.position - places.offset
-        write_at = jnp.where(running, in_row, width)  # a slot that does not run writes nowhere
-        read = _reader(
-            memory, places, prefix_lengths, jnp.where(running, in_row + 1, 0), 1, in_order=True
-        )
+        target = jnp.where(running, in_row, width)  # a slot that does not run writes nowhere
+        seen = jnp.where(running, in_row + 1, 0)
+        read = _reader(memory, places, prefix_lengths, seen=seen, time=1, in_order=True)
 
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
-            keys[layer] = (
-                keys[layer]
-                .at[row, :, :, write_at]
-                .set(narrowed(key[:, 0], keys[layer].dtype), mode="drop")
-            )
-            written = narrowed(value[:, 0], values[layer].dtype)
-            values[layer] = values[layer].at[row, :, write_at].set(written, mode="drop")
+            new_key = narrowed(key[:, 0], keys[layer].dtype)
+            keys[layer] = keys[layer].at[row, :, :, target].set(new_key, mode="drop")
+            new_value = narrowed(value[:, 0], values[layer].dtype)
+            values[layer] = values[layer].at[row, :, target].set(new_value, mode="drop")
             return read(layer, query, keys[layer], values[layer])
 
         hidden = decoder(
@@ -149,29 +159,34 @@ def decode(
 def _reader(
     memory: Memory,
     places: Places,
-    lengths: Int[Array, " prefixes"],
+    prefix_lengths: Int[Array, " prefixes"],
+    *,
     seen: Int[Array, " rows"],
     time: int,
-    *,
     in_order: bool = False,
 ) -> Callable[[int, Array, Array, Array], Array]:
-    """`read(layer, query, keys, values)`: attention of rows over a prefix and over what they hold,
-    of which the first query sees `seen` tokens and each of the `time` queries one more. `in_order`:
-    they are all rows, as they lie."""
+    """Return `read(layer, query, keys, values)`, the attention of rows over what they hold and over
+    their prefix.
+
+    The first query of a row sees `seen` tokens of it, and each of the `time` queries one more than
+    the query before. With `in_order` the sequences are all rows, as they lie in memory."""
     prefix = places.prefix
-    shared = jnp.where(prefix < 0, 0, lengths[prefix])
-    of_rows = jnp.stack([places.row, seen, jnp.maximum(prefix, 0), shared], axis=1)
+    prefix_length = jnp.where(prefix < 0, 0, prefix_lengths[prefix])
+    # What our own kernel needs to know of each row.
+    row_table = jnp.stack([places.row, seen, jnp.maximum(prefix, 0), prefix_length], axis=1)
+    # What XLA needs: which tokens each query may read, in its row and in the prefixes.
     readable = jnp.arange(memory.rows.shape[1]) < (seen[:, None] + jnp.arange(time))[:, :, None]
-    count, tokens = memory.prefixes.shape
-    inside = jnp.arange(tokens)[None, :] < lengths[:, None]
-    visible = (prefix[:, None, None] == jnp.arange(count)[None, :, None]) & inside[None]
+    prefix_count, prefix_tokens = memory.prefixes.shape
+    inside = jnp.arange(prefix_tokens)[None, :] < prefix_lengths[:, None]
+    visible = (prefix[:, None, None] == jnp.arange(prefix_count)[None, :, None]) & inside[None]
 
     def read(layer: int, query: Array, keys: Array, values: Array) -> Array:
         prefixes = memory.prefixes.keys[layer], memory.prefixes.values[layer]
         if cpu_calls.can_attend(keys.shape[2], keys.dtype):
-            return cpu_calls.attention(query, keys, values, *prefixes, of_rows)
+            return cpu_calls.attention(query, keys, values, *prefixes, row_table)
         if not in_order:
-            keys, values = keys[places.row], values[places.row]
+            keys = keys[places.row]
+            values = values[places.row]
         return _attention(query, keys, values, readable, *prefixes, visible)
 
     return read
@@ -186,26 +201,33 @@ def _attention(
     prefix_values: Num[Array, "prefixes kv_heads length head_dim"],
     visible: Bool[Array, "rows prefixes length"],
 ) -> Float[Array, "rows time heads head_dim"]:
-    """Softmax attention over a row and, together with it, over the row's prefix. Scores and weights
-    are float32."""
+    """Return softmax attention over each row together with its prefix.
+
+    Scores and weights are float32."""
     rows, time, heads, head_dim = query.shape
-    computed = max(query.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
-    held = (keys, values, prefix_keys, prefix_values)
-    keys, values, prefix_keys, prefix_values = (array.astype(computed) for array in held)
-    kv_heads, width = keys.shape[1], keys.shape[3]
-    queries = heads // kv_heads * time  # of one head of keys
-    grouped = (
-        query.astype(computed).reshape(rows, time, kv_heads, -1, head_dim).transpose(0, 2, 3, 1, 4)
-    )
-    grouped = grouped.reshape(rows, kv_heads, queries, head_dim)
+    compute_dtype = max(query.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
+    keys = keys.astype(compute_dtype)
+    values = values.astype(compute_dtype)
+    prefix_keys = prefix_keys.astype(compute_dtype)
+    prefix_values = prefix_values.astype(compute_dtype)
+    kv_heads = keys.shape[1]
+    width = keys.shape[3]
+
+    # Put together the queries that read one head of keys.
+    queries = heads // kv_heads * time
+    grouped = query.astype(compute_dtype).reshape(rows, time, kv_heads, -1, head_dim)
+    grouped = grouped.transpose(0, 2, 3, 1, 4).reshape(rows, kv_heads, queries, head_dim)
+
+    # Scores of the row.
     scores = _product("rkqd,rkdw->rkqw", grouped, keys)
     by_time = (scores * head_dim**-0.5).reshape(rows, kv_heads, -1, time, width)
     scores = jnp.where(readable[:, None, None], by_time, NEVER).reshape(scores.shape)
     peak = jnp.max(scores, axis=-1, keepdims=True)
+
+    # Scores of the prefixes, in one product for all rows: [kv_heads, rows x queries, head_dim] with
+    # [kv_heads, head_dim, prefixes x length].
     length = prefix_keys.shape[0] * prefix_keys.shape[3]
     if length:
-        # One product for all rows: [kv_heads, rows x queries, head_dim] with [kv_heads, head_dim,
-        # prefixes x length].
         together = grouped.transpose(1, 0, 2, 3).reshape(kv_heads, rows * queries, head_dim)
         flat_keys = prefix_keys.transpose(1, 2, 0, 3).reshape(kv_heads, head_dim, length)
         flat_values = prefix_values.transpose(1, 0, 2, 3).reshape(kv_heads, length, head_dim)
@@ -213,6 +235,8 @@ def _attention(
         prefix_scores = prefix_scores.reshape(kv_heads, rows, queries, length).transpose(1, 0, 2, 3)
         prefix_scores = jnp.where(visible.reshape(rows, 1, 1, length), prefix_scores, NEVER)
         peak = jnp.maximum(peak, jnp.max(prefix_scores, axis=-1, keepdims=True))
+
+    # Softmax over both, without a division before the end.
     weights = jnp.exp(scores - peak)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     mixed = _product("rkqw,rkwd->rkqd", weights.astype(values.dtype), values)
@@ -222,9 +246,8 @@ def _attention(
         flat_weights = prefix_weights.astype(values.dtype).transpose(1, 0, 2, 3)
         flat_weights = flat_weights.reshape(kv_heads, rows * queries, length)
         prefix_mixed = _product("kqs,ksd->kqd", flat_weights, flat_values)
-        mixed = mixed + prefix_mixed.reshape(kv_heads, rows, queries, head_dim).transpose(
-            1, 0, 2, 3
-        )
+        prefix_mixed = prefix_mixed.reshape(kv_heads, rows, queries, head_dim)
+        mixed = mixed + prefix_mixed.transpose(1, 0, 2, 3)
     mixed = (mixed / total).astype(query.dtype)
     mixed = mixed.reshape(rows, kv_heads, -1, time, head_dim).transpose(0, 3, 1, 2, 4)
     return mixed.reshape(rows, time, heads, head_dim)
@@ -242,93 +265,116 @@ def copy_pages(
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
-def load_pages(rows: KeysValues, held: KeysValues, *moves: Int[Array, " moves"]) -> KeysValues:
-    """`moves`: rows, which of their pages, and pages."""
-    places, indices, pages = moves
+def load_pages(
+    rows: KeysValues,
+    pages: KeysValues,
+    row_indices: Int[Array, " moves"],
+    page_slots: Int[Array, " moves"],
+    page_indices: Int[Array, " moves"],
+) -> KeysValues:
+    """Copy pages into rows. A row is cut into places for pages, which `page_slots` count."""
 
-    def load(axis: int, rows: Array, layer: Array) -> Array:
-        paged, index = _paged(rows, axis, layer.shape[axis], places, indices)
-        return paged.at[index].set(layer[pages]).reshape(rows.shape)
+    def load(token_axis: int, rows: Array, pages: Array) -> Array:
+        paged = _cut_into_pages(rows, token_axis, pages.shape[token_axis])
+        target = _page_index(token_axis, row_indices, page_slots)
+        return paged.at[target].set(pages[page_indices]).reshape(rows.shape)
 
-    return _both(load, rows, held)
+    return _map_layers(load, rows, pages)
 
 
-@functools.partial(jax.jit, donate_argnames=("held",))
-def store_pages(held: KeysValues, rows: KeysValues, *moves: Int[Array, " moves"]) -> KeysValues:
-    places, indices, pages = moves
+@functools.partial(jax.jit, donate_argnames=("pages",))
+def store_pages(
+    pages: KeysValues,
+    rows: KeysValues,
+    row_indices: Int[Array, " moves"],
+    page_slots: Int[Array, " moves"],
+    page_indices: Int[Array, " moves"],
+) -> KeysValues:
+    """Copy parts of rows into pages, the reverse of `load_pages`."""
 
-    def store(axis: int, layer: Array, rows: Array) -> Array:
-        paged, index = _paged(rows, axis, layer.shape[axis], places, indices)
-        return layer.at[pages].set(paged[index])
+    def store(token_axis: int, pages: Array, rows: Array) -> Array:
+        paged = _cut_into_pages(rows, token_axis, pages.shape[token_axis])
+        source = _page_index(token_axis, row_indices, page_slots)
+        return pages.at[page_indices].set(paged[source])
 
-    return _both(store, held, rows)
+    return _map_layers(store, pages, rows)
 
 
 @functools.partial(jax.jit, static_argnames=("shape",))
 def store_prefix(
     prefixes: KeysValues,
-    held: KeysValues,
-    place: Int[Array, ""],
-    pages: Int[Array, " pages"],
+    pages: KeysValues,
+    prefix_index: Int[Array, ""],
+    page_indices: Int[Array, " pages"],
     shape: tuple[int, int],
 ) -> KeysValues:
-    """`prefixes` in this shape, with what the pages hold at a place."""
+    """Return `prefixes` resized to this shape, with one of them copied from its pages."""
 
-    def hold(axis: int, prefixes: Array, layer: Array) -> Array:
-        found = jnp.moveaxis(layer[pages], 0, axis - 1)  # the pages beside the tokens of each
-        found = found.reshape(1, *found.shape[: axis - 1], -1, *found.shape[axis + 1 :])
-        return jax.lax.dynamic_update_slice(prefixes, found, (place, 0, 0, 0))
+    def store(token_axis: int, prefixes: Array, pages: Array) -> Array:
+        # Move the axis of the pages before that of their tokens, and join the two.
+        prefix = jnp.moveaxis(pages[page_indices], 0, token_axis - 1)
+        before = prefix.shape[: token_axis - 1]
+        after = prefix.shape[token_axis + 1 :]
+        prefix = prefix.reshape(1, *before, -1, *after)
+        return jax.lax.dynamic_update_slice(prefixes, prefix, (prefix_index, 0, 0, 0))
 
-    return _both(hold, resized(prefixes, *shape), held)
+    return _map_layers(store, resized(prefixes, *shape), pages)
 
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
-def shift_row(rows: KeysValues, place: Int[Array, ""], tokens: Int[Array, ""]) -> KeysValues:
-    def shift(axis: int, rows: Array) -> Array:
-        return rows.at[place].set(jnp.roll(rows[place], -tokens, axis=axis - 1))
+def shift_row(rows: KeysValues, row_index: Int[Array, ""], tokens: Int[Array, ""]) -> KeysValues:
+    """Move what a row holds to its front by so many tokens."""
 
-    return _both(shift, rows)
+    def shift(token_axis: int, rows: Array) -> Array:
+        shifted = jnp.roll(rows[row_index], -tokens, axis=token_axis - 1)
+        return rows.at[row_index].set(shifted)
+
+    return _map_layers(shift, rows)
 
 
-@functools.partial(jax.jit, donate_argnames=("held",))
-def clear(held: KeysValues, places: Int[Array, " places"]) -> KeysValues:
-    """Empties rows, or pages."""
-    return jax.tree.map(lambda layer: layer.at[places].set(0, mode="drop"), held)
+@functools.partial(jax.jit, donate_argnames=("memory",))
+def clear(memory: KeysValues, indices: Int[Array, " indices"]) -> KeysValues:
+    """Set rows, or pages, to zero. An index beyond the last one changes nothing."""
+    return jax.tree.map(lambda layer: layer.at[indices].set(0, mode="drop"), memory)
 
 
 @jax.jit
-def select_rows(rows: KeysValues, places: Int[Array, " rows"]) -> KeysValues:
-    return jax.tree.map(lambda layer: layer[places], rows)
+def select_rows(rows: KeysValues, row_indices: Int[Array, " rows"]) -> KeysValues:
+    return jax.tree.map(lambda layer: layer[row_indices], rows)
 
 
 @functools.partial(jax.jit, static_argnames=("count", "tokens"))
 def resized(rows: KeysValues, count: int, tokens: int) -> KeysValues:
-    """Cut, or filled up with zeros."""
+    """Return `count` rows of `tokens` tokens, cut off or filled up with zeros."""
 
-    def resize(axis: int, layer: Array) -> Array:
-        ends = [(0, 0, 0)] * 4
-        ends[0], ends[axis] = (0, count - layer.shape[0], 0), (0, tokens - layer.shape[axis], 0)
-        return jax.lax.pad(layer, jnp.zeros((), layer.dtype), ends)
+    def resize(token_axis: int, layer: Array) -> Array:
+        padding = [(0, 0, 0)] * 4  # (before, after, between) of each axis
+        padding[0] = (0, count - layer.shape[0], 0)
+        padding[token_axis] = (0, tokens - layer.shape[token_axis], 0)
+        return jax.lax.pad(layer, jnp.zeros((), layer.dtype), padding)
 
-    return _both(resize, rows)
+    return _map_layers(resize, rows)
 
 
-def _both(function: Callable[..., Array], *memories: KeysValues) -> KeysValues:
-    """`function(axis of the tokens, layer of each memory)` for the keys and for the values of every
+def _map_layers(function: Callable[..., Array], *memories: KeysValues) -> KeysValues:
+    """Return `function(token_axis, layer of each memory)` for the keys and for the values of every
     layer."""
-    keys = (
-        function(3, *layers) for layers in zip(*(memory.keys for memory in memories), strict=True)
-    )
-    values = (
-        function(2, *layers) for layers in zip(*(memory.values for memory in memories), strict=True)
-    )
+    keys = []
+    for layers in zip(*(memory.keys for memory in memories), strict=True):
+        keys.append(function(3, *layers))
+    values = []
+    for layers in zip(*(memory.values for memory in memories), strict=True):
+        values.append(function(2, *layers))
     return KeysValues(tuple(keys), tuple(values))
 
 
-def _paged(
-    rows: Array, axis: int, page_tokens: int, places: Array, indices: Array
-) -> tuple[Array, tuple]:
-    """The tokens of rows as pages of tokens, and where the pages `indices` of the rows `places` are
-    in it."""
-    paged = rows.reshape(*rows.shape[:axis], -1, page_tokens, *rows.shape[axis + 1 :])
-    return paged, (places, *[slice(None)] * (axis - 1), indices)
+def _cut_into_pages(rows: Array, token_axis: int, page_tokens: int) -> Array:
+    """Return the rows with the axis of their tokens split in two: pages and tokens of a page."""
+    before = rows.shape[:token_axis]
+    after = rows.shape[token_axis + 1 :]
+    return rows.reshape(*before, -1, page_tokens, *after)
+
+
+def _page_index(token_axis: int, row_indices: Array, page_slots: Array) -> tuple:
+    """Return the index of these pages of these rows in the result of `_cut_into_pages`."""
+    return (row_indices, *[slice(None)] * (token_axis - 1), page_slots)

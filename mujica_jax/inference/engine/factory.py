@@ -1,4 +1,4 @@
-"""The engine for this machine, with as much KV memory as it needs and the machine has."""
+"""Make the engine for this machine, with as much KV memory as it needs and the machine has."""
 
 from collections.abc import Sequence
 
@@ -18,10 +18,11 @@ from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.runtime.host_memory import available_bytes
 
-DEVICE_SHARE = 0.9  # of the accelerator memory that is free: the rest is for a step's temporaries
+# Shares of the free memory that the KV cache may take. The rest is for a step's temporaries.
+DEVICE_SHARE = 0.9
 HOST_SHARE = 0.5
 CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
-# what a user lowers for a model's context
+# What a user lowers for a model's context.
 CONTEXT_SETTING = "agent.max_trajectory_tokens (of serve: --max-tokens)"
 
 
@@ -33,18 +34,23 @@ def make_engine(
     stop_token_ids: Sequence[int],
     reserved_bytes: int = 0,
 ) -> Engine:
-    """An engine for requests of up to `positions` tokens, on this platform and over `engine.tensor`
-    devices. Where `engine.cache_gigabytes` does not say what its memory may take, `reserved_bytes`
-    of each device stay free for what is still to come."""
+    """Return an engine for requests of up to `positions` tokens, on this platform and over
+    `engine.tensor` devices.
+
+    `engine.cache_gigabytes` is the size of its KV cache. Without it the cache takes free memory,
+    and leaves `reserved_bytes` of each device for what the program will allocate later."""
     check_context(decoder.config, positions)
-    kind = RaggedEngine if jax.default_backend() == "tpu" else ContiguousEngine
     dtype = _cache_dtype(decoder.dtype, engine)
-    return kind(
+    num_pages = _num_pages(
+        decoder.config, engine, positions=positions, dtype=dtype, reserved_bytes=reserved_bytes
+    )
+    engine_class = RaggedEngine if jax.default_backend() == "tpu" else ContiguousEngine
+    return engine_class(
         decoder,
         slots=engine.slots,
         positions=positions,
         page_tokens=engine.page_tokens,
-        num_pages=_num_pages(decoder.config, engine, positions, dtype, reserved_bytes),
+        num_pages=num_pages,
         prefill_tokens=engine.prefill_tokens,
         decode_steps=engine.decode_steps_per_call,
         stop_token_ids=stop_token_ids,
@@ -56,16 +62,16 @@ def make_engine(
 def check_engine(
     model: DecoderConfig, engine: EngineConfig, *, positions: int, dtype: DTypeLike
 ) -> None:
-    """What `make_engine` would refuse of a model that computes in `dtype`, before there is one.
-    Raises UserError."""
+    """Check that `make_engine` would take a model that computes in `dtype`. Raises UserError."""
     check_context(model, positions)
-    mesh, kept = engine_mesh(engine), _cache_dtype(dtype, engine)
+    mesh = engine_mesh(engine)
+    cache_dtype = _cache_dtype(dtype, engine)
     if mesh is not None:
         check_heads(model, mesh)
         shardings_of(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))), mesh)
     if jax.default_backend() == "tpu":
-        check_tiles(model, engine.tensor, kept)
-    _num_pages(model, engine, positions, kept, reserved=0)
+        check_tiles(model, engine.tensor, cache_dtype)
+    _num_pages(model, engine, positions=positions, dtype=cache_dtype, reserved_bytes=0)
 
 
 def check_context(model: DecoderConfig, positions: int, *, setting: str = CONTEXT_SETTING) -> None:
@@ -81,7 +87,9 @@ def check_context(model: DecoderConfig, positions: int, *, setting: str = CONTEX
 
 
 def engine_mesh(engine: EngineConfig) -> Mesh | None:
-    """Every host has an engine of its own, over devices of its own."""
+    """Return the mesh of this host's engine, None for a single device.
+
+    Every host has an engine of its own, over devices of its own. Raises UserError."""
     devices = jax.local_devices()
     if engine.tensor > len(devices):
         raise UserError(
@@ -92,37 +100,51 @@ def engine_mesh(engine: EngineConfig) -> Mesh | None:
 
 
 def _num_pages(
-    model: DecoderConfig, engine: EngineConfig, positions: int, dtype: DTypeLike, reserved: int
+    model: DecoderConfig,
+    engine: EngineConfig,
+    *,
+    positions: int,
+    dtype: DTypeLike,
+    reserved_bytes: int,
 ) -> int:
-    """Pages for all slots at full length, or as many as fit."""
+    """Return how many pages there are: for all slots at full length, or as many as fit.
+
+    Raises UserError if there is no room for one request."""
     lanes = LANES if jax.default_backend() == "tpu" else 1
-    size = page_bytes(model, engine.page_tokens, dtype, lanes) // engine.tensor  # on each device
-    one = -(-positions // engine.page_tokens)
+    page_size = page_bytes(model, engine.page_tokens, dtype, lanes) // engine.tensor  # per device
+    pages_per_request = -(-positions // engine.page_tokens)
+    pages_for_all_slots = engine.slots * pages_per_request
     if engine.cache_gigabytes:
-        memory, whose = engine.cache_gigabytes * 1e9, "engine.cache_gigabytes allows"
+        memory = engine.cache_gigabytes * 1e9
+        source = "engine.cache_gigabytes allows"
     else:
-        memory, whose = _free_bytes() - reserved, "are free"
+        memory = _free_bytes() - reserved_bytes
+        source = "are free"
         if jax.default_backend() != "tpu":
-            memory -= engine.slots * one * size  # the rows of running requests, beside the pages
-    count = min(int(memory) // size, engine.slots * one)
-    if count < one:
+            # The rows of running requests lie beside the pages.
+            memory -= pages_for_all_slots * page_size
+    num_pages = min(int(memory) // page_size, pages_for_all_slots)
+    if num_pages < pages_per_request:
         raise UserError(
-            f"one request of {positions} tokens needs {one * size / 1e9:.3g} GB of KV memory and "
-            f"{memory / 1e9:.3g} GB {whose}: lower agent.max_trajectory_tokens or engine.slots, or "
-            "give it more memory"
+            f"one request of {positions} tokens needs {pages_per_request * page_size / 1e9:.3g} GB "
+            f"of KV memory and {memory / 1e9:.3g} GB {source}: lower agent.max_trajectory_tokens "
+            "or engine.slots, or give it more memory"
         )
-    return count
+    return num_pages
 
 
 def _cache_dtype(compute: DTypeLike, engine: EngineConfig) -> DTypeLike:
-    """Of keys and values. On a CPU float32 in place of bfloat16: to write one bfloat16 XLA copies
-    all of them there."""
+    """Return the type of keys and values in the KV cache.
+
+    On a CPU it is float32 in place of bfloat16, because XLA copies all keys there to write one
+    bfloat16."""
     if engine.cache_dtype != "compute":
         return CACHE_DTYPES[engine.cache_dtype]
     return jnp.float32 if jax.default_backend() == "cpu" else compute
 
 
 def _free_bytes() -> float:
+    """Return how much memory of a device, or of the host, the KV cache may take."""
     statistics = jax.local_devices()[0].memory_stats()
     if not statistics or "bytes_limit" not in statistics:
         return HOST_SHARE * available_bytes()

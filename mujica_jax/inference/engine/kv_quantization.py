@@ -1,8 +1,10 @@
-"""Keys and values in int8: every channel of every head has a scale of its own, found once for each
-policy.
+"""Keys and values in int8: every channel of every head has a scale of its own, computed once for
+each policy.
 
-    kept = round(x / scale)        scale = MARGIN * max |x| / 127, over the keys, or values, of one channel
-    query . key = (query * scale of the keys) . kept        mixed values = (weights . kept) * scale of the values
+    stored = round(x / scale)
+    scale = MARGIN * max |x| / 127, over the keys, or values, of one channel
+    query . key = (query * scale of the keys) . stored
+    mixed values = (weights . stored) * scale of the values
 
 So attention itself computes as ever, on any platform. Rotary angles turn channel i and i + head_dim
 / 2 into each other as positions grow: the two share a scale. The maxima are taken over random
@@ -22,9 +24,11 @@ from jaxtyping import Array, Float
 
 from mujica_jax.models.attention import causal_self_attention
 
-# how much further than the maxima numbers may go before they are clipped: a third of a bit
+# How much further than the maxima numbers may go before they are clipped: a third of a bit.
 MARGIN = 1.25
-SEQUENCES, TIME = 8, 128  # of the random tokens: 1,024 keys a channel
+# The random tokens: 1,024 keys for each channel.
+SEQUENCES = 8
+TIME = 128
 MIN_SCALE = 1e-6  # of a channel that is always zero
 LEVELS = 127
 
@@ -36,7 +40,7 @@ class KVScales(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("graph",))
 def calibrate_scales(graph: nnx.GraphDef, weights: nnx.State) -> KVScales:
-    """Scales for the decoder with these weights."""
+    """Return the scales for the decoder with these weights."""
     decoder = nnx.merge(graph, weights)
     shape = decoder.config.num_layers, decoder.config.num_kv_heads, decoder.config.head_dim
     tokens = jax.random.randint(jax.random.key(0), (SEQUENCES, TIME), 0, decoder.config.vocab_size)
@@ -44,35 +48,37 @@ def calibrate_scales(graph: nnx.GraphDef, weights: nnx.State) -> KVScales:
     attention = causal_self_attention(jnp.ones_like(tokens))
 
     def attend(
-        layer: Array, query: Array, key: Array, value: Array, seen: KVScales
+        layer: Array, query: Array, key: Array, value: Array, maxima: KVScales
     ) -> tuple[Array, KVScales]:
-        # Of two channels that are rotated into each other, as far as a rotation may take either.
+        # Two channels that are rotated into each other: as far as a rotation may take either.
         pairs = jnp.hypot(*jnp.split(key.astype(jnp.float32), 2, axis=-1))
         keys = jnp.tile(jnp.max(pairs, axis=(0, 1)), 2)
         values = jnp.max(jnp.abs(value.astype(jnp.float32)), axis=(0, 1))
-        seen = KVScales(seen.keys.at[layer].set(keys), seen.values.at[layer].set(values))
-        return attention(layer, query, key, value), seen
+        maxima = KVScales(maxima.keys.at[layer].set(keys), maxima.values.at[layer].set(values))
+        return attention(layer, query, key, value), maxima
 
-    nothing = KVScales(jnp.zeros(shape), jnp.zeros(shape))
-    largest = decoder.with_memory(tokens, positions, attend, nothing)[1]
-    return jax.tree.map(lambda one: jnp.maximum(MARGIN / LEVELS * one, MIN_SCALE), largest)
+    zeros = KVScales(jnp.zeros(shape), jnp.zeros(shape))
+    _, maxima = decoder.with_memory(tokens, positions, attend, zeros)
+    return jax.tree.map(lambda maximum: jnp.maximum(MARGIN / LEVELS * maximum, MIN_SCALE), maxima)
 
 
 def scaled(attend: Callable[..., Any], scales: KVScales | None) -> Callable[..., Any]:
-    """`attend(layer, query, key, value, *memory)` with keys and values divided by their scales, and
-    what it mixes multiplied again.
+    """Return `attend(layer, query, key, value, *memory)` for stored keys and values.
 
-    The result is an array, or a tuple that begins with it. Without scales nothing is done."""
+    Keys and values are divided by their scales, and the mixed values multiplied again. `attend`
+    returns the mixed values, or a tuple that begins with them. Without scales it is returned as it
+    is."""
     if scales is None:
         return attend
 
     def with_scales(layer: Any, query: Array, key: Array, value: Array, *memory: Any) -> Any:
-        of_keys, of_values = scales.keys[layer], scales.values[layer]
+        key_scales = scales.keys[layer]
+        value_scales = scales.values[layer]
         queries = query.shape[-2] // key.shape[-2]  # heads of queries that read one head of keys
-        query = (query * jnp.repeat(of_keys, queries, axis=0)).astype(query.dtype)
-        found = attend(layer, query, key / of_keys, value / of_values, *memory)
-        mixed, *rest = found if isinstance(found, tuple) else (found,)
-        mixed = (mixed * jnp.repeat(of_values, queries, axis=0)).astype(query.dtype)
+        query = (query * jnp.repeat(key_scales, queries, axis=0)).astype(query.dtype)
+        result = attend(layer, query, key / key_scales, value / value_scales, *memory)
+        mixed, *rest = result if isinstance(result, tuple) else (result,)
+        mixed = (mixed * jnp.repeat(value_scales, queries, axis=0)).astype(query.dtype)
         return (mixed, *rest) if rest else mixed
 
     return with_scales

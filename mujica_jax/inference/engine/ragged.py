@@ -33,12 +33,14 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 
 MIN_PREFILL_TOKENS = 256
-# Of the kernel: tokens of keys read at once, and queries a block when prompts are read. A decode
-# step has one query a sequence.
-BLOCK_KEY_TOKENS, BLOCK_QUERIES, BLOCK_DECODE_QUERIES = 512, 128, 32
+
+# Block sizes of the kernel.
+BLOCK_KEY_TOKENS = 512  # tokens whose keys are read at once
+BLOCK_QUERIES = 128  # of prefill
+BLOCK_DECODE_QUERIES = 32  # of decode, where a sequence has one query
 VMEM_BYTES = 64 << 20
-# of a head, or a multiple: the kernel takes smaller ones filled up with zeros, which change no
-# product
+# The kernel takes heads of a multiple of this size. Smaller ones are filled up with zeros, which
+# change no product.
 LANES = 128
 PAGES_SPEC = PartitionSpec(None, None, "tensor", None)
 
@@ -49,16 +51,15 @@ class Sequences(NamedTuple):
     """The sequences of one call, as the kernel wants them: their queries stand one after the
     other."""
 
-    lengths: Int[np.ndarray | Array, " sequences"]  # tokens of each, the new ones included
-    tables: Int[np.ndarray | Array, "sequences pages"]
-    query_ends: Int[
-        np.ndarray | Array, " sequences_plus_one"
-    ]  # 0, and where each sequence's queries end
-    count: Int[np.ndarray | Array, " one"]
+    lengths: Int[np.ndarray | Array, " sequences"]  # in tokens, the new ones included
+    tables: Int[np.ndarray | Array, "sequences pages"]  # block tables
+    # 0, and then where each sequence's queries end.
+    query_ends: Int[np.ndarray | Array, " sequences_plus_one"]
+    count: Int[np.ndarray | Array, " one"]  # of sequences that are used
 
 
 class Layout(NamedTuple):
-    """What a program is compiled for, beside shapes."""
+    """What a program is compiled for, besides the shapes of its arguments."""
 
     num_pages: int
     page_tokens: int
@@ -66,14 +67,13 @@ class Layout(NamedTuple):
 
 
 def check_tiles(config: DecoderConfig, tensor: int, dtype: DTypeLike) -> None:
-    """The kernel reads the heads of a device in whole words of 32 bits, and 1, 2, 4 or a multiple
-    of 8 of those."""
-    heads, in_a_word = (
-        2 * config.num_kv_heads // tensor,
-        4 // jnp.dtype(dtype).itemsize,
-    )  # keys and values
-    words = heads // in_a_word
-    if heads % in_a_word or (words % 8 and words not in (1, 2, 4)):
+    """Check that the kernel can read the heads of a device. Raises UserError.
+
+    It reads whole words of 32 bits, and 1, 2, 4 or a multiple of 8 of those."""
+    heads = 2 * config.num_kv_heads // tensor  # of keys and of values
+    heads_per_word = 4 // jnp.dtype(dtype).itemsize
+    words = heads // heads_per_word
+    if heads % heads_per_word or (words % 8 and words not in (1, 2, 4)):
         raise UserError(
             f"{config.num_kv_heads} key and value heads over engine.tensor {tensor} are "
             f"{heads // 2} a device, and the TPU kernel cannot read so many of "
@@ -92,9 +92,9 @@ class RaggedEngine(Engine):
 
     def reset_cache(self) -> None:
         self._tables[:] = 0
-        if (
-            self._pages.is_deleted()
-        ):  # a call that took them over failed; else there is room for them once
+        # A call that failed may have taken the pages over. Otherwise they stay: there is no room
+        # for a second copy.
+        if self._pages.is_deleted():
             self._pages = self._empty_pages()
 
     def choose_slot(self, free: Sequence[int], pages: Sequence[int], cached_tokens: int) -> int:
@@ -111,58 +111,67 @@ class RaggedEngine(Engine):
         rows = [row for row in rows if len(row.tokens)]
         if not rows:
             return
-        most = max(self.prefill_tokens, MIN_PREFILL_TOKENS)
-        size = base.bucket(sum(len(row.tokens) for row in rows), MIN_PREFILL_TOKENS, most)
-        tokens, positions = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        targets = np.full(
-            size, self.num_pages * self.page_tokens, np.int32
-        )  # padding is written nowhere
-        ends, lengths = np.zeros(self.slots + 1, np.int32), np.zeros(self.slots, np.int32)
+
+        # The arrays of the call: the tokens of all rows one after the other, filled up to `size`.
+        new_tokens = sum(len(row.tokens) for row in rows)
+        largest = max(self.prefill_tokens, MIN_PREFILL_TOKENS)
+        size = base.bucket(new_tokens, MIN_PREFILL_TOKENS, largest)
+        tokens = np.zeros(size, np.int32)
+        positions = np.zeros(size, np.int32)
+        out_of_bounds = self.num_pages * self.page_tokens  # padding is written nowhere
+        targets = np.full(size, out_of_bounds, np.int32)
+        query_ends = np.zeros(self.slots + 1, np.int32)
+        lengths = np.zeros(self.slots, np.int32)
         tables = np.zeros_like(self._tables)
+
         end = 0
         for index, row in enumerate(rows):
-            place = slice(end, end + len(row.tokens))
-            tokens[place] = row.tokens
-            positions[place] = np.arange(row.start, row.start + len(row.tokens))
+            span = slice(end, end + len(row.tokens))
+            tokens[span] = row.tokens
+            positions[span] = np.arange(row.start, row.start + len(row.tokens))
             table = self._tables[row.slot]
-            page, offset = np.divmod(positions[place], self.page_tokens)
-            targets[place] = table[page] * self.page_tokens + offset
-            end = place.stop
-            ends[index + 1 :], lengths[index], tables[index] = (
-                end,
-                row.start + len(row.tokens),
-                table,
-            )
+            page, offset = np.divmod(positions[span], self.page_tokens)
+            targets[span] = table[page] * self.page_tokens + offset
+            end = span.stop
+            query_ends[index + 1 :] = end
+            lengths[index] = row.start + len(row.tokens)
+            tables[index] = table
+
         self._programs.add(("prefill", size))
-        sequences = Sequences(lengths, tables, ends, np.asarray([len(rows)], np.int32))
-        policy = self._graph, self._weights, self._scales
+        sequences = Sequences(lengths, tables, query_ends, np.asarray([len(rows)], np.int32))
         with self._over_mesh():
             self._pages = _prefill(
-                *policy, self._pages, tokens, positions, targets, sequences, layout=self._layout
+                self._graph,
+                self._weights,
+                self._scales,
+                self._pages,
+                tokens,
+                positions,
+                targets,
+                sequences,
+                layout=self._layout,
             )
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
-        static = {
-            "layout": self._layout,
-            "steps": self.decode_steps,
-            "filtered": base.filtered(state),
-        }
-        self._programs.add(("decode", static["filtered"]))
-        given = (
-            self._graph,
-            self._weights,
-            self._scales,
-            self._pages,
-            state,
-            self._tables,
-            self._stops,
-        )
+        filtered = base.filtered(state)
+        self._programs.add(("decode", filtered))
         with self._over_mesh():
-            self._pages, state, decoded = _decode(*given, **static)
+            self._pages, state, decoded = _decode(
+                self._graph,
+                self._weights,
+                self._scales,
+                self._pages,
+                state,
+                self._tables,
+                self._stops,
+                layout=self._layout,
+                steps=self.decode_steps,
+                filtered=filtered,
+            )
         return jax.tree.map(np.array, (state, decoded))
 
     def flush(self, rows: Sequence[FlushRow]) -> None:
-        """What is computed lies in its pages already."""
+        """Do nothing: what is computed lies in its pages already."""
 
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         self._tables[slot] = 0
@@ -170,11 +179,14 @@ class RaggedEngine(Engine):
             self._pages = _clear(self._pages, pages, num_pages=self.num_pages)
 
     def _empty_pages(self) -> Array:
-        sharding = self.mesh and NamedSharding(self.mesh, PAGES_SPEC)
+        sharding = None
+        if self.mesh is not None:
+            sharding = NamedSharding(self.mesh, PAGES_SPEC)
         return jnp.zeros(pages_shape(self.config, self._layout), self._dtype, device=sharding)
 
 
 def pages_shape(config: DecoderConfig, layout: Layout) -> tuple[int, int, int, int]:
+    """Return [layers x num_pages, page_tokens, 2 x kv_heads, head_dim]."""
     head_dim = -(-config.head_dim // LANES) * LANES
     return (
         config.num_layers * layout.num_pages,
@@ -188,13 +200,14 @@ def pages_shape(config: DecoderConfig, layout: Layout) -> tuple[int, int, int, i
 def _copy(
     pages: Pages, sources: Int[Array, " moves"], targets: Int[Array, " moves"], *, num_pages: int
 ) -> Pages:
-    every = jnp.arange(0, pages.shape[0], num_pages)[:, None]  # where each layer's pages begin
-    return pages.at[every + targets].set(pages[every + sources])
+    first_pages = jnp.arange(0, pages.shape[0], num_pages)[:, None]  # of each layer
+    return pages.at[first_pages + targets].set(pages[first_pages + sources])
 
 
 @functools.partial(jax.jit, static_argnames=("num_pages",), donate_argnames=("pages",))
 def _clear(pages: Pages, broken: Int[Array, " pages"], *, num_pages: int) -> Pages:
-    return pages.at[jnp.arange(0, pages.shape[0], num_pages)[:, None] + broken].set(0)
+    first_pages = jnp.arange(0, pages.shape[0], num_pages)[:, None]  # of each layer
+    return pages.at[first_pages + broken].set(0)
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "layout"), donate_argnames=("pages",))
@@ -210,6 +223,7 @@ def _prefill(
     *,
     layout: Layout,
 ) -> Pages:
+    """Compute the keys and values of these tokens into their pages, at `targets`."""
     decoder = nnx.merge(graph, weights)
     attend = scaled(_attend(layout, targets, sequences, BLOCK_QUERIES), scales)
     return decoder.with_memory(tokens[None], positions[None], attend, pages)[1]
@@ -231,20 +245,24 @@ def _decode(
     steps: int,
     filtered: bool,
 ) -> tuple[Pages, SlotState, Decoded]:
+    """Generate up to `steps` tokens for every running slot."""
     decoder = nnx.merge(graph, weights)
     filters = sampling.Filters(state.top_k, state.top_p, state.min_p) if filtered else None
-    slots, size = state.token.shape[0], layout.page_tokens
-    every = jnp.arange(slots + 1, dtype=jnp.int32)
+    slots = state.token.shape[0]
+    page_tokens = layout.page_tokens
+    out_of_bounds = layout.num_pages * page_tokens
+    query_ends = jnp.arange(slots + 1, dtype=jnp.int32)  # one query for each slot
 
     def step(carry: tuple[Array, SlotState], _: None) -> tuple:
         pages, state = carry
         running = state.remaining > 0
-        page = jnp.take_along_axis(tables, (state.position // size)[:, None], axis=1)[:, 0]
-        targets = jnp.where(running, page * size + state.position % size, layout.num_pages * size)
-        lengths = jnp.where(
-            running, state.position + 1, 1
-        )  # an idle slot reads one token, and nobody reads its result
-        sequences = Sequences(lengths, tables, every, jnp.full(1, slots, jnp.int32))
+        page_index = (state.position // page_tokens)[:, None]
+        page = jnp.take_along_axis(tables, page_index, axis=1)[:, 0]
+        target = page * page_tokens + state.position % page_tokens
+        # An idle slot writes nowhere, reads one token, and its result is not used.
+        targets = jnp.where(running, target, out_of_bounds)
+        lengths = jnp.where(running, state.position + 1, 1)
+        sequences = Sequences(lengths, tables, query_ends, jnp.full(1, slots, jnp.int32))
         attend = scaled(_attend(layout, targets, sequences, BLOCK_DECODE_QUERIES), scales)
         hidden, pages = decoder.with_memory(state.token[None], state.position[None], attend, pages)
         state, decoded = base.advance(decoder.logits(hidden[0]), state, stops, filters)
@@ -254,14 +272,43 @@ def _decode(
     return pages, state, decoded
 
 
+def _write(
+    layout: Layout, layer: Array, pages: Array, *, key: Array, value: Array, targets: Array
+) -> Array:
+    """Return the pages with new keys and values, [tokens, kv_heads, head_dim], in one layer.
+
+    `targets` are their places in that layer. What is beyond its last page is written nowhere."""
+    page_head_dim = pages.shape[3]
+    keys_values = jnp.stack(
+        [_pad_heads(key, page_head_dim), _pad_heads(value, page_head_dim)], axis=2
+    )
+    keys_values = keys_values.reshape(key.shape[0], -1, page_head_dim)
+
+    # The places in all layers together.
+    flat = pages.reshape(-1, *pages.shape[2:])
+    layer_tokens = layout.num_pages * layout.page_tokens
+    is_in_bounds = targets < layer_tokens
+    flat_targets = jnp.where(is_in_bounds, layer * layer_tokens + targets, flat.shape[0])
+    keys_values = base.narrowed(keys_values, pages.dtype)
+    return flat.at[flat_targets].set(keys_values, mode="drop").reshape(pages.shape)
+
+
+def _pad_heads(array: Array, head_dim: int) -> Array:
+    """Fill heads up to `head_dim` with zeros."""
+    return jnp.pad(array, ((0, 0), (0, 0), (0, head_dim - array.shape[2])))
+
+
 def _attend(
     layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences, block_queries: int
 ) -> Callable:
-    """attend(layer, query, key, value, pages) -> (mixed values, pages with the new keys and
-    values); [1, tokens, heads, head_dim]."""
-    key_pages = max(1, min(BLOCK_KEY_TOKENS // layout.page_tokens, sequences.tables.shape[1]))
+    """Return `attend(layer, query, key, value, pages)`, which writes the new keys and values and
+    attends over the pages.
 
-    def on_a_device(
+    It returns (mixed values, pages); all but the pages are [1, tokens, heads, head_dim]."""
+    pages_per_block = min(BLOCK_KEY_TOKENS // layout.page_tokens, sequences.tables.shape[1])
+    pages_per_block = max(1, pages_per_block)
+
+    def attend_on_device(
         layer: Array,
         query: Array,
         key: Array,
@@ -270,19 +317,11 @@ def _attend(
         targets: Array,
         sequences: Sequences,
     ) -> tuple[Array, Array]:
-        layer_tokens = layout.num_pages * layout.page_tokens
+        pages = _write(layout, layer, pages, key=key, value=value, targets=targets)
         # With a scale, the kernel computes in the type of the queries.
         scale = None if pages.dtype == query.dtype else 1.0
-        filling = ((0, 0), (0, 0), (0, pages.shape[3] - query.shape[2]))
-        both = jnp.stack([jnp.pad(key, filling), jnp.pad(value, filling)], axis=2)
-        both = both.reshape(key.shape[0], -1, pages.shape[3])
-        flat = pages.reshape(-1, *pages.shape[2:])
-        place = jnp.where(targets < layer_tokens, layer * layer_tokens + targets, flat.shape[0])
-        pages = (
-            flat.at[place].set(base.narrowed(both, pages.dtype), mode="drop").reshape(pages.shape)
-        )
         mixed = ragged_paged_attention(
-            jnp.pad(query, filling),
+            _pad_heads(query, pages.shape[3]),
             pages,
             sequences.lengths,
             layer * layout.num_pages + sequences.tables,
@@ -291,29 +330,29 @@ def _attend(
             sm_scale=query.shape[-1] ** -0.5,
             k_scale=scale,
             v_scale=scale,
-            num_kv_pages_per_block=key_pages,
+            num_kv_pages_per_block=pages_per_block,
             num_queries_per_block=min(block_queries, query.shape[0]),
             vmem_limit_bytes=VMEM_BYTES,
         )
         return mixed[..., : query.shape[2]], pages
 
-    call = on_a_device
+    # Over a mesh, every device attends with its own heads.
+    attend_on_devices = attend_on_device
     if layout.mesh is not None:
         heads: Any = PartitionSpec(None, "tensor", None)
-        whole: Any = PartitionSpec()
-        inputs = (
-            whole,
-            heads,
-            heads,
-            heads,
-            PAGES_SPEC,
-            whole,
-            Sequences(whole, whole, whole, whole),
-        )
-        call = jax.shard_map(
-            on_a_device,
+        replicated: Any = PartitionSpec()
+        attend_on_devices = jax.shard_map(
+            attend_on_device,
             mesh=layout.mesh,
-            in_specs=inputs,
+            in_specs=(
+                replicated,
+                heads,
+                heads,
+                heads,
+                PAGES_SPEC,
+                replicated,
+                Sequences(replicated, replicated, replicated, replicated),
+            ),
             out_specs=(heads, PAGES_SPEC),
             check_vma=False,
         )
@@ -321,7 +360,7 @@ def _attend(
     def attend(
         layer: Array, query: Array, key: Array, value: Array, pages: Array
     ) -> tuple[Array, Array]:
-        mixed, pages = call(
+        mixed, pages = attend_on_devices(
             jnp.asarray(layer), query[0], key[0], value[0], pages, targets, sequences
         )
         return mixed[None], pages

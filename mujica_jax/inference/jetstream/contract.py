@@ -54,8 +54,7 @@ class EngineRequest:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineCounters:
-    """What an engine knows and JetStream's interface does not say. Counted since the engine was
-    made."""
+    """Counters that JetStream's interface does not have, counted since the engine was made."""
 
     prefilled_tokens: int  # prompt tokens computed, not found in memory
     free_pages: int  # of KV memory, now

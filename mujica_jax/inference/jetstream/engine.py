@@ -54,60 +54,65 @@ from mujica_jax.inference.requests import RequestError, SamplingParams, check_pa
 from mujica_jax.inference.sequence import PagedSequence, fill_slot, next_flush, next_prefill
 from mujica_jax.models.tokenizer import Tokenizer
 
-if not hasattr(
-    jax, "tree_map"
-):  # JetStream's orchestrator calls it after every insert; JAX has dropped the name
+# JetStream's orchestrator calls it after every insert. JAX has dropped the name.
+if not hasattr(jax, "tree_map"):
     jax.tree_map = jax.tree.map  # pyright: ignore[reportAttributeAccessIssue]
 
 NO_TOKENS = np.zeros(0, np.int32)
-# JetStream puts a "beginning of sequence" before every prompt; prompts are computed as they were
-# sent
+# JetStream puts a token "beginning of sequence" before every prompt. This one marks it, so that it
+# can be taken away again: prompts are computed as they were sent.
 NO_TOKEN = -1
 ORCHESTRATOR_PREFILL_LENGTH = 2**15  # JetStream's orchestrator pads prompts to no more
 
-messages: Any = (
-    tokenizer_pb2  # protobuf makes its classes at import: a type checker does not see them
-)
+# Protobuf makes its classes at import, where a type checker does not see them.
+messages: Any = tokenizer_pb2
 logger = logging.getLogger(__name__)
 
 
-# no leaves: what JetStream maps over arrays, moves between devices or deletes is nothing
+# A static node has no leaves, so JetStream finds no arrays to map over, move or delete.
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prefix:
+    """The token ids of a prompt."""
+
     tokens: tuple[int, ...]  # empty: a prompt that was refused
 
 
 @dataclasses.dataclass(eq=False)
 class _Running(PagedSequence):
-    """A request in a slot of JetStream. `place` is its slot in our engine, from when its prompt is
-    computed."""
+    """A request in a slot of JetStream."""
 
-    limit: int  # new tokens at most
+    max_new_tokens: int
     sampling: SamplingParams
-    place: int = -1
+    engine_slot: int = -1  # its slot in our engine, once its prompt is computed
     generated: list[int] = dataclasses.field(default_factory=list)
-    finite: bool = True
+    is_finite: bool = True  # all its log-probabilities
 
     @property
     def capacity_tokens(self) -> int:
-        return len(self.prompt) + self.limit
+        return len(self.prompt) + self.max_new_tokens
+
+    @property
+    def is_known_finite(self) -> bool:
+        """Whether what it computed is finite. This is not known before its first token."""
+        return bool(self.generated) and self.is_finite
 
     @property
     def computed_tokens(self) -> np.ndarray:
-        """What was computed: all tokens but the last."""
+        """The tokens whose keys and values are computed: all but the last."""
         return np.concatenate([self.prompt, np.asarray(self.generated, np.int32)])[:-1]
 
 
 @dataclasses.dataclass(eq=False)
 class DecodeState:
-    """What every slot does. Calls change it and give it back: as with a donated array, one is valid
-    at a time."""
+    """What runs in every slot.
+
+    Calls change it and return it. As with a donated array, only the last one is valid."""
 
     slots: SlotState  # of our engine
     running: dict[int, _Running]  # by JetStream's slot
-    pending: dict[int, _Running]  # those among them whose prompts are not computed
-    ended: list[_Running]  # whose pages go back before the next call
+    pending: dict[int, _Running]  # the running requests whose prompts are not computed
+    ended: list[_Running]  # their pages are released before the next call
     generated: Int[np.ndarray, " slots"]  # tokens since the slot was filled, by JetStream's slot
 
 
@@ -124,16 +129,22 @@ class JetStreamEngine(engine_api.Engine):
         tokenizer: Tokenizer | None = None,
         prefix_reuse: bool = True,
     ) -> None:
-        """`sampling` is that of all requests of JetStream's orchestrator, its limit included; its
-        seed is that of the first one, and each has the next. Without it every insert brings its
-        own. Without a tokenizer prompts are token ids."""
+        """Wrap an engine.
+
+        `sampling` holds for all requests of JetStream's orchestrator, its limit of new tokens
+        included. The first request has its seed, and each one after it the next. Without
+        `sampling` every insert brings its own. Without a tokenizer prompts are token ids."""
         if sampling is not None:
             check_params(sampling)
-            _check(engine, sampling)
-        self._engine, self._sampling, self._tokenizer = engine, sampling, tokenizer
-        self._reuse = prefix_reuse
+            _check_for_orchestrator(engine, sampling)
+        self._engine = engine
+        self._sampling = sampling
+        self._tokenizer = tokenizer
+        self._prefix_reuse = prefix_reuse
         self._weights = engine.weights
-        self._inserted = self._prefilled_tokens = self._evicted_pages = 0
+        self._inserted = 0  # requests since the engine was made
+        self._prefilled_tokens = 0
+        self._evicted_pages = 0  # before the last decode state
         self._pages = BlockAllocator(engine.num_pages, engine.page_tokens)
         self._lock = threading.Lock()
         self._state = self.init_decode_state()
@@ -154,7 +165,7 @@ class JetStreamEngine(engine_api.Engine):
             self._weights = self._engine.weights
 
     def init_decode_state(self, *args: Any, **kwargs: Any) -> DecodeState:
-        """Nothing runs and nothing is cached."""
+        """Return a decode state in which nothing runs and nothing is cached."""
         with self._lock:
             self._engine.reset_cache()
             self._evicted_pages += self._pages.evicted
@@ -171,17 +182,21 @@ class JetStreamEngine(engine_api.Engine):
         padded_tokens: Num[np.ndarray | jax.Array, " padded"],
         true_length: int,
     ) -> Prefix:
-        """Return a prompt, or what follows `existing_prefix`. One that cannot be served raises
-        RequestError, or gives an empty prefix for JetStream's orchestrator."""
+        """Return the prefix of a prompt, which follows `existing_prefix` if there is one.
+
+        A prompt that cannot be served raises RequestError. For JetStream's orchestrator it gives an
+        empty prefix."""
         self._check_weights(params)
         try:
-            sequence = self._sequence(existing_prefix, np.asarray(padded_tokens), int(true_length))
+            prompt = self._read_prompt(
+                existing_prefix, padded=np.asarray(padded_tokens), true_length=int(true_length)
+            )
         except RequestError as error:
             if self._sampling is None:
                 raise
             logger.warning("a prompt is answered with no token: %s", error)
             return Prefix(())
-        return Prefix(tuple(sequence.tolist()))
+        return Prefix(tuple(prompt.tolist()))
 
     def insert(
         self,
@@ -191,48 +206,54 @@ class JetStreamEngine(engine_api.Engine):
         *,
         sampling: SamplingParams | None = None,
     ) -> DecodeState:
-        """Let a slot decode after this prefix. What ran there before is over. Raises NoRoomError if
-        memory is short at present: then nothing runs there."""
-        state = self._valid(decode_state)
+        """Let a slot decode after this prefix. A request that ran there before is ended.
+
+        Raises NoRoomError if memory is short at present: then nothing runs there."""
+        state = self._check_state(decode_state)
         with self._lock:
-            self._leave(state, slot)
+            self._end(state, slot)
             if prefix.tokens:
-                sequence = self._new(np.asarray(prefix.tokens, np.int32), sampling)
-                self._return_pages(state)
-                self._check_room(state, sequence)
-                state.running[slot] = state.pending[slot] = sequence
+                request = self._new_request(np.asarray(prefix.tokens, np.int32), sampling)
+                self._release_ended(state)
+                self._check_room(state, request)
+                state.running[slot] = request
+                state.pending[slot] = request
                 self._inserted += 1
         return state
 
     def free_resource(self, slot: int) -> None:
-        """End what runs in a slot. What it computed stays in the tree of prefixes.
+        """End the request of a slot. What it computed stays in the prefix cache.
 
-        Its pages go back with those of other slots before the next call, or now if nothing runs any
-        more."""
+        Its pages are released with those of other slots before the next call, or now if nothing
+        else runs."""
         with self._lock:
-            self._leave(self._state, slot)
+            self._end(self._state, slot)
             if not self._state.running:
-                self._return_pages(self._state)
+                self._release_ended(self._state)
 
     def generate(
         self, params: Any, decode_state: DecodeState
     ) -> tuple[DecodeState, engine_api.ResultTokens]:
         """Compute the prompts that were inserted, and then up to `decode_steps` tokens for every
-        slot that runs; the results of the others are not valid."""
+        slot that runs.
+
+        The results of other slots are not valid."""
         self._check_weights(params)
-        state = self._valid(decode_state)
+        state = self._check_state(decode_state)
         with self._lock:
-            self._return_pages(state)
-            self._compute_prompts(state)
-            tokens, valid = self._step(state)
+            self._release_ended(state)
+            self._prefill_pending(state)
+            tokens, valid = self._decode(state)
         steps = tokens.shape[1]
         data = np.concatenate([tokens, valid, state.generated[:, None]], axis=1).astype(np.int32)
-        columns = {
-            "tokens_idx": (0, steps),
-            "valid_idx": (steps, 2 * steps),
-            "length_idx": (2 * steps, 2 * steps + 1),
-        }
-        return state, engine_api.ResultTokens(data=data, **columns, samples_per_slot=1)
+        result = engine_api.ResultTokens(
+            data=data,
+            tokens_idx=(0, steps),
+            valid_idx=(steps, 2 * steps),
+            length_idx=(2 * steps, 2 * steps + 1),
+            samples_per_slot=1,
+        )
+        return state, result
 
     def counters(self) -> EngineCounters:
         return EngineCounters(
@@ -246,10 +267,10 @@ class JetStreamEngine(engine_api.Engine):
         return messages.TokenizerParameters()
 
     def build_tokenizer(self, metadata: Any) -> "JetStreamTokenizer":
-        stops = self._engine.stop_token_ids | set(
-            () if self._sampling is None else self._sampling.stop_token_ids
-        )
-        return JetStreamTokenizer(self._tokenizer, stops)
+        stop_token_ids = self._engine.stop_token_ids
+        if self._sampling is not None:
+            stop_token_ids = stop_token_ids | set(self._sampling.stop_token_ids)
+        return JetStreamTokenizer(self._tokenizer, stop_token_ids)
 
     def get_prefix_destination_sharding(self) -> jax.sharding.NamedSharding:
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
@@ -264,14 +285,14 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """What prompts are padded to at most. One may have any length that leaves room for a
+        """What prompts are padded to at most. A prompt may have any length that leaves room for one
         token."""
         length = prefill_length(self._engine.positions)
         return length if self._sampling is None else min(length, ORCHESTRATOR_PREFILL_LENGTH)
 
     @property
     def mesh(self) -> jax.sharding.Mesh:
-        """Where a prefix would be sent, which holds no array: the first device."""
+        """The first device. A prefix would be sent there if it held arrays."""
         return jax.sharding.Mesh(np.asarray(jax.devices()[:1]), ("all",))
 
     @property
@@ -284,36 +305,39 @@ class JetStreamEngine(engine_api.Engine):
                 "the engine holds its weights itself: call it with what load_params gave"
             )
 
-    def _valid(self, decode_state: DecodeState) -> DecodeState:
+    def _check_state(self, decode_state: DecodeState) -> DecodeState:
+        """Return the decode state. Raises ValueError if it is not the last one."""
         if decode_state is not self._state:
             raise ValueError(
                 "this decode state was replaced: use what the last init_decode_state gave"
             )
         return decode_state
 
-    def _sequence(
-        self, prefix: Prefix | None, padded: np.ndarray, true_length: int
+    def _read_prompt(
+        self, prefix: Prefix | None, *, padded: np.ndarray, true_length: int
     ) -> Int[np.ndarray, " tokens"]:
+        """Return the tokens of a prompt, with those of its prefix. Raises RequestError."""
         if true_length > len(padded):
             raise RequestError(
                 f"it has {true_length} tokens and JetStream kept the last {len(padded)}: send fewer"
             )
-        new = padded[:true_length].astype(np.int64)
-        new = new[1:] if len(new) and new[0] == NO_TOKEN else new
-        if prefix is not None and not prefix.tokens:
-            raise RequestError("it goes on from a prompt that was refused")
-        sequence = (
-            new if prefix is None else np.concatenate([np.asarray(prefix.tokens, np.int64), new])
-        )
-        check_prompt(sequence.tolist(), self._engine.config.vocab_size)
-        if len(sequence) >= self._engine.positions:
+        prompt = padded[:true_length].astype(np.int64)
+        if len(prompt) and prompt[0] == NO_TOKEN:
+            prompt = prompt[1:]
+        if prefix is not None:
+            if not prefix.tokens:
+                raise RequestError("it goes on from a prompt that was refused")
+            prompt = np.concatenate([np.asarray(prefix.tokens, np.int64), prompt])
+        check_prompt(prompt.tolist(), self._engine.config.vocab_size)
+        if len(prompt) >= self._engine.positions:
             raise RequestError(
-                f"its {len(sequence)} tokens leave no room in the {self._engine.positions} "
-                "positions"
+                f"its {len(prompt)} tokens leave no room in the {self._engine.positions} positions"
             )
-        return sequence.astype(np.int32)
+        return prompt.astype(np.int32)
 
-    def _new(self, prompt: Int[np.ndarray, " tokens"], sampling: SamplingParams | None) -> _Running:
+    def _new_request(
+        self, prompt: Int[np.ndarray, " tokens"], sampling: SamplingParams | None
+    ) -> _Running:
         if sampling is None:
             if self._sampling is None:
                 raise ValueError(
@@ -323,150 +347,154 @@ class JetStreamEngine(engine_api.Engine):
             sampling = dataclasses.replace(
                 self._sampling, seed=self._sampling.seed + self._inserted
             )
-        return _Running(
-            prompt, min(sampling.max_new_tokens, self._engine.positions - len(prompt)), sampling
-        )
+        max_new_tokens = min(sampling.max_new_tokens, self._engine.positions - len(prompt))
+        return _Running(prompt, max_new_tokens, sampling)
 
-    def _check_room(self, state: DecodeState, sequence: _Running) -> None:
+    def _check_room(self, state: DecodeState, new_request: _Running) -> None:
         """Check that there are pages for all prompts that will be computed, whether or not they
-        share some."""
-        coming = [*state.pending.values(), sequence]
-        needed = sum(self._pages.needed(one.capacity_tokens) for one in coming)
-        if needed > self._pages.available:
+        share some. Raises NoRoomError."""
+        pages_of_new_request = self._pages.needed(new_request.capacity_tokens)
+        needed_pages = pages_of_new_request
+        for request in state.pending.values():
+            needed_pages += self._pages.needed(request.capacity_tokens)
+        if needed_pages > self._pages.available:
             raise NoRoomError(
-                f"prompt and limit need {self._pages.needed(sequence.capacity_tokens)} pages of KV "
-                f"memory, and of {self._pages.count} only {self._pages.available} can be had"
+                f"prompt and limit need {pages_of_new_request} pages of KV memory, and of "
+                f"{self._pages.count} only {self._pages.available} can be had"
             )
 
-    def _leave(self, state: DecodeState, slot: int) -> None:
-        """End what runs in JetStream's slot, if something does. Its pages go back before the next
-        call."""
+    def _end(self, state: DecodeState, slot: int) -> None:
+        """End the request in JetStream's slot, if there is one. Its pages are released before the
+        next call."""
         state.generated[slot] = 0
-        sequence = state.running.pop(slot, None)
+        request = state.running.pop(slot, None)
         state.pending.pop(slot, None)
-        if sequence is not None and sequence.place >= 0:
-            state.slots.remaining[sequence.place] = 0
-            state.ended.append(sequence)
+        if request is not None and request.engine_slot >= 0:
+            state.slots.remaining[request.engine_slot] = 0
+            state.ended.append(request)
 
-    def _return_pages(self, state: DecodeState) -> None:
-        """Leave what ended requests computed in their pages, for requests with the same prefix."""
-        flushes = []
-        for sequence in state.ended:
-            computed = len(sequence.computed_tokens)
-            if (
-                sequence.generated
-                and sequence.finite
-                and self._reuse
-                and computed > sequence.flushed
-            ):
-                flushes.append(
-                    FlushRow(sequence.place, sequence.block_table.pages, sequence.flushed, computed)
-                )
-        self._engine.flush(flushes)
-        for sequence in state.ended:
-            if sequence.generated and sequence.finite:
-                self._engine.free_slot(sequence.place)
-                tokens = sequence.computed_tokens if self._reuse else NO_TOKENS
-            else:  # before its first token nobody knows whether what it computed is finite
-                broken_pages = self._pages.evict(sequence.block_table)
-                self._engine.free_slot(sequence.place, broken_pages=broken_pages)
-                tokens = NO_TOKENS
-            self._pages.release(sequence.block_table, tokens)
+    def _release_ended(self, state: DecodeState) -> None:
+        """Release the pages of ended requests. What they computed goes to the prefix cache."""
+        flush_rows = []
+        for request in state.ended:
+            start = request.flushed_tokens
+            stop = len(request.computed_tokens)
+            if self._prefix_reuse and request.is_known_finite and stop > start:
+                pages = request.block_table.pages
+                flush_rows.append(FlushRow(request.engine_slot, pages, start, stop))
+        self._engine.flush(flush_rows)
+
+        for request in state.ended:
+            tokens = NO_TOKENS
+            if request.is_known_finite:
+                self._engine.free_slot(request.engine_slot)
+                if self._prefix_reuse:
+                    tokens = request.computed_tokens
+            else:
+                broken_pages = self._pages.evict(request.block_table)
+                self._engine.free_slot(request.engine_slot, broken_pages=broken_pages)
+            self._pages.release(request.block_table, tokens)
         state.ended.clear()
 
-    def _compute_prompts(self, state: DecodeState) -> None:
-        """Compute all prompts that were inserted. Of those with a common beginning, one goes before
-        the others."""
+    def _prefill_pending(self, state: DecodeState) -> None:
+        """Compute all prompts that were inserted.
+
+        Of those with a common beginning, one goes before the others."""
         while state.pending:
             batch = self._next_batch(state)
             for slot in batch:
                 del state.pending[slot]
-            self._lease(state, list(batch.values()))
-            self._compute(state, list(batch.values()))
+            requests = list(batch.values())
+            self._allocate(state, requests)
+            self._prefill_batch(state, requests)
 
     def _next_batch(self, state: DecodeState) -> dict[int, _Running]:
         """Return the inserted prompts that need no page which another one of them computes."""
         batch: dict[int, _Running] = {}
         being_computed: set[int] = set()
-        for slot, sequence in state.pending.items():
-            cached_pages = self._pages.cached_pages(sequence.prompt)
-            missing = (
-                sequence.block_names(self._pages.page_tokens)[cached_pages:] if self._reuse else []
-            )
-            if not missing or missing[0] not in being_computed:
-                batch[slot] = sequence
-                being_computed.update(missing)
+        for slot, request in state.pending.items():
+            missing_blocks = []
+            if self._prefix_reuse:
+                cached_pages = self._pages.cached_pages(request.prompt)
+                missing_blocks = request.block_hashes(self._pages.page_tokens)[cached_pages:]
+            if not missing_blocks or missing_blocks[0] not in being_computed:
+                batch[slot] = request
+                being_computed.update(missing_blocks)
         return batch
 
-    def _lease(self, state: DecodeState, batch: Sequence[_Running]) -> None:
-        """Give each of these prompts pages and a slot of our engine."""
-        used = {sequence.place for sequence in state.running.values()}
-        free = [place for place in range(self._engine.slots) if place not in used]
+    def _allocate(self, state: DecodeState, batch: Sequence[_Running]) -> None:
+        """Give each of these requests a block table and a slot of our engine."""
+        slots_in_use = {request.engine_slot for request in state.running.values()}
+        free_slots = [slot for slot in range(self._engine.slots) if slot not in slots_in_use]
         copies = []
-        for sequence in batch:
+        for request in batch:
             block_table = self._pages.allocate(
-                sequence.prompt, sequence.capacity_tokens, reuse=self._reuse
+                request.prompt, request.capacity_tokens, reuse=self._prefix_reuse
             )
             assert block_table is not None, "there was room when it was inserted"
-            sequence.use_pages(block_table)
+            request.use_pages(block_table)
             if block_table.copied is not None:
                 copies.append(block_table.copied)
-            sequence.place = self._engine.choose_slot(
-                free, block_table.pages, block_table.cached_tokens
+            request.engine_slot = self._engine.choose_slot(
+                free_slots, block_table.pages, block_table.cached_tokens
             )
-            free.remove(sequence.place)
+            free_slots.remove(request.engine_slot)
             fill_slot(
                 state.slots,
-                sequence.place,
-                prompt=sequence.prompt,
-                params=sequence.sampling,
+                request.engine_slot,
+                prompt=request.prompt,
+                params=request.sampling,
                 vocabulary=self._engine.config.vocab_size,
             )
         if copies:
             self._engine.copy_pages(copies)
 
-    def _compute(self, state: DecodeState, batch: Sequence[_Running]) -> None:
-        """Compute these prompts; if others wait for what they begin with, let these find it."""
-        waiting = [(sequence.place, sequence) for sequence in batch]
-        while waiting:
-            rows, ready = next_prefill(self._engine, waiting, self._engine.prefill_tokens)
+    def _prefill_batch(self, state: DecodeState, batch: Sequence[_Running]) -> None:
+        """Compute these prompts. If other prompts wait, put these into the prefix cache."""
+        in_slots = [(request.engine_slot, request) for request in batch]
+        unfinished = in_slots
+        while unfinished:
+            rows, _ = next_prefill(self._engine, unfinished, self._engine.prefill_tokens)
             self._engine.prefill(rows)
             self._prefilled_tokens += sum(len(row.tokens) for row in rows)
-            waiting = [(place, sequence) for place, sequence in waiting if not sequence.prefilled]
-        for sequence in batch:
-            state.slots.remaining[sequence.place] = sequence.limit
-        if state.pending and self._reuse:
-            self._engine.flush(
-                next_flush(self._pages, [(sequence.place, sequence) for sequence in batch])
-            )
-            for sequence in batch:
-                self._pages.share(sequence.block_table, sequence.prompt[: sequence.flushed])
+            unfinished = [
+                (slot, request) for slot, request in unfinished if not request.is_prefilled
+            ]
+        for request in batch:
+            state.slots.remaining[request.engine_slot] = request.max_new_tokens
+        if state.pending and self._prefix_reuse:
+            self._engine.flush(next_flush(self._pages, in_slots))
+            for request in batch:
+                self._pages.share(request.block_table, request.prompt[: request.flushed_tokens])
 
-    def _step(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray]:
-        """(tokens, which of them are valid), [JetStream's slots, steps]."""
-        shape = self._engine.slots, self._engine.decode_steps
-        tokens, valid = np.zeros(shape, np.int32), np.zeros(shape, bool)
+    def _decode(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray]:
+        """Return (tokens, which of them are valid), [JetStream's slots, steps]."""
+        shape = (self._engine.slots, self._engine.decode_steps)
+        tokens = np.zeros(shape, np.int32)
+        valid = np.zeros(shape, bool)
         if not state.running:
             return tokens, valid
         state.slots, decoded = self._engine.decode(state.slots)
-        for slot, sequence in list(state.running.items()):
-            steps = int(decoded.valid[:, sequence.place].sum())
-            new = decoded.tokens[:steps, sequence.place]
-            finite = np.isfinite(decoded.logprobs[:steps, sequence.place])
-            if not finite.all():
+        for slot, request in list(state.running.items()):
+            engine_slot = request.engine_slot
+            steps = int(decoded.valid[:, engine_slot].sum())
+            new = decoded.tokens[:steps, engine_slot]
+            is_finite = np.isfinite(decoded.logprobs[:steps, engine_slot])
+            if not is_finite.all():
                 logger.warning(
                     "the policy gave a log-probability that is not finite: check its weights"
                 )
-                sequence.finite = False
+                request.is_finite = False
             tokens[slot, :steps] = new
-            valid[slot, :steps] = np.logical_and.accumulate(finite)
-            sequence.generated += new.tolist()
+            valid[slot, :steps] = np.logical_and.accumulate(is_finite)
+            request.generated += new.tolist()
             state.generated[slot] += valid[slot].sum()
-            if not sequence.finite or state.slots.remaining[sequence.place] == 0:
+            if not request.is_finite or state.slots.remaining[engine_slot] == 0:
+                # The number of tokens stays until the slot is filled again.
                 generated = state.generated[slot]
-                self._leave(state, slot)
-                state.generated[slot] = generated  # until the slot is filled again
-        self._return_pages(state)
+                self._end(state, slot)
+                state.generated[slot] = generated
+        self._release_ended(state)
         return tokens, valid
 
 
@@ -480,14 +508,17 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
     """
 
     def __init__(self, wrapped: Tokenizer | None, stop_token_ids: frozenset[int]) -> None:
-        self._wrapped, self._stops = wrapped, stop_token_ids
+        self._wrapped = wrapped
+        self._stop_token_ids = stop_token_ids
 
     def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray | jax.Array, int]:
         if self._wrapped is None:
             logger.warning(
                 "a text is answered with no token: the engine has no tokenizer, send token ids"
             )
-        ids = [] if self._wrapped is None else self._wrapped.encode_trusted(s)
+            ids = []
+        else:
+            ids = self._wrapped.encode_trusted(s)
         return token_utils.pad_tokens(np.asarray(ids, np.int32), self.bos_id, self.pad_id, **kwargs)
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
@@ -500,7 +531,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def stop_tokens(self) -> set[int]:
-        return set(self._stops)
+        return set(self._stop_token_ids)
 
     @property
     def pad_id(self) -> int:
@@ -508,24 +539,26 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def eos_id(self) -> int:
-        return min(self._stops, default=NO_TOKEN)
+        return min(self._stop_token_ids, default=NO_TOKEN)
 
     @property
     def bos_id(self) -> int:
         return NO_TOKEN
 
 
-def _check(engine: Engine, sampling: SamplingParams) -> None:
-    if (steps := engine.decode_steps) != 1:
+def _check_for_orchestrator(engine: Engine, sampling: SamplingParams) -> None:
+    """Check that JetStream's orchestrator can drive the engine. Raises ValueError."""
+    steps = engine.decode_steps
+    if steps != 1:
         raise ValueError(
             f"the engine decodes {steps} steps a call and JetStream counts single ones: use 1"
         )
-    needed = engine.slots * -(-engine.positions // engine.page_tokens)
-    if engine.num_pages < needed:
+    needed_pages = engine.slots * -(-engine.positions // engine.page_tokens)
+    if engine.num_pages < needed_pages:
         raise ValueError(
-            f"the engine has {engine.num_pages} pages and its {engine.slots} slots need {needed} "
-            "at full length: JetStream never says when a request is over, so give it more memory, "
-            "or fewer slots or positions"
+            f"the engine has {engine.num_pages} pages and its {engine.slots} slots need "
+            f"{needed_pages} at full length: JetStream never says when a request is over, so give "
+            "it more memory, or fewer slots or positions"
         )
     if sampling.stop_strings or sampling.deadline_seconds is not None:
         raise ValueError(

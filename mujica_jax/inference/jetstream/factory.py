@@ -87,9 +87,8 @@ def make_jetstream_generator(
 def without_arrays(decoder: Decoder) -> Decoder:
     """Return a decoder of the same shapes without its weights."""
     graph, weights = nnx.split(decoder)
-    return nnx.merge(
-        graph, jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
-    )
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), weights)
+    return nnx.merge(graph, shapes)
 
 
 def _own_engine(
@@ -100,6 +99,7 @@ def _own_engine(
     positions: int,
     reserved_bytes: int,
 ) -> JetStreamEngine:
+    """Return our own engine behind JetStream's interface."""
     engine = make_engine(
         without_arrays(decoder),
         engine_config,
@@ -119,7 +119,8 @@ def _foreign_engine(name: str, engine_config: EngineConfig, request: EngineReque
         )
     assert engine_config.factory is not None, "asked by the caller"
     try:
-        engine = named_object(engine_config.factory, setting="engine.factory")(request)
+        make_foreign_engine = named_object(engine_config.factory, setting="engine.factory")
+        engine = make_foreign_engine(request)
     except UserError:
         raise
     except Exception as error:
@@ -136,9 +137,13 @@ def _foreign_engine(name: str, engine_config: EngineConfig, request: EngineReque
 
 
 def _loader(name: str, engine: Any, graph: nnx.GraphDef) -> Callable[[nnx.State], Any]:
-    """Return what gives a policy to a foreign engine, by the names of Hugging Face tensors."""
+    """Return a function that gives a policy to a foreign engine, by the names of Hugging Face
+    tensors.
+
+    Raises UserError if `load_params` has no parameter for them."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(engine.load_params).parameters.values()
-    if not any(one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters):
+    if not any(parameter.kind in positional for parameter in parameters):
         raise UserError(
             f"{name} returned an engine whose load_params has no parameter for weights, so that it "
             "would never see a new policy: define load_params(self, weights)"
@@ -172,6 +177,7 @@ def _check_engine(name: str, engine: Any, *, slots: int, positions: int) -> None
 
 
 def _check_capabilities(name: str, engine: Any) -> None:
+    """Raise UserError for an engine that declares what its methods cannot do."""
     capabilities = getattr(engine, "capabilities", PLAIN_CAPABILITIES)
     if not isinstance(capabilities, Capabilities):
         raise UserError(
@@ -184,17 +190,17 @@ def _check_capabilities(name: str, engine: Any) -> None:
             f"{name} made an engine that declares log_probabilities and JetStream's interface "
             "passes none: declare log_probabilities=False"
         )
-    if (
-        capabilities.sampling_per_request
-        and "sampling" not in inspect.signature(engine.insert).parameters
-    ):
-        raise UserError(
-            f"{name} made an engine that declares sampling_per_request and its insert has no "
-            "parameter sampling: define insert(self, prefix, decode_state, slot, *, sampling)"
-        )
+    if capabilities.sampling_per_request:
+        insert_parameters = inspect.signature(engine.insert).parameters
+        if "sampling" not in insert_parameters:
+            raise UserError(
+                f"{name} made an engine that declares sampling_per_request and its insert has no "
+                "parameter sampling: define insert(self, prefix, decode_state, slot, *, sampling)"
+            )
 
 
 def _check_size(name: str, engine: Any, *, slots: int, positions: int) -> None:
+    """Raise UserError for an engine that is too small."""
     if engine.samples_per_slot != 1:
         raise UserError(
             f"{name} made an engine with {engine.samples_per_slot} samples a slot and each request "

@@ -37,7 +37,7 @@ class _SlotResult(NamedTuple):
     """What one call of the engine generated in one slot."""
 
     tokens: list[int]
-    goes_on: bool  # False: a token is not valid, or there is none
+    is_complete: bool  # False: a token is not valid, or there is none
 
 
 class JetStreamGenerator(QueuedGenerator):
@@ -57,10 +57,10 @@ class JetStreamGenerator(QueuedGenerator):
         load_params: Callable[[nnx.State], Any] | None = None,
         policy_version: int = 0,
     ) -> None:
-        """`name` is the engine's for the user. `load_params` gives the engine a policy (default:
-        its own method).
+        """Drive an engine. `name` is its name in messages to the user.
 
-        For the others see `QueuedGenerator`.
+        `load_params` gives the engine a policy (default: the engine's own method). For the others
+        see `QueuedGenerator`.
         """
         super().__init__(
             slots=slots,
@@ -88,8 +88,10 @@ class JetStreamGenerator(QueuedGenerator):
 
     @property
     def statistics(self) -> GeneratorStatistics:
-        """Of an engine without `counters`, every prompt counts as computed: whole prompts are
-        passed to it. Its memory and its programs are not known."""
+        """What the generator counted, and the engine's own counters if it has any.
+
+        Without them every prompt counts as computed, because whole prompts are passed to the
+        engine. Its memory and its programs are not known then."""
         counts = dict(self._counts)
         counters = self._engine.counters() if hasattr(self._engine, "counters") else None
         if counters is not None:
@@ -105,10 +107,11 @@ class JetStreamGenerator(QueuedGenerator):
         )
 
     def reset_cache(self) -> None:
-        """Begin with an empty decode state, while nothing runs. An engine without weights begins
-        with the next ones."""
+        """Make an empty decode state, while nothing runs.
+
+        An engine without weights gets it when the next weights come."""
         assert not self._running, "the cache is reset only while nothing runs"
-        self._decode_state = None  # its memory goes before there is a new one
+        self._decode_state = None  # free its memory before there is a new one
         self._has_room = True
         if self._params is not None:
             self._decode_state = self._engine.init_decode_state()
@@ -130,7 +133,8 @@ class JetStreamGenerator(QueuedGenerator):
 
     def release_weights(self) -> None:
         """Give the policy's memory back while nothing runs; `set_weights` brings the next one."""
-        self._params = self._decode_state = None
+        self._params = None
+        self._decode_state = None
         release = getattr(self._engine, "release_params", None)
         if release is not None:
             release()
@@ -154,72 +158,76 @@ class JetStreamGenerator(QueuedGenerator):
     def _free_given_up(self) -> None:
         for slot, sequence in list(self._running.items()):
             if sequence.future.done():
-                self._free(slot)
+                self._free_slot(slot)
         self._drop_given_up()
 
     def _admit(self) -> None:
-        """Fill free slots from the queue."""
-        free = [slot for slot in range(self._slots) if slot not in self._running]
-        while self._waiting and free and self._has_room:
+        """Move waiting requests into free slots, as long as the engine has room."""
+        free_slots = [slot for slot in range(self._slots) if slot not in self._running]
+        while self._waiting and free_slots and self._has_room:
+            slot = free_slots[0]
             entry = heapq.heappop(self._waiting)
             sequence = entry[2]
             try:
-                self._start(free[0], sequence)
+                self._start(slot, sequence)
             except NoRoomError as error:
+                # Wait for a running request to end. If none runs, there will never be room.
                 if self._running:
                     heapq.heappush(self._waiting, entry)
                     self._has_room = False
-                else:  # nothing will end that could make room
-                    self._fail(
-                        sequence,
-                        EngineError(f"{self._name} has no room for this request alone ({error})"),
-                    )
+                else:
+                    sentence = f"{self._name} has no room for this request alone ({error})"
+                    self._fail(sequence, EngineError(sentence))
             except EngineError as error:
                 self._fail(sequence, error)
             except Exception as error:
                 logger.warning("a request fails", exc_info=error)
-                self._fail(
-                    sequence,
-                    EngineError(f"{self._name} failed at this request ({describe_error(error)})"),
-                )
-            if free[0] in self._running:
-                del free[0]
+                sentence = f"{self._name} failed at this request ({describe_error(error)})"
+                self._fail(sequence, EngineError(sentence))
+            if slot in self._running:
+                del free_slots[0]
 
     def _start(self, slot: int, sequence: SequenceState) -> None:
         """Compute a prompt and let a slot go on from it."""
         prefix, first_token = self._prefill(sequence)
-        sampling = {}
         if self.capabilities.sampling_per_request:
             if first_token is not None:
                 raise EngineError(
                     f"{self._name} declares sampling_per_request and its prefill draws the first "
                     "token without it: let prefill return the prefix alone"
                 )
-            sampling = {"sampling": sequence.params}
-        self._decode_state = self._engine.insert(prefix, self._decode_state, slot=slot, **sampling)
+            self._decode_state = self._engine.insert(
+                prefix, self._decode_state, slot=slot, sampling=sequence.params
+            )
+        else:
+            self._decode_state = self._engine.insert(prefix, self._decode_state, slot=slot)
         self._running[slot] = sequence
         self._count_started(sequence)
         self._counts["prefilled_tokens"] += len(sequence.prompt)
         if first_token is not None and self._take(sequence, first_token):
-            self._free(slot)
+            self._free_slot(slot)
 
     def _prefill(self, sequence: SequenceState) -> tuple[Any, "_SlotResult | None"]:
-        """Return the prefix and its first token, None where `generate` will draw it."""
+        """Return the prefix and its first token, which is None if `generate` will draw it."""
         length = len(sequence.prompt)
-        padded = np.zeros(min(prefill_length(length), self._engine.max_prefill_length), np.int32)
-        padded[:length] = sequence.prompt
-        result = self._engine.prefill(params=self._params, padded_tokens=padded, true_length=length)
-        if (
-            isinstance(result, tuple)
-            and len(result) == 2
-            and hasattr(result[1], "get_result_at_slot")
-        ):
-            return result[0], _read(result[1].convert_to_numpy().get_result_at_slot(0))
+        padded_length = min(prefill_length(length), self._engine.max_prefill_length)
+        padded_tokens = np.zeros(padded_length, np.int32)
+        padded_tokens[:length] = sequence.prompt
+        result = self._engine.prefill(
+            params=self._params, padded_tokens=padded_tokens, true_length=length
+        )
+
+        # The result is a prefix, or a pair of a prefix and `ResultTokens`.
+        is_pair = isinstance(result, tuple) and len(result) == 2
+        if is_pair and hasattr(result[1], "get_result_at_slot"):
+            prefix, result_tokens = result
+            return prefix, _read(result_tokens.convert_to_numpy().get_result_at_slot(0))
         return result, None
 
     def _generate(self) -> None:
-        """Generate for all slots; a failure is that of all who run, and the others go on in a new
-        decode state."""
+        """Generate for all slots.
+
+        If the engine fails, all requests that run fail. The others go on in a new decode state."""
         if not self._running:
             return
         try:
@@ -238,21 +246,19 @@ class JetStreamGenerator(QueuedGenerator):
             return
         for slot, sequence in list(self._running.items()):
             if sequence.future.done() or self._take(sequence, results[slot]):
-                self._free(slot)
+                self._free_slot(slot)
 
     def _take(self, sequence: SequenceState, result: "_SlotResult") -> bool:
-        """Hand a request what was generated for it; True if it ends."""
+        """Give a request what was generated for it. Returns whether it ends."""
         room = sequence.params.max_new_tokens - len(sequence.tokens)
         new = result.tokens[:room]
         unknown = [token for token in new if not 0 <= token < self._vocabulary]
         if unknown:
-            self._fail(
-                sequence,
-                EngineError(
-                    f"{self._name} generated token {unknown[0]} and the model has "
-                    f"{self._vocabulary} tokens"
-                ),
+            sentence = (
+                f"{self._name} generated token {unknown[0]} and the model has "
+                f"{self._vocabulary} tokens"
             )
+            self._fail(sequence, EngineError(sentence))
             return True
         sequence.tokens += new
         ending = sequence.ending(new, self._stop_token_ids)
@@ -260,11 +266,12 @@ class JetStreamGenerator(QueuedGenerator):
             ending = len(sequence.tokens), "length"
         if ending is not None:
             length, reason = ending
-            self._counts["generated_tokens"] += len(new) - (len(sequence.tokens) - length)
+            surplus_tokens = len(sequence.tokens) - length  # generated beyond the end
+            self._counts["generated_tokens"] += len(new) - surplus_tokens
             sequence.complete(length, reason, self.policy_version)
             return True
         self._counts["generated_tokens"] += len(new)
-        if not result.goes_on:
+        if not result.is_complete:
             sentence = (
                 f"{self._name} ended this request after {len(sequence.tokens)} tokens without a "
                 "stop token: the policy gave a number that is not finite (check its weights), or "
@@ -272,16 +279,16 @@ class JetStreamGenerator(QueuedGenerator):
             )
             self._fail(sequence, PolicyError(sentence))
             return True
-        sequence.show()
+        sequence.send_to_stream()
         return False
 
-    def _free(self, slot: int) -> None:
-        """Give a slot back whose request is over."""
+    def _free_slot(self, slot: int) -> None:
+        """Give back the slot of a request that has ended."""
         del self._running[slot]
         self._has_room = True
-        free = getattr(self._engine, "free_resource", None)
-        if free is not None:
-            free(slot)
+        free_resource = getattr(self._engine, "free_resource", None)
+        if free_resource is not None:
+            free_resource(slot)
 
 
 def _read(data: Any) -> _SlotResult:
@@ -290,11 +297,11 @@ def _read(data: Any) -> _SlotResult:
     valid = np.asarray(data.valid)[0].astype(bool)
     steps = len(valid) if valid.all() else int(valid.argmin())
     tokens = np.asarray(data.tokens)[0, :steps].astype(int).tolist()
-    return _SlotResult(tokens, goes_on=0 < steps == len(valid))
+    return _SlotResult(tokens, is_complete=0 < steps == len(valid))
 
 
 def prefill_length(tokens: int) -> int:
-    """Return what JetStream pads so many tokens to: a power of two."""
+    """Return the length that JetStream pads this many tokens to: a power of two."""
     return max(SMALLEST_PREFILL, 1 << (tokens - 1).bit_length())
 
 

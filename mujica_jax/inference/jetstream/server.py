@@ -39,7 +39,8 @@ from mujica_jax.inference.requests import (
 )
 from mujica_jax.models.tokenizer import Tokenizer
 
-STATUS = {  # of an error's class, the narrower ones first
+# The status of an error's class. Subclasses stand before their base class.
+STATUS = {
     OverloadError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
     PolicyError: grpc.StatusCode.INTERNAL,
@@ -47,20 +48,19 @@ STATUS = {  # of an error's class, the narrower ones first
     RequestError: grpc.StatusCode.INVALID_ARGUMENT,
     asyncio.CancelledError: grpc.StatusCode.UNAVAILABLE,
 }
-NO_SHARED_PORT = (
-    "grpc.so_reuseport",
-    0,
-)  # two servers on one port would each get some of the requests
+# Two servers on one port would each get a part of the requests.
+NO_SHARED_PORT = ("grpc.so_reuseport", 0)
 
-messages: Any = (
-    jetstream_pb2  # protobuf makes its classes at import: a type checker does not see them
-)
+# Protobuf makes its classes at import, where a type checker does not see them.
+messages: Any = jetstream_pb2
 logger = logging.getLogger(__name__)
 
 
 class Server:
-    """One generator on one port. `start` and `stop` may be called from any thread; between them the
-    generator is the server's.
+    """One generator on one port.
+
+    `start` and `stop` may be called from any thread. Between them only the server may use the
+    generator.
     """
 
     def __init__(
@@ -73,17 +73,22 @@ class Server:
         port: int = 0,
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        """Requests are sampled as `sampling` says: the protocol names the number of new tokens
-        alone, and without it a request gets the most that `sampling` allows. Each request has the
-        next seed. Without a tokenizer prompts are token ids. Port 0: any.
+        """Make a server that samples all requests as `sampling` says.
+
+        The protocol has a field for the number of new tokens alone. Without it a request gets the
+        limit of `sampling`. Each request has the next seed. Without a tokenizer prompts are token
+        ids. Port 0 is any free one.
         """
-        self._host, self._port, self._credentials = host, port, credentials
-        self._device, self._wire = _LoopThread("generator"), _LoopThread("grpc")
+        self._host = host
+        self._port = port
+        self._credentials = credentials
+        self._device = _LoopThread("generator")
+        self._wire = _LoopThread("grpc")
         self._orchestrator = _Orchestrator(generator, sampling, tokenizer, self._device)
         self._server: grpc.aio.Server | None = None
 
     def start(self) -> int:
-        """Returns the port."""
+        """Start to answer requests. Returns the port."""
         self._device.start()
         self._wire.start()
         try:
@@ -93,7 +98,7 @@ class Server:
             raise
 
     def stop(self, *, grace_seconds: float = 5.0) -> None:
-        """No request is taken any more; those under way have this long to end."""
+        """Take no more requests, and give those under way this long to end."""
         self._orchestrator.live = False
         if self._server is not None:
             self._wire.result_of(self._server.stop(grace_seconds))
@@ -103,10 +108,11 @@ class Server:
 
     @property
     def statistics(self) -> GeneratorStatistics:
-        """The generator's, with what was refused before it came there."""
+        """The generator's statistics, and what was refused before it reached the generator."""
         return self._orchestrator.statistics
 
     async def _open(self) -> int:
+        """Open the port, and return it. Raises UserError."""
         self._server = grpc.aio.server(options=[NO_SHARED_PORT])
         jetstream_pb2_grpc.add_OrchestratorServicer_to_server(self._orchestrator, self._server)
         address = f"{self._host}:{self._port}"
@@ -123,7 +129,7 @@ class Server:
 
 
 class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
-    """Lives in the wire's loop; `_relay` alone runs in the device's."""
+    """JetStream's service. It runs in the wire's loop, and `_relay` alone in the device's."""
 
     def __init__(
         self,
@@ -132,22 +138,20 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         tokenizer: Tokenizer | None,
         device: "_LoopThread",
     ) -> None:
-        self._generator, self._sampling, self._tokenizer, self._device = (
-            generator,
-            sampling,
-            tokenizer,
-            device,
-        )
-        self._stops = generator.stop_token_ids | set(sampling.stop_token_ids)
-        self._numbers = itertools.count()
-        self._under_way = 0
+        self._generator = generator
+        self._sampling = sampling
+        self._tokenizer = tokenizer
+        self._device = device
+        self._stop_token_ids = generator.stop_token_ids | set(sampling.stop_token_ids)
+        self._request_numbers = itertools.count()
+        self._requests_under_way = 0
         self._refused = 0
         self.live = False
 
     @property
     def statistics(self) -> GeneratorStatistics:
-        counted = self._generator.statistics
-        return dataclasses.replace(counted, refused=counted.refused + self._refused)
+        statistics = self._generator.statistics
+        return dataclasses.replace(statistics, refused=statistics.refused + self._refused)
 
     async def HealthCheck(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         return messages.HealthCheckResponse(is_live=self.live and self._device.is_alive())
@@ -158,19 +162,20 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             self._admit()
         except RequestError as error:
             self._refused += 1
-            ended = error
+            failure = error
         else:
-            ended = await self._answer(
-                prompt, params, request.WhichOneof("content") == "text_content", context
-            )
-        if ended is not None:
-            await context.abort(*_status(ended))
+            as_text = request.WhichOneof("content") == "text_content"
+            failure = await self._answer(prompt, params, as_text, context)
+        if failure is not None:
+            await context.abort(*_status(failure))
 
     def _read(
         self, request: Any, seconds_left: float | None
     ) -> tuple[Sequence[int], SamplingParams]:
-        """Raises RequestError for what the protocol allows and this server does not; the rest is
-        the generator's to check.
+        """Return the prompt and the sampling parameters of a request.
+
+        Raises RequestError for what the protocol allows and this server does not. The generator
+        checks the rest.
         """
         if request.session_cache:
             raise RequestError(
@@ -185,26 +190,28 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             raise RequestError(
                 "this server has no tokenizer: send token_content in the place of text_content"
             )
-        most, limits = (
-            self._sampling.max_new_tokens,
-            (self._sampling.deadline_seconds, seconds_left),
-        )
+        deadlines = [
+            seconds
+            for seconds in (self._sampling.deadline_seconds, seconds_left)
+            if seconds is not None
+        ]
         params = dataclasses.replace(
             self._sampling,
-            max_new_tokens=request.max_tokens if request.max_tokens else most,
-            seed=self._sampling.seed + next(self._numbers),
-            deadline_seconds=min((limit for limit in limits if limit is not None), default=None),
+            max_new_tokens=request.max_tokens or self._sampling.max_new_tokens,
+            seed=self._sampling.seed + next(self._request_numbers),
+            deadline_seconds=min(deadlines, default=None),
         )
         if params.deadline_seconds is not None and params.deadline_seconds <= 0:
             raise DeadlineError("the deadline passed before the request was read: allow more time")
         return prompt, params
 
     def _admit(self) -> None:
+        """Check that there is room for one more request. Raises OverloadError."""
         if not self.live:
             raise OverloadError("the server is stopping: ask another one")
-        if self._under_way >= self._generator.capacity:
+        if self._requests_under_way >= self._generator.capacity:
             raise OverloadError(
-                f"{self._under_way} requests run and wait already, and there is room for "
+                f"{self._requests_under_way} requests run and wait already, and there is room for "
                 f"{self._generator.capacity}: come back later"
             )
 
@@ -215,46 +222,56 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         as_text: bool,
         context: grpc.aio.ServicerContext,
     ) -> BaseException | None:
-        """Send tokens as they come, and a character when its last byte does; returns why there are
-        no more, None if the answer is complete.
+        """Send tokens as they come. A character of a text is sent when its last byte has come.
+
+        Returns None when the answer is complete, otherwise the error that ended it.
         """
-        arrived: asyncio.Queue[Sequence[int] | BaseException | None] = asyncio.Queue()
-        wire = asyncio.get_running_loop()
+        # The queue gets tokens from the generator's thread, and at the end an error or None.
+        queue: asyncio.Queue[Sequence[int] | BaseException | None] = asyncio.Queue()
+        wire_loop = asyncio.get_running_loop()
+        send = functools.partial(wire_loop.call_soon_threadsafe, queue.put_nowait)
 
-        def ended(
-            error: BaseException | None,
-        ) -> None:  # however it ends: only now is there room for another request
-            self._under_way -= 1
-            arrived.put_nowait(error)
+        # Only when the generator has ended a request is there room for another one.
+        def on_end(error: BaseException | None) -> None:
+            self._requests_under_way -= 1
+            queue.put_nowait(error)
 
-        self._under_way += 1
-        relay = self._relay(
-            prompt, params, functools.partial(wire.call_soon_threadsafe, arrived.put_nowait)
+        self._requests_under_way += 1
+        cancel = self._device.begin(
+            self._relay(prompt, params, send),
+            on_end=functools.partial(wire_loop.call_soon_threadsafe, on_end),
         )
-        cancel = self._device.begin(relay, functools.partial(wire.call_soon_threadsafe, ended))
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        bytes_of = (
-            self._tokenizer.token_bytes
-            if as_text and self._tokenizer is not None
-            else lambda id: b""
-        )
         try:
-            while isinstance(news := await arrived.get(), Sequence):
-                if shown := [token for token in news if token not in self._stops]:
-                    await context.write(
-                        _response(shown, decoder.decode(b"".join(map(bytes_of, shown))))
-                    )
-            if rest := decoder.decode(b"", final=True):
-                await context.write(_response((), rest))
-            return news
+            while True:
+                item = await queue.get()
+                if not isinstance(item, Sequence):
+                    failure = item
+                    break
+                tokens = [token for token in item if token not in self._stop_token_ids]
+                if tokens:
+                    text = decoder.decode(self._bytes(tokens) if as_text else b"")
+                    await context.write(_response(tokens, text))
+            last_text = decoder.decode(b"", final=True)
+            if last_text:
+                await context.write(_response((), last_text))
+            return failure
         finally:
-            cancel()  # for a client that went away; otherwise nothing is left to cancel
+            # For a client that went away. Otherwise nothing is left to cancel.
+            cancel()
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        """Return the text of tokens, which may end inside of a character."""
+        if self._tokenizer is None:
+            return b""
+        return b"".join(self._tokenizer.token_bytes(token) for token in tokens)
 
     async def _relay(
-        self, prompt: Sequence[int], params: SamplingParams, show: Callable[[Sequence[int]], Any]
+        self, prompt: Sequence[int], params: SamplingParams, send: Callable[[Sequence[int]], Any]
     ) -> None:
+        """Send the tokens of one request as the generator gives them."""
         async for tokens in self._generator.stream(prompt, params):
-            show(tokens)
+            send(tokens)
 
 
 class _LoopThread(threading.Thread):
@@ -265,29 +282,35 @@ class _LoopThread(threading.Thread):
         super().__init__(target=self._loop.run_forever, name=name, daemon=True)
 
     def result_of(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Its result, to another thread."""
+        """Run a coroutine here, and return its result to another thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def begin(
-        self, work: Coroutine[Any, Any, None], ended: Callable[[BaseException | None], Any]
+        self, work: Coroutine[Any, Any, None], *, on_end: Callable[[BaseException | None], Any]
     ) -> Callable[[], Any]:
-        """Run it here, and say how it ended, even if it was cancelled before it began. Returns what
-        cancels it, from any thread.
+        """Run a coroutine here, and call `on_end` with its error or None.
+
+        `on_end` is called also if the coroutine is cancelled before it has begun. Returns a
+        function that cancels it, from any thread.
         """
         tasks: list[asyncio.Task] = []
 
         def report(task: asyncio.Task) -> None:
-            ended(asyncio.CancelledError() if task.cancelled() else task.exception())
+            on_end(asyncio.CancelledError() if task.cancelled() else task.exception())
 
         def start() -> None:
-            tasks.append(self._loop.create_task(work))
-            tasks[0].add_done_callback(report)
+            task = self._loop.create_task(work)
+            task.add_done_callback(report)
+            tasks.append(task)
+
+        def cancel() -> None:
+            tasks[0].cancel()
 
         self._loop.call_soon_threadsafe(start)
-        return lambda: self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+        return functools.partial(self._loop.call_soon_threadsafe, cancel)
 
     def stop(self) -> None:
-        """What still runs is cancelled."""
+        """Cancel what still runs, and end the thread."""
         if not self.is_alive():
             return
         self.result_of(self._cancel_all())
@@ -310,13 +333,11 @@ def _response(token_ids: Sequence[int], text: str) -> Any:
 
 
 def _status(error: BaseException) -> tuple[grpc.StatusCode, str]:
-    for kind, status in STATUS.items():
-        if isinstance(error, kind):
-            return status, str(
-                error
-            ) or "the server stopped before the answer was complete: ask again"
+    """Return the status of an error, and its sentence for the client."""
+    for error_class, status in STATUS.items():
+        if isinstance(error, error_class):
+            sentence = str(error) or "the server stopped before the answer was complete: ask again"
+            return status, sentence
     logger.error("a request was lost to a fault of the engine", exc_info=error)
-    return (
-        grpc.StatusCode.INTERNAL,
-        f"the engine failed ({type(error).__name__}): ask again, and see the server's log",
-    )
+    sentence = f"the engine failed ({type(error).__name__}): ask again, and see the server's log"
+    return grpc.StatusCode.INTERNAL, sentence

@@ -1,11 +1,11 @@
 """The `Generator` protocol over an OpenAI-compatible endpoint: GPT-4.1 as a few-shot baseline, a
 model that vLLM serves on TPUs.
 
-A request waits for one of `concurrency` places, is sent, and is sent again after transient errors
+At most `concurrency` requests are sent at a time. A request is sent again after transient errors
 (`http/retry.py`): a busy or failing server, a broken connection, an attempt without answer, an
 answer that is no JSON. The pause doubles each time, varies with the request's seed, and is at least
-what the server asks for. One deadline covers all of it. What the endpoint refuses is not sent
-again.
+what the server asks for. One deadline covers the waiting and all attempts. What the endpoint
+refuses is not sent again.
 """
 
 import asyncio
@@ -47,8 +47,9 @@ NO_POLICY = -1  # an endpoint's model is no policy of a run
 # model name.
 REFUSED_ALONE = (400, 413, 422)
 WITHHELD = 451  # for legal reasons
-FORBIDDEN = 403  # of a filter where the message says so, and else of the key
-MAX_REFUSALS_IN_A_ROW = 16  # after which it is not single requests that are refused
+FORBIDDEN = 403  # by a filter if the message says so, otherwise because of the key
+# After this many the endpoint refuses everything, and not single requests.
+MAX_REFUSALS_IN_A_ROW = 16
 MAX_WAIT_SECONDS = 30.0  # between two attempts
 
 
@@ -60,15 +61,13 @@ class RemoteStatistics:
     retries: int
     failed: int  # requests that ended in an error or without a reply
     refused: int  # of these, those that the endpoint refused alone: too long for it, or filtered
-    prompt_tokens: (
-        int  # as the endpoint counts them; as our tokenizer does where the endpoint does not say
-    )
+    # As the endpoint counts them, or as our tokenizer does if the endpoint does not say.
+    prompt_tokens: int
     generated_tokens: int
     cut_replies: int  # longer in our tokens than max_new_tokens: their end was left out
-    waiting_seconds: float  # of all requests, for a place
-    serving_seconds: (
-        float  # of all requests, in a place: all their attempts and the time between these
-    )
+    # Sums over all requests: before the first attempt, and from there to the end.
+    waiting_seconds: float
+    serving_seconds: float
 
     def sentence(self) -> str:
         return (
@@ -81,7 +80,7 @@ class RemoteStatistics:
 
 
 class RemoteGenerator:
-    """The `Generator` of one model at one endpoint. Use from one event loop at a time."""
+    """The `Generator` of one model at one endpoint. Use it from one event loop at a time."""
 
     policy_version = NO_POLICY
 
@@ -93,18 +92,24 @@ class RemoteGenerator:
         max_attempts: int = 6,
         first_wait_seconds: float = 0.5,
     ) -> None:
-        """`tokenizer` is that of the served model with completions; with chat any that has a chat
-        template, as the ids are ours.
+        """Connect to an endpoint.
+
+        With completions `tokenizer` must be that of the served model. With chat it may be any with
+        a chat template, because the token ids are not sent.
         """
-        self._format = (ChatFormat if remote.mode == "chat" else CompletionsFormat)(tokenizer)
+        if remote.mode == "chat":
+            self._format = ChatFormat(tokenizer)
+        else:
+            self._format = CompletionsFormat(tokenizer)
         url = f"{str(remote.base_url).rstrip('/')}/{self._format.path}"
         self._client = HttpClient(
             url, api_key_variable=remote.api_key_variable, connections=remote.concurrency
         )
-        self._model, self._vocabulary = remote.model, tokenizer.vocab_size
+        self._model = remote.model
+        self._vocabulary = tokenizer.vocab_size
         self._concurrency = remote.concurrency
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
-        self._policy = RetryPolicy(
+        self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._retry_policy = RetryPolicy(
             timeout_seconds=remote.timeout_seconds,
             deadline_seconds=remote.deadline_seconds,
             max_attempts=max_attempts,
@@ -122,22 +127,22 @@ class RemoteGenerator:
         return RemoteStatistics(**self._counts)
 
     def reset_cache(self) -> None:
-        """Nothing is kept between requests on this side; what the endpoint caches is its own."""
+        """Do nothing: there is no cache on this side, and the endpoint manages its own."""
 
     async def generate(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
     ) -> Completion:
+        """Complete one prompt. See `requests.Generator`."""
         check_params(params)
         check_prompt(prompt, self._vocabulary)
-        limit = (
-            self._policy.deadline_seconds
-            if params.deadline_seconds is None
-            else params.deadline_seconds
-        )
-        policy = dataclasses.replace(self._policy, deadline_seconds=limit)
+        retry_policy = self._retry_policy
+        if params.deadline_seconds is not None:
+            retry_policy = dataclasses.replace(
+                retry_policy, deadline_seconds=params.deadline_seconds
+            )
         self._counts["requests"] += 1
         try:
-            reply = await self._reply(prompt, params, policy)
+            reply = await self._reply(prompt, params, retry_policy)
         except NoChoiceError as error:
             self._counts["failed"] += 1
             raise self._refused(error) from error
@@ -152,17 +157,17 @@ class RemoteGenerator:
                 raise RequestError(str(error)) from error
             raise self._refused(UnusableReplyError(str(error), reason)) from error
         except HttpError as error:
-            if isinstance(error, RetriesExhausted) and error.was_answered:
-                self._counts["failed"] += 1
-                raise self._refused(UnusableReplyError(str(error))) from error
             self._counts["failed"] += 1
-            kind = DeadlineError if isinstance(error, DeadlineExceeded) else RequestError
-            raise kind(str(error)) from error
+            if isinstance(error, RetriesExhausted) and error.was_answered:
+                raise self._refused(UnusableReplyError(str(error))) from error
+            if isinstance(error, DeadlineExceeded):
+                raise DeadlineError(str(error)) from error
+            raise RequestError(str(error)) from error
         self._refusals_in_a_row = 0
         return self._completion(reply, prompt, params)
 
     def require_an_answer(self) -> None:
-        """Raise RequestError where every request was refused: then scores say nothing about the
+        """Raise RequestError if every request was refused: then scores say nothing about the
         model."""
         if self._last_refusal and self._counts["refused"] == self._counts["requests"]:
             raise RequestError(
@@ -171,8 +176,9 @@ class RemoteGenerator:
             )
 
     def _refused(self, error: UnusableReplyError) -> RequestError:
-        """Return what a refusal raises: the end of one episode, or of the program where everything
-        is refused."""
+        """Count a refusal, and return the error to raise.
+
+        It ends one episode, or the program if everything is refused."""
         self._counts["refused"] += 1
         self._refusals_in_a_row += 1
         self._last_refusal = str(error)
@@ -184,17 +190,18 @@ class RemoteGenerator:
         )
 
     async def _reply(
-        self, prompt: Sequence[int], params: SamplingParams, policy: RetryPolicy
+        self, prompt: Sequence[int], params: SamplingParams, retry_policy: RetryPolicy
     ) -> Reply:
-        """Ask, and ask for the rest while the server stopped inside of a thought. Raises
-        RequestError and HttpError."""
+        """Send a request, and ask for the rest as long as the server stopped inside of a thought.
+
+        Raises RequestError and HttpError."""
         reply: Reply | None = None
-        came = time.monotonic()
+        submit_time = time.monotonic()
         while reply is None or reply.is_unfinished:
             sampled = () if reply is None else reply.token_ids
             body = {"model": self._model, **self._format.body(prompt, params, sampled)}
-            draw = random.Random(params.seed + len(sampled))
-            answer = await self._answer(body, policy, draw, came=came)
+            pause_random = random.Random(params.seed + len(sampled))
+            answer = await self._answer(body, retry_policy, pause_random, submit_time=submit_time)
             reply = self._format.read(answer, prompt, params, reply)
         return reply
 
@@ -205,7 +212,9 @@ class RemoteGenerator:
         self._counts["prompt_tokens"] += prompt_tokens
         self._counts["generated_tokens"] += generated_tokens
         self._counts["cut_replies"] += reply.cut
-        plain = (
+        # An endpoint gives one kind of log-probabilities. Both kinds are the same without a
+        # temperature and without filters.
+        is_unmodified_policy = (
             params.temperature == 1
             and params.top_k == 0
             and params.top_p == 1
@@ -214,50 +223,59 @@ class RemoteGenerator:
         return Completion(
             token_ids=reply.token_ids,
             logprobs=reply.logprobs,
-            sampling_logprobs=reply.logprobs
-            if plain
-            else None,  # an endpoint gives one kind; here both are the same
+            sampling_logprobs=reply.logprobs if is_unmodified_policy else None,
             finish_reason=reply.finish_reason,
             policy_version=self.policy_version,
             stop_string=reply.stop_string,
         )
 
     async def _answer(
-        self, body: dict[str, Any], policy: RetryPolicy, draw: random.Random, *, came: float
+        self,
+        body: dict[str, Any],
+        retry_policy: RetryPolicy,
+        pause_random: random.Random,
+        *,
+        submit_time: float,
     ) -> dict[str, Any]:
-        """Wait for a place, then try until there is an answer. The deadline counts from `came`.
-        Raises HttpError."""
-        asked, began = time.monotonic(), None
-        remaining_seconds = max(0.001, came + policy.deadline_seconds - asked)
+        """Wait until a request may be sent, then try until there is an answer.
+
+        The deadline counts from `submit_time`. Raises HttpError."""
+
+        def count_retry(_: Exception) -> None:
+            self._counts["retries"] += 1
+
+        start_time = time.monotonic()
+        first_attempt_time = None
+        remaining_seconds = max(0.001, submit_time + retry_policy.deadline_seconds - start_time)
         try:
-            async with asyncio.timeout(remaining_seconds) as waiting, self._place():
-                waiting.reschedule(None)
-                began = time.monotonic()
+            async with asyncio.timeout(remaining_seconds) as timeout, self._own_semaphore():
+                # From here on `retry` watches the deadline.
+                timeout.reschedule(None)
+                first_attempt_time = time.monotonic()
                 async with self._client.connected():
                     return await retry(
                         lambda: self._client.post(body),
-                        policy,
+                        retry_policy,
                         url=self._client.url,
                         advice="check that the endpoint is up, and its address",
-                        draw=draw,
-                        began=came,
-                        on_retry=lambda error: self._counts.update(
-                            retries=self._counts["retries"] + 1
-                        ),
+                        draw=pause_random,
+                        began=submit_time,
+                        on_retry=count_retry,
                     )
         except TimeoutError as error:
             raise deadline_exceeded(
-                self._client.url, policy, "it waited for a place all the time"
+                self._client.url, retry_policy, "it waited for a place all the time"
             ) from error
         finally:
-            ended = time.monotonic()
-            began = ended if began is None else began
-            self._counts["waiting_seconds"] += began - asked
-            self._counts["serving_seconds"] += ended - began
+            end_time = time.monotonic()
+            if first_attempt_time is None:
+                first_attempt_time = end_time
+            self._counts["waiting_seconds"] += first_attempt_time - start_time
+            self._counts["serving_seconds"] += end_time - first_attempt_time
 
-    def _place(self) -> asyncio.Semaphore:
-        """Of the event loop that runs: a semaphore belongs to one."""
+    def _own_semaphore(self) -> asyncio.Semaphore:
+        """Return the semaphore of the event loop that runs, because a semaphore belongs to one."""
         loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            self._places = loop, asyncio.Semaphore(self._concurrency)
-        return self._places[1]
+        if self._semaphore is None or self._semaphore[0] is not loop:
+            self._semaphore = (loop, asyncio.Semaphore(self._concurrency))
+        return self._semaphore[1]
