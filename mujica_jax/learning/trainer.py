@@ -286,7 +286,7 @@ def _read(step: int, metrics: dict[str, Array], *, max_skips: int) -> StepMetric
             "checkpoint"
         )
     if "skipped" in values:
-        raise_if_too_many(values, step=step, most=max_skips)
+        raise_if_too_many(values, step=step, max_skips=max_skips)
         del values["skipped_in_a_row"]
 
     own_names = {field.name for field in dataclasses.fields(StepMetrics)} & set(values)
