@@ -212,8 +212,8 @@ def _flatten(state: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _as_user_error(folder: RunPath) -> Iterator[None]:
-    """Raise errors of the disk, or of the bucket after TensorStore's last retry, as one sentence for
-    the user."""
+    """Raise errors of the disk, or of the bucket after TensorStore's last retry, as one sentence
+    for the user."""
     try:
         with as_user_error(folder):
             yield

@@ -26,7 +26,8 @@ MIN_DEVIATION = 0.01  # as a share of the mean
 
 
 class Spikes(NamedTuple):
-    """What is usual, and how often it was left. Each pair is (loss, gradient norm)."""
+    """Statistics of the updates of a phase, and counts of the skipped ones. Each pair is (loss,
+    gradient norm)."""
 
     updates: Int[Array, ""]  # made in this phase
     mean: Float[Array, "2"]

@@ -92,8 +92,11 @@ class StepMetrics:
 
     def values(self) -> dict[str, float | int]:
         """Return all but the step, under the names that the training log has."""
-        own = {name: value for name, value in vars(self).items() if name not in ("step", "of_loss")}
-        return own | dict(self.of_loss)
+        values = {}
+        for name, value in vars(self).items():
+            if name not in ("step", "of_loss"):
+                values[name] = value
+        return values | dict(self.of_loss)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,9 +122,11 @@ class Trainer:
         loss: Loss | None = None,
         devices: Sequence[Any] | None = None,
     ) -> None:
-        """With this loss (None: maximum likelihood with `z_loss`), on these devices (None: those
-        that are here); they may be of a topology that is only compiled for. States know nothing of
-        the loss: trainers of one model pass them on to each other."""
+        """Prepare the functions of a step. Each one is compiled at its first call.
+
+        `loss` is by default maximum likelihood with `z_loss`. `devices` are by default those that
+        are here; they may be of a topology that is only compiled for. States know nothing of the
+        loss: trainers of one model pass them on to each other."""
         check_rows(config)
         check_rank(model, config.lora_rank)
         self.model = model
@@ -153,8 +158,8 @@ class Trainer:
         return state._replace(step=step, spikes=spikes)
 
     def abstract_state(self) -> TrainState:
-        """Shapes, types and shardings of a state, without its arrays: what a checkpoint is restored
-        into."""
+        """Return shapes, types and shardings of a state, without its arrays. A checkpoint is
+        restored into it."""
         return self._program.abstract_state
 
     def policy(self, state: TrainState) -> nnx.State:
@@ -167,19 +172,22 @@ class Trainer:
             return self._program.policy(state.params)
 
     def decoder(self, state: TrainState) -> Decoder:
-        """A decoder of its own memory, so that training may go on while it samples."""
-        return nnx.merge(self._program.policy_graph, jax.tree.map(jnp.copy, self.policy(state)))
+        """Return a decoder with its own memory, so that training may go on while it samples."""
+        weights = jax.tree.map(jnp.copy, self.policy(state))
+        return nnx.merge(self._program.policy_graph, weights)
 
     def train_step(
         self, state: TrainState, batch: Batch, schedule: Schedule
     ) -> tuple[TrainState, dict[str, Array]]:
-        """One update with this process's `own_rows` of a batch. Returns at once, with metrics that
-        are still being computed; `state` cannot be used again."""
+        """Make one update with this process's `own_rows` of a batch.
+
+        Returns at once, with metrics that are still being computed. `state` cannot be used
+        again."""
         with jax.set_mesh(self.mesh):
             return self._program.train_step(state, shard_batch(batch, self.mesh), schedule)
 
     def own_rows(self) -> Int[np.ndarray, " own"]:
-        """Which rows of a step's batch this process has to bring."""
+        """Return which rows of a step's batch this process has to bring."""
         return own_rows(self.config.rows_per_step, self.mesh)
 
     def lower_step(self) -> jax.stages.Lowered:
@@ -272,7 +280,7 @@ def fit(
 
 
 def steps_of_epochs(num_rows: int, rows_per_step: int, epochs: int) -> int:
-    """Steps in which every row is seen at least `epochs` times."""
+    """Return the number of steps in which every row is seen at least `epochs` times."""
     return -(-num_rows * epochs // rows_per_step)
 
 
@@ -289,10 +297,16 @@ def _read(step: int, metrics: dict[str, Array], *, max_skips: int) -> StepMetric
         raise_if_too_many(values, step=step, max_skips=max_skips)
         del values["skipped_in_a_row"]
 
-    own_names = {field.name for field in dataclasses.fields(StepMetrics)} & set(values)
-    own_values = {name: values[name] for name in own_names}
-    loss_values = {name: value for name, value in values.items() if name not in own_names}
-    return StepMetrics(step=step, of_loss=loss_values, **own_values)
+    # The rest are counts and metrics of the loss.
+    return StepMetrics(
+        step=step,
+        loss=values.pop("loss"),
+        grad_norm=values.pop("grad_norm"),
+        learning_rate=values.pop("learning_rate"),
+        trained_tokens=values.pop("trained_tokens"),
+        skipped=values.pop("skipped", 0),
+        of_loss=values,
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,6 +320,27 @@ class TrainStep:
     graph: nnx.GraphDef[Decoder]  # of the decoder that is trained, with adapters if there are any
     optimizer: optax.GradientTransformation
     attention: Implementation
+
+
+def make_train_step(
+    model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
+) -> TrainStep:
+    """Return what an update of a model on a mesh needs. No array is made."""
+    plain = _abstract_decoder(model, config)
+    trained = nnx.eval_shape(lambda: _with_adapters(plain, config, seed=0))
+    # By the mesh's platform, which need not be the one that compiles.
+    platform = mesh.devices.flat[0].platform
+    if platform in ("cuda", "rocm"):
+        platform = "gpu"
+    return TrainStep(
+        config=config,
+        loss=loss,
+        mesh=mesh,
+        policy_graph=nnx.graphdef(plain),
+        graph=nnx.graphdef(trained),
+        optimizer=make_optimizer(config),
+        attention=resolve(config.attention, time=config.row_tokens, platform=platform),
+    )
 
 
 def train_step(
@@ -420,6 +455,12 @@ def _split(params: nnx.State, config: TrainerConfig) -> tuple[nnx.State, nnx.Sta
     return trained, frozen
 
 
+def _abstract_decoder(model: DecoderConfig, config: TrainerConfig) -> Decoder:
+    """Return a plain decoder without its arrays."""
+    dtype = jnp.dtype(config.dtype)
+    return nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=dtype))
+
+
 def _with_adapters(decoder: Decoder, config: TrainerConfig, seed: Any) -> Decoder:
     """Return the decoder that is trained: with fresh adapters if the configuration has a rank."""
     if not config.lora_rank:
@@ -473,26 +514,13 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
 
     The result is kept for the life of the process, so that a second trainer of the same model
     compiles nothing."""
-    plain = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(config.dtype)))
-    policy_graph, abstract_weights = nnx.split(plain)
-    # By the mesh's platform, which need not be the one that compiles.
-    platform = mesh.devices.flat[0].platform
-    if platform in ("cuda", "rocm"):
-        platform = "gpu"
-    setup = TrainStep(
-        config=config,
-        loss=loss,
-        mesh=mesh,
-        policy_graph=policy_graph,
-        graph=nnx.graphdef(nnx.eval_shape(lambda: _with_adapters(plain, config, seed=0))),
-        optimizer=make_optimizer(config),
-        attention=resolve(config.attention, time=config.row_tokens, platform=platform),
-    )
+    setup = make_train_step(model, config, loss, mesh)
 
     # Shapes, types and layout of weights and state.
     parameter_dtype = jnp.dtype(config.parameter_dtype)
     abstract_weights = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, parameter_dtype), abstract_weights
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, parameter_dtype),
+        nnx.state(_abstract_decoder(model, config)),
     )
     empty_state = functools.partial(_empty_state, setup)
     abstract_state = jax.eval_shape(empty_state, abstract_weights, np.uint32(0))
@@ -504,7 +532,7 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
     replicated = NamedSharding(mesh, PartitionSpec())
 
     return _Program(
-        policy_graph=policy_graph,
+        policy_graph=setup.policy_graph,
         policy_shardings=policy_shardings,
         policy=jax.jit(functools.partial(_policy, setup), out_shardings=policy_shardings),
         abstract_state=abstract_state,

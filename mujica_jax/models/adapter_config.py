@@ -128,10 +128,10 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
         file=file,
         base_model=fields.get("base_model_name_or_path"),
         base_fingerprint=fields.get("base_fingerprint"),
-        rank=_number(fields["r"], "r", file, whole=True),
+        rank=_number(fields["r"], "r", file, is_whole=True),
         alpha=_number(fields["lora_alpha"], "lora_alpha", file),
         is_rank_stabilised=_boolean(fields, "use_rslora", file),
-        rank_pattern=_pattern(fields, "rank_pattern", file, whole=True),
+        rank_pattern=_pattern(fields, "rank_pattern", file, is_whole=True),
         alpha_pattern=_pattern(fields, "alpha_pattern", file),
         targets=_targets(fields.get("target_modules"), file),
         excluded=_module_names(fields.get("exclude_modules") or [], "exclude_modules", file),
@@ -185,19 +185,19 @@ def _first_that_fits(pattern: Mapping[str, Any], module: str, default: Any) -> A
     return default
 
 
-def _number(value: Any, name: str, file: Path, *, whole: bool = False) -> Any:
-    """Check a rank (`whole`: a number from 1) or an alpha (any finite number)."""
+def _number(value: Any, name: str, file: Path, *, is_whole: bool = False) -> Any:
+    """Check a rank (`is_whole`: a number from 1) or an alpha (any finite number)."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     is_valid = is_number and math.isfinite(value)
-    if is_valid and whole:
+    if is_valid and is_whole:
         is_valid = value >= 1 and int(value) == value
     if not is_valid:
-        needed = "a whole number from 1" if whole else "a number"
+        needed = "a whole number from 1" if is_whole else "a number"
         raise UserError(
             f"{file} sets {name} to {value!r} and {needed} is needed: correct it, or download it "
             "again"
         )
-    return int(value) if whole else float(value)
+    return int(value) if is_whole else float(value)
 
 
 def _boolean(fields: Mapping[str, Any], name: str, file: Path) -> bool:
@@ -209,9 +209,9 @@ def _boolean(fields: Mapping[str, Any], name: str, file: Path) -> bool:
 
 
 def _pattern(
-    fields: Mapping[str, Any], name: str, file: Path, *, whole: bool = False
+    fields: Mapping[str, Any], name: str, file: Path, *, is_whole: bool = False
 ) -> dict[str, Any]:
-    """Read a map of module names to ranks (`whole`) or alphas."""
+    """Read a map of module names to ranks (`is_whole`) or alphas."""
     value = fields.get(name)
     if value is None:
         return {}
@@ -223,7 +223,7 @@ def _pattern(
         _check_expression(key, name, file)
     numbers = {}
     for key, number in value.items():
-        numbers[key] = _number(number, f"{name} of {key}", file, whole=whole)
+        numbers[key] = _number(number, f"{name} of {key}", file, is_whole=is_whole)
     return numbers
 
 

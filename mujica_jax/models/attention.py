@@ -25,7 +25,8 @@ from mujica_jax.models.sharding import RULES
 
 Implementation = Literal["auto", "xla", "blocks", "splash", "cudnn"]
 
-# From this length on a row on a CPU is handled block by block. Shorter ones have too little to skip.
+# From this length on a row on a CPU is handled block by block. Shorter ones have too little to
+# skip.
 LONG_ROW = 512  # tokens
 # Queries are handled in blocks, and keys after a block are never multiplied. Smaller blocks skip
 # more but make more kernels.

@@ -40,8 +40,7 @@ Memory = TypeVar("Memory")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerLayer:
-    """A weight's layers as arrays of their own, in the place of the stacked one: see
-    `unstacked`."""
+    """A weight as one array per layer, in place of a stacked array: see `unstacked`."""
 
     layers: tuple[Any, ...]  # arrays, or what JAX puts in their place
 

@@ -9,7 +9,7 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -147,10 +147,23 @@ def _layer_norm(name: str, size: int, *, hugging_face: str) -> tuple[Weight, Wei
     return scale, shift
 
 
-def _whole(name: str, shape: tuple[int, ...], hugging_face: str, **options: Any) -> Weight:
+def _whole(
+    name: str,
+    shape: tuple[int, ...],
+    hugging_face: str,
+    *,
+    initializer: Literal["normal", "ones", "zeros"] = "normal",
+    inputs: int = 0,
+) -> Weight:
     """Return a weight that is kept whole on every device."""
-    axes = (None,) * len(shape)
-    return Weight(name=name, shape=shape, axes=axes, hugging_face=hugging_face, **options)
+    return Weight(
+        name=name,
+        shape=shape,
+        axes=(None,) * len(shape),
+        hugging_face=hugging_face,
+        initializer=initializer,
+        inputs=inputs,
+    )
 
 
 class _Layers(nnx.Module):
@@ -250,7 +263,7 @@ def load_encoder(
     config = encoder_config(read_json(folder / "config.json"))
     encoder = nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0), dtype=dtype))
     tensors = Tensors(
-        folder, weight_table(config), wanted="a BERT checkpoint", ignored=IGNORED, prefix="bert."
+        folder, weight_table(config), needed="a BERT checkpoint", ignored=IGNORED, prefix="bert."
     )
     nnx.update(encoder, tensors.load(mesh))
     return encoder

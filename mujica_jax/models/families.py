@@ -37,14 +37,6 @@ FIELD_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "bos_token_id": int,
 }
 POSITIVE = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps")
-REQUIRED = (
-    "num_heads",
-    "hidden_size",
-    "vocab_size",
-    "intermediate_size",
-    "num_layers",
-    "max_position_embeddings",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -141,20 +133,24 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
         )
     _refuse_other_mathematics(family, config)
     rope_theta, rope_scaling = _rotary(config)
-    sizes: dict[str, Any] = {
-        name: _required(config, THEIR_NAMES.get(name, name)) for name in REQUIRED
-    }
+    num_heads = _required(config, "num_attention_heads")
+    hidden_size = _required(config, "hidden_size")
     # Qwen3 leaves out head_dim where it is 128; the other two derive it from the hidden size.
-    default_head_dim = 128 if family == "qwen3" else sizes["hidden_size"] // sizes["num_heads"]
+    default_head_dim = 128 if family == "qwen3" else hidden_size // num_heads
     return DecoderConfig(
-        **sizes,
         family=family,
-        num_kv_heads=_or(config.get("num_key_value_heads"), sizes["num_heads"]),
+        vocab_size=_required(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_required(config, "intermediate_size"),
+        num_layers=_required(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_or(config.get("num_key_value_heads"), num_heads),
         head_dim=_or(config.get("head_dim"), default_head_dim),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_norm_eps=_or(config.get("rms_norm_eps"), 1e-6),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        max_position_embeddings=_required(config, "max_position_embeddings"),
         eos_token_ids=token_ids(config.get("eos_token_id"), "config.json"),
         bos_token_id=config.get("bos_token_id"),
         initializer_range=_or(config.get("initializer_range"), 0.02),

@@ -74,8 +74,9 @@ class Weight:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IntegerProduct:
-    """A kernel in eight bits, by which rows are multiplied that are rounded to eight bits too:
-    integers alone meet in the product, and row and output channel have a scale each."""
+    """A kernel in eight bits. The rows that it multiplies are rounded to eight bits too.
+
+    The product is one of integers; each row and each output channel has a scale."""
 
     kernel: Any  # qwix.QArray
 
@@ -326,7 +327,7 @@ def output_major_product(
 def rms_norm(
     inputs: Float[Array, "*batch features"], scale: Float[Array, " features"], epsilon: float
 ) -> Float[Array, "*batch features"]:
-    """inputs / sqrt(mean(inputs^2) + epsilon) * scale, in float32, returned in the type of
+    """Return inputs / sqrt(mean(inputs^2) + epsilon) * scale, computed in float32, in the type of
     `inputs`."""
     wide = inputs.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
@@ -381,8 +382,8 @@ def rotate(
 
 
 class Block(nnx.Module):
-    """The weights of all layers, stacked; called, it is one layer, after one layer's slice of every
-    weight was merged in."""
+    """The weights of all layers, stacked. With one layer's slice of every weight merged in, it can
+    be called as that layer."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.config = config

@@ -26,7 +26,7 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Mesh axes over which a logical axis is split; none of them keeps it whole on every device."""
+    """The mesh axes over which a logical axis is split. Without any it is whole on every device."""
 
     mesh_axes: tuple[str, ...] = ()
     # Keep it whole, instead of refusing, where the mesh does not divide it.

@@ -28,7 +28,8 @@ from mujica_jax.models.companions import read_json, refuse_pointer
 from mujica_jax.models.layers import Weight
 from mujica_jax.models.sharding import partition_spec
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 NOTHING = re.compile(r"(?!)")
 Index = tuple[slice, ...]
@@ -38,15 +39,13 @@ ALIGNMENT = 64  # bytes: where XLA wants its arrays on a CPU to begin
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightTable:
-    """Every weight of a model: those outside the layers, and those of one layer, which a module
-    stacks under the leading logical axis `stacked`. In a checkpoint the latter have `layer`, with
-    the layer's number, before their names."""
+    """Every weight of a model, with its names in a checkpoint."""
 
-    outer: Sequence[Weight]
-    inner: Sequence[Weight]
+    outer: Sequence[Weight]  # outside the layers
+    inner: Sequence[Weight]  # of one layer; a module stacks those of all layers
     num_layers: int
-    layer: str
-    stacked: str | None
+    layer: str  # what names of a layer begin with, for `format` with the layer's number
+    stacked: str | None  # leading logical axis of stacked weights
 
     def names(self) -> Iterator[tuple[str, Weight]]:
         """Yield every tensor of a checkpoint with the weight it belongs to."""
@@ -58,21 +57,23 @@ class WeightTable:
 
 
 class Tensors:
-    """The tensors of a checkpoint directory. A file is mapped while one of its tensors is read, and
-    no longer: what was read would stay in memory as part of the mapping."""
+    """The tensors of a checkpoint directory.
+
+    A file is mapped only while one of its tensors is read: else pages that were read would stay in
+    memory as part of the mapping."""
 
     def __init__(
         self,
         folder: pathlib.Path,
         table: WeightTable,
         *,
-        wanted: str,
+        needed: str,
         ignored: re.Pattern[str] = NOTHING,
         prefix: str = "",
         tied: tuple[str, str] | None = None,
     ) -> None:
-        """`wanted` completes "give". `prefix` before a name is dropped. `tied` names a tensor and
-        the one it must equal: it is then no tensor of its own."""
+        """`needed` completes the "give ..." of an error. `prefix` before a name is dropped. `tied`
+        names a tensor and the one it must equal: it is then no tensor of its own."""
         self.folder = folder
         self.table = table
         expected = dict(table.names())
@@ -100,7 +101,7 @@ class Tensors:
         for name in sorted(self.files.keys() - expected.keys()):
             raise UserError(
                 f"{self.files[name][0]} has a tensor {name} and none of our weights is mapped to "
-                f"it, as its config.json does not expect it: give {wanted}, or correct config.json"
+                f"it, as its config.json does not expect it: give {needed}, or correct config.json"
             )
         for name in sorted(expected.keys() - self.files.keys()):
             raise UserError(
@@ -191,7 +192,7 @@ class Tensors:
         return _placed(shape, axes, mesh, read_part)
 
     def _has_equal(self, name: str, other_name: str) -> bool:
-        """Whether both tensors are there and hold the same numbers."""
+        """Return whether both tensors are there and hold the same numbers."""
         if name not in self.files or other_name not in self.files:
             return False
         return np.array_equal(self._stored(name), self._stored(other_name))
@@ -212,8 +213,8 @@ def _placed(
     """Read each distinct part once and wait until its devices have it, so that it is gone before
     the next one is read."""
     if mesh is None:
-        whole = read_part((slice(None),) * len(shape))
-        return jax.device_put(whole, may_alias=True).block_until_ready()
+        values = read_part((slice(None),) * len(shape))
+        return jax.device_put(values, may_alias=True).block_until_ready()
 
     sharding = NamedSharding(mesh, partition_spec(logical_axes, shape, mesh))
     indexes = sharding.addressable_devices_indices_map(shape)

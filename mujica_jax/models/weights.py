@@ -73,7 +73,7 @@ def open_checkpoint(
     tensors = Tensors(
         folder,
         _table(config),
-        wanted=f"a checkpoint of one of {', '.join(FAMILIES)}, adapters merged",
+        needed=f"a checkpoint of one of {', '.join(FAMILIES)}, adapters merged",
         ignored=IGNORED,
         tied=tied,
     )

@@ -43,7 +43,8 @@ class Loss:
     def of(
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
     ) -> LossAndMetrics:
-        """Return loss and metrics, from the log-probabilities of the trained tokens (0 elsewhere)."""
+        """Return loss and metrics, from the log-probabilities of the trained tokens (0
+        elsewhere)."""
         raise NotImplementedError
 
     def __call__(
