@@ -11,7 +11,7 @@ from flax import nnx
 from tiny_models import filled_decoder
 
 from mujica_jax.models.attention import causal_self_attention, segment_attention
-from mujica_jax.models.decoder import Decoder, _looked_up, unstacked
+from mujica_jax.models.decoder import Decoder, _bfloat16_lookup, unstacked
 from mujica_jax.models.families import DecoderConfig, Llama3RopeScaling, to_hugging_face
 from mujica_jax.models.layers import OutputMajor, matrix_product, output_major_product
 
@@ -184,7 +184,7 @@ def test_rows_looked_up_in_a_bfloat16_table_and_their_gradient_are_those_of_inde
         return lambda table: (look_up(table, tokens).astype(jnp.float32) ** 2).sum()
 
     for found, expected in zip(
-        jax.value_and_grad(total(_looked_up))(table),
+        jax.value_and_grad(total(_bfloat16_lookup))(table),
         jax.value_and_grad(total(lambda table, tokens: table[tokens]))(table),
         strict=True,
     ):

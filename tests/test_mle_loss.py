@@ -254,7 +254,7 @@ def test_gloo_scatters_no_sum_of_the_heads_gradient(platform, collective):
     """What it gives the first process is now and then wrong; on accelerators the sum that moves
     half as much stays."""
     kept, cut = PartitionSpec(), PartitionSpec(None, "fsdp")
-    summed = functools.partial(log_probs._summed, parts=("fsdp",))
+    summed = functools.partial(log_probs._sum_to_parts, table_axes=("fsdp",))
     summed = jax.shard_map(
         summed, mesh=AbstractMesh((2,), ("fsdp",)), in_specs=kept, out_specs=cut, check_vma=False
     )

@@ -39,7 +39,7 @@ from mujica_jax.storage.local import as_user_error, require_space
 from mujica_jax.storage.manifest import COMMITTED, describe_folder, json_bytes
 from mujica_jax.storage.run_directory import RunPath, atomic_write, run_path
 
-FILES_BYTES = 500_000  # what the small files of a checkpoint take on disk at most
+FILES_BYTES = 500_000  # at most, of a checkpoint's small files on disk
 NUMBER_DIGITS = 6
 ORBAX_COMMITTED = "commit_success.txt"
 ITEMS = ("arrays/", "about/")
@@ -50,8 +50,9 @@ _log = logging.getLogger(__name__)
 
 
 def _is_not_raised_by_finish(record: logging.LogRecord) -> bool:
-    """Orbax logs what its threads raised, with a traceback. `finish` raises the same, and a full
-    disk is worth one sentence."""
+    """Return whether Orbax's log shows a record: not where `finish` raises the same.
+
+    Orbax logs the errors of its threads with a traceback, and a full disk is worth one sentence."""
     return record.funcName not in RAISED_BY_FINISH
 
 
@@ -67,13 +68,14 @@ class Checkpoints:
         path = run_path(directory)
         self.directory: RunPath = path.absolute() if isinstance(path, Path) else path
         self.io_statistics = IoStatistics() if io_statistics is None else io_statistics
-        self._saving: int | None = None
-        self._began = 0.0
-        self.seconds_a_save = 0.0  # what the last one took, beside the steps
+        self._saving: int | None = None  # number of the checkpoint that is being written
+        self._save_start_time = 0.0
+        self.seconds_a_save = 0.0  # of the last save, which runs beside the steps
         logging.getLogger("absl").addFilter(_is_not_raised_by_finish)
         if distributed.is_primary():
             self._remove_torn()
         distributed.barrier("torn checkpoints are removed")
+
         options = orbax.CheckpointManagerOptions(
             max_to_keep=keep,
             step_format_fixed_length=NUMBER_DIGITS,
@@ -98,9 +100,10 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Whatever ends the block, a save under way is finished first: at exit its threads would
-        find their executors gone. Not where an error ends one of several processes: a save needs
-        them all, and `distributed.abort` runs no thread's end."""
+        """Finish a save that is under way: at exit its threads would find their executors gone.
+
+        If an error ends one of several processes, the save is left: it needs all processes, and
+        `distributed.abort` runs no thread's end."""
         if error is not None and distributed.processes() > 1:
             return
         try:
@@ -111,7 +114,7 @@ class Checkpoints:
             _log.warning("a checkpoint in %s was not written", self.directory, exc_info=True)
 
     def finish(self) -> None:
-        """Wait until the save under way, if there is one, is committed; raises what it raised."""
+        """Wait until the save under way, if there is one, is committed. Raises its errors."""
         if self._saving is None:
             return
         try:
@@ -122,31 +125,32 @@ class Checkpoints:
         distributed.barrier("the checkpoint is committed")
 
     def save(self, state: Any, loop_state: dict[str, Any]) -> None:
-        """Begin to write a checkpoint, after which those beyond the last `keep` are removed.
+        """Start to write a checkpoint, after which those beyond the last `keep` are removed.
 
-        `loop_state` holds what JSON holds. Returns when `state` may be consumed."""
+        `loop_state` is a JSON object. Returns when `state` may be consumed."""
         self.finish()
         number = (self._manager.latest_step() or 0) + 1
         arrays = _flatten(state)
         with _as_user_error(self._folder(number)):
             self.directory.mkdir(parents=True, exist_ok=True)
             if isinstance(self.directory, Path):
-                require_space(
-                    self.directory, sum(array.nbytes for array in arrays.values()) + FILES_BYTES
-                )
-            self._saving, self._began = number, time.monotonic()
-            items = {
-                "arrays": orbax.args.StandardSave(arrays),
-                "about": orbax.args.JsonSave(loop_state),
-            }
-            self._manager.save(number, args=orbax.args.Composite(**items), force=True)
+                arrays_bytes = sum(array.nbytes for array in arrays.values())
+                require_space(self.directory, arrays_bytes + FILES_BYTES)
+
+            self._saving = number
+            self._save_start_time = time.monotonic()
+            items = orbax.args.Composite(
+                arrays=orbax.args.StandardSave(arrays),
+                about=orbax.args.JsonSave(loop_state),
+            )
+            self._manager.save(number, args=items, force=True)
 
     def restore_latest(self, template: State) -> tuple[State, dict[str, Any]] | None:
-        """The newest intact checkpoint, with the structure, types and shardings of `template`
-        (arrays or `jax.ShapeDtypeStruct`s).
+        """Return state and loop state of the newest intact checkpoint, None if there is none.
 
-        None if there is none. A checkpoint of other shapes or types is an error: the run directory
-        belongs to another model."""
+        The state has the structure, types and shardings of `template` (arrays or
+        `jax.ShapeDtypeStruct`s). A checkpoint of other shapes or types is an error: the run
+        directory belongs to another model."""
         self.finish()
         for number in sorted(self._manager.all_steps(), reverse=True):
             folder = self._folder(number)
@@ -154,47 +158,52 @@ class Checkpoints:
             if _committed_files(folder) != files:
                 _log.warning("checkpoint %s is damaged and is ignored", folder)
                 continue
-            wanted = _flatten(template)
-            with (
-                self.io_statistics.timed("read", sum(file["bytes"] for file in files)),
-                _as_user_error(folder),
-            ):
-                _refuse_other_arrays(folder, self._manager.item_metadata(number)["arrays"], wanted)
-                abstract = jax.tree.map(orbax.utils.to_shape_dtype_struct, wanted)
-                items = {
-                    "arrays": orbax.args.StandardRestore(abstract),
-                    "about": orbax.args.JsonRestore(),
-                }
-                found = self._manager.restore(number, args=orbax.args.Composite(**items))
-            leaves = [found["arrays"][name] for name in wanted]
-            return jax.tree.unflatten(jax.tree.structure(template), leaves), found["about"]
+
+            template_arrays = _flatten(template)
+            size_bytes = sum(file["bytes"] for file in files)
+            with self.io_statistics.timed("read", size_bytes), _as_user_error(folder):
+                saved_arrays = self._manager.item_metadata(number)["arrays"]
+                _refuse_other_arrays(folder, saved_arrays, template_arrays)
+                abstract = jax.tree.map(orbax.utils.to_shape_dtype_struct, template_arrays)
+                items = orbax.args.Composite(
+                    arrays=orbax.args.StandardRestore(abstract),
+                    about=orbax.args.JsonRestore(),
+                )
+                restored = self._manager.restore(number, args=items)
+
+            leaves = [restored["arrays"][name] for name in template_arrays]
+            state = jax.tree.unflatten(jax.tree.structure(template), leaves)
+            return state, restored["about"]
         return None
 
     def _folder(self, number: int) -> RunPath:
         return self.directory / f"{number:0{NUMBER_DIGITS}d}"
 
     def _commit(self) -> None:
-        """Called in Orbax's thread when all files are written, before older checkpoints are
+        """Mark the checkpoint as committed.
+
+        Orbax's thread calls this when all files are written, before older checkpoints are
         removed."""
         if distributed.is_primary() and self._saving is not None:
             size_bytes = _commit(self._folder(self._saving))
-            self.seconds_a_save = time.monotonic() - self._began
+            self.seconds_a_save = time.monotonic() - self._save_start_time
             self.io_statistics.add("write", self.seconds_a_save, size_bytes)
 
     def _remove_torn(self) -> None:
-        """What killed saves left; what else lies in the directory stays."""
+        """Remove the remains of killed saves; other things in the directory stay."""
         if not self.directory.exists():
             return
         with _as_user_error(self.directory):
             for folder in list(self.directory.iterdir()):
-                whole = all((folder / mark).exists() for mark in (COMMITTED, ORBAX_COMMITTED))
-                if re.fullmatch(rf"\d{{{NUMBER_DIGITS},}}", folder.name) and not whole:
+                is_checkpoint = re.fullmatch(rf"\d{{{NUMBER_DIGITS},}}", folder.name)
+                marks = (folder / COMMITTED, folder / ORBAX_COMMITTED)
+                if is_checkpoint and not all(mark.exists() for mark in marks):
                     _log.warning("checkpoint %s is incomplete and is removed", folder)
                     epath.Path(folder).rmtree()
 
 
 def _flatten(state: Any) -> dict[str, Any]:
-    """Every leaf under its path, so that what lies on disk depends on no class of ours."""
+    """Return every leaf under its path, so that the files depend on no class of ours."""
     leaves = jax.tree_util.tree_leaves_with_path(state)
     flat = {path_name(path): leaf for path, leaf in leaves}
     assert len(flat) == len(leaves), "every leaf has a path of its own"
@@ -203,14 +212,14 @@ def _flatten(state: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _as_user_error(folder: RunPath) -> Iterator[None]:
-    """What is wrong with the disk, or with the bucket after TensorStore's last retry, in a sentence
+    """Raise errors of the disk, or of the bucket after TensorStore's last retry, as one sentence
     for the user."""
     try:
         with as_user_error(folder):
             yield
     except ValueError as error:
-        _, failed, reason = str(error).partition(TENSORSTORE_GAVE_UP)
-        if not failed:
+        _, is_of_store, reason = str(error).partition(TENSORSTORE_GAVE_UP)
+        if not is_of_store:
             raise
         raise StoreUnavailable(
             f"{folder} could not be written or read, at last because of: {reason.strip()[:200]}; "
@@ -219,48 +228,51 @@ def _as_user_error(folder: RunPath) -> Iterator[None]:
 
 
 def _commit(folder: RunPath) -> int:
-    """Writes the list of a checkpoint's files; returns how many bytes they have."""
+    """Write the list of a checkpoint's files and return how many bytes they have."""
     files = _files(folder)
     atomic_write(folder / COMMITTED, json_bytes({"files": files}))
     return sum(file["bytes"] for file in files)
 
 
 def _files(folder: RunPath) -> list[dict[str, Any]]:
-    """Every file of the two items, with its size and checksum."""
+    """Return every file of the two items, with its size and checksum."""
     if isinstance(folder, Path):
-        found = describe_folder(folder)
+        files = describe_folder(folder)
     else:
-        objects = folder.objects().items()
-        found = [
-            {"name": name, "bytes": info.bytes, "crc32c": info.crc32c} for name, info in objects
-        ]
-    return [file for file in found if file["name"].startswith(ITEMS)]
+        files = []
+        for name, info in folder.objects().items():
+            files.append({"name": name, "bytes": info.bytes, "crc32c": info.crc32c})
+    return [file for file in files if file["name"].startswith(ITEMS)]
 
 
 def _committed_files(folder: RunPath) -> list[dict[str, Any]] | None:
+    """Return the files that a checkpoint's COMMITTED lists; None where it is missing or damaged."""
     try:
         return json.loads((folder / COMMITTED).read_text())["files"]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
 
 
-def _refuse_other_arrays(folder: RunPath, saved: Any, wanted: dict[str, Any]) -> None:
-    for name in sorted({*saved, *wanted}):
-        there, here = (list(tree[name].shape) if name in tree else None for tree in (saved, wanted))
-        if there != here:
+def _refuse_other_arrays(folder: RunPath, saved: Any, template: dict[str, Any]) -> None:
+    """Check that a checkpoint has the names, shapes and types of the template. Raises UserError."""
+    for name in sorted({*saved, *template}):
+        saved_shape = list(saved[name].shape) if name in saved else None
+        own_shape = list(template[name].shape) if name in template else None
+        if saved_shape != own_shape:
             raise UserError(
-                f"checkpoint {folder} holds another model: {name} is {_words(there)} there and "
-                f"{_words(here)} in this run: use the model it was made with, or another run "
-                "directory"
+                f"checkpoint {folder} holds another model: {name} is {_shape_text(saved_shape)} "
+                f"there and {_shape_text(own_shape)} in this run: use the model it was made with, "
+                "or another run directory"
             )
-    for name, leaf in wanted.items():
-        if (kept := str(saved[name].dtype)) != str(leaf.dtype):
+    for name, leaf in template.items():
+        saved_dtype = str(saved[name].dtype)
+        if saved_dtype != str(leaf.dtype):
             raise UserError(
-                f"checkpoint {folder} keeps {name} in {kept}, and this run in {leaf.dtype}: leave "
-                "trainer.parameter_dtype and trainer.first_moment_dtype as they were, or use "
+                f"checkpoint {folder} keeps {name} in {saved_dtype}, and this run in {leaf.dtype}: "
+                "leave trainer.parameter_dtype and trainer.first_moment_dtype as they were, or use "
                 "another run directory"
             )
 
 
-def _words(shape: list[int] | None) -> str:
+def _shape_text(shape: list[int] | None) -> str:
     return "absent" if shape is None else f"of shape {shape}"

@@ -1,13 +1,13 @@
 """Log-probabilities of packed tokens.
 
-    log p(x_t | x_<t) = logits_t-1[x_t] - logsumexp(logits_t-1)                (x_<t: the prefix inside the segment)
+    log p(x_t | x_<t) = logits_t-1[x_t] - logsumexp(logits_t-1)
 
-Logits of [rows, time, vocab] are never made. In each row the positions whose log-probability is
-wanted are moved to the front, then all rows walk together through chunks of positions: a chunk
-without any wanted position costs nothing. So the head costs what the trained tokens need (a quarter
-to a third of an agent's conversation), with static shapes. Only a head that is trained, by a loss
-that is more than a mean of log-probabilities, computes its logits again in the backward pass.
-Called by the losses and by `learning.trainer`, which scores with it.
+Here x_<t is the prefix inside the segment. Logits of [rows, time, vocab] are never made. In each
+row the positions that are scored are moved to the front. Then all rows walk together through chunks
+of positions, and a chunk without a scored position costs nothing. So the head costs what the
+trained tokens need (a quarter to a third of an agent's conversation), with static shapes. Logits
+are computed again in the backward pass only for a trained head whose loss is more than a mean of
+log-probabilities. Called by the losses and by `learning.trainer`, which scores with it.
 """
 
 import functools
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
 from mujica_jax.models.attention import Implementation, causal_self_attention
@@ -30,7 +31,8 @@ from mujica_jax.trajectories.packing import Batch
 # Positions whose logits one device holds at a time. 512 rows keep a matrix unit busy; their float32
 # logits take 0.3 GB at a vocabulary of 152k. A CPU multiplies fewer as fast, and of the last chunk
 # half is for nothing.
-CHUNK_POSITIONS, CPU_CHUNK_POSITIONS = 512, 256
+CHUNK_POSITIONS = 512
+CPU_CHUNK_POSITIONS = 256
 
 # Up to this depth the layers are unrolled and keep their activations: on CPU a step is then 12%
 # faster than under `lax.scan`, which copies every layer's weights and residuals. Deeper models scan
@@ -39,289 +41,447 @@ UNROLLED_LAYERS = 4
 
 
 class Mode(NamedTuple):
-    """What is asked of the walk, the same for all of its chunks."""
+    """The results that are computed, the same for all chunks."""
 
-    normalized: bool  # with the normalizers
-    # each wanted log-probability weighs the same in the loss, whatever it is; not with `normalized`
+    # Whether the normalizers are returned too.
+    normalized: bool
+    # Whether each log-probability has the same weight in the loss. Not together with `normalized`.
     uniform: bool
-    parts: tuple[
-        str, ...
-    ] = ()  # mesh axes over which the table's columns are split; none if it is whole
+    # Mesh axes over which the columns of the head's table are split. Empty if the table is whole.
+    table_axes: tuple[str, ...] = ()
 
 
 class TokenScores(NamedTuple):
-    """Of each token given its prefix in its segment, float32; 0 where undefined or not wanted."""
+    """Scores of each token given its prefix in its segment, float32; 0 where there is none."""
 
     log_probs: Float[Array, "rows time"]
     log_normalizers: Float[Array, "rows time"]  # logsumexp of the logits that predict the token
 
 
+class _ChunkScores(NamedTuple):
+    """Scores of the positions of a chunk; with a leading dimension, of all chunks."""
+
+    log_probs: Float[Array, "*chunks rows chunk"]
+    log_normalizers: Float[Array, "*chunks rows chunk"] | None
+    log_prob_by_hidden: Float[Array, "*chunks rows chunk hidden"] | None  # d log p / d hidden
+
+
+class _Residuals(NamedTuple):
+    """What the backward pass needs of the forward pass."""
+
+    table: Float[Array, "vocab part"] | None  # None if the head is frozen
+    # d (sum of log p) / d table, if the forward pass already knows it
+    table_gradient: Float[Array, "vocab part"] | None
+    whole_table: Float[Array, "vocab hidden"]
+    log_prob_by_hidden: Float[Array, "chunks rows chunk hidden"]
+    hidden: Float[Array, "chunks rows chunk hidden"]
+    targets: Int[Array, "chunks rows chunk"]
+    mask: Bool[Array, "chunks rows chunk"]
+
+
 def token_log_probs(
     decoder: Decoder,
     batch: Batch,
-    wanted: Bool[Array, "rows time"] | None = None,
+    token_mask: Bool[Array, "rows time"] | None = None,
     *,
     attention: Implementation = "auto",
     remat: Remat | Literal["auto"] = "auto",
 ) -> Float[Array, "rows time"]:
-    """log p of each token given its prefix in its segment, float32; 0 where undefined (padding, the
-    first token of a segment).
+    """Return log p of each token given its prefix in its segment, in float32.
 
-    `wanted` limits the work to some tokens (0 elsewhere)."""
+    It is 0 where it is undefined: in padding and at the first token of a segment. `token_mask`
+    limits the work to some tokens; the others get 0."""
     return token_scores(
-        decoder, batch, wanted, attention=attention, remat=remat, normalized=False
+        decoder, batch, token_mask, attention=attention, remat=remat, normalized=False
     ).log_probs
 
 
 def token_scores(
     decoder: Decoder,
     batch: Batch,
-    wanted: Bool[Array, "rows time"] | None,
+    token_mask: Bool[Array, "rows time"] | None,
     *,
     attention: Implementation = "auto",
     remat: Remat | Literal["auto"] = "auto",
     normalized: bool,
     uniform: bool = False,
 ) -> TokenScores:
-    """Without `normalized` the normalizers are all 0 and cost nothing. `uniform`: the loss is a
-    multiple of the sum of all log-probabilities, as a mean is; then the forward pass knows the
-    gradient but for that number."""
-    tokens, segments, positions = map(
-        jnp.asarray, (batch.tokens, batch.segment_ids, batch.positions)
-    )
-    predicted = (segments[:, 1:] == segments[:, :-1]) & (
-        segments[:, 1:] != 0
-    )  # position t predicts token t + 1
-    if wanted is not None:
-        predicted &= wanted[:, 1:]
-    # The last position predicts nothing: it is carried along so that time keeps a length that
-    # divides into chunks.
-    predicted = jnp.pad(predicted, ((0, 0), (0, 1)))
+    """Return log p of each token and, if `normalized`, the normalizer of its logits.
+
+    Without `normalized` the normalizers are 0 and cost nothing. `uniform` promises that the loss is
+    a multiple of the sum of all log-probabilities, as a mean is. The forward pass then knows the
+    gradient but for that factor."""
+    tokens = jnp.asarray(batch.tokens)
+    segments = jnp.asarray(batch.segment_ids)
+    positions = jnp.asarray(batch.positions)
+
+    # Position t predicts token t + 1, if that belongs to the same segment and is scored. The last
+    # position predicts nothing: it is carried along so that time divides into chunks.
+    is_same_segment = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] != 0)
+    mask = is_same_segment if token_mask is None else is_same_segment & token_mask[:, 1:]
+    mask = jnp.pad(mask, ((0, 0), (0, 1)))
     targets = jnp.roll(tokens, -1, axis=1)
-    deep = decoder.config.num_layers > UNROLLED_LAYERS
-    kept: Remat = ("full" if deep else "none") if remat == "auto" else remat
-    hidden = decoder(
-        tokens, positions, causal_self_attention(segments, attention), scan=deep, remat=kept
+
+    is_deep = decoder.config.num_layers > UNROLLED_LAYERS
+    if remat == "auto":
+        remat = "full" if is_deep else "none"
+    attend = causal_self_attention(segments, attention)
+    hidden = decoder(tokens, positions, attend, scan=is_deep, remat=remat)
+
+    mode = Mode(normalized=normalized, uniform=uniform)
+    log_probs, normalizers = _target_scores(decoder.head_table(), hidden, targets, mask, mode)
+    # Score t belongs to token t + 1. Column 0 receives the last position's 0.
+    return TokenScores(
+        log_probs=jnp.roll(log_probs, 1, axis=1),
+        log_normalizers=jnp.roll(normalizers, 1, axis=1),
     )
-    mode = Mode(normalized, uniform)
-    log_probs, normalizers = _target_scores(decoder.head_table(), hidden, targets, predicted, mode)
-    # Column 0 receives the last position's 0.
-    return TokenScores(jnp.roll(log_probs, 1, axis=1), jnp.roll(normalizers, 1, axis=1))
 
 
 def _target_scores(
     table: Float[Array, "vocab hidden"],
     hidden: Float[Array, "rows time hidden"],
     targets: Int[Array, "rows time"],
-    wanted: Bool[Array, "rows time"],
+    mask: Bool[Array, "rows time"],
     mode: Mode,
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
-    """log p of `targets` under the logits of `hidden`, and the normalizers of these logits; 0 where
-    not wanted.
+    """Return log p of `targets` under the logits of `hidden`, and the normalizers of these logits.
 
-    Each device walks through the rows it holds: the head is gathered once and its gradient summed
-    once, where the compiler, left alone, would do both in every chunk. A head that is split over
-    devices comes in parts and its gradient leaves in parts, a sum that moves half as much as one
-    that everybody gets whole. The tensor axis stays the compiler's."""
+    Both are 0 outside of `mask`. Each device walks through its own rows: the head is gathered once
+    and its gradient summed once. The compiler, left alone, would do both in every chunk. A head
+    that is split over devices comes in parts, and its gradient leaves in parts: that moves half as
+    much as a whole sum for everybody. The tensor axis stays the compiler's."""
     mesh = jax.sharding.get_abstract_mesh()
-    split = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
-    if not split:
-        return _chunked_scores(table, hidden, targets, wanted, mode=mode)
-    parts = tuple(axis for axis in RULES["embed"].mesh_axes if axis in split)
-    if table.shape[1] % math.prod(mesh.shape[axis] for axis in parts):
-        parts = ()
-    walk: Any = functools.partial(_chunked_scores, mode=mode._replace(parts=parts))
-    rows, head = PartitionSpec(split), PartitionSpec(None, parts)
+    row_axes = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
+    if not row_axes:
+        return _chunked_scores(table, hidden, targets, mask, mode=mode)
+
+    table_axes = tuple(axis for axis in RULES["embed"].mesh_axes if axis in row_axes)
+    num_parts = math.prod(mesh.shape[axis] for axis in table_axes)
+    if table.shape[1] % num_parts:
+        table_axes = ()
+
+    score_own_rows: Any = functools.partial(
+        _chunked_scores, mode=mode._replace(table_axes=table_axes)
+    )
+    rows_spec = PartitionSpec(row_axes)
+    table_spec = PartitionSpec(None, table_axes)
     return jax.shard_map(
-        walk,
-        in_specs=(head, rows, rows, rows),
-        out_specs=(rows, rows),
-        axis_names=set(split),
+        score_own_rows,
+        in_specs=(table_spec, rows_spec, rows_spec, rows_spec),
+        out_specs=(rows_spec, rows_spec),
+        axis_names=set(row_axes),
         check_vma=False,
-    )(table, hidden, targets, wanted)
+    )(table, hidden, targets, mask)
 
 
 def _chunked_scores(
     table: Float[Array, "vocab part"],
     hidden: Float[Array, "rows time hidden"],
     targets: Int[Array, "rows time"],
-    wanted: Bool[Array, "rows time"],
+    mask: Bool[Array, "rows time"],
     *,
     mode: Mode,
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
+    """Compute `_target_scores` chunk by chunk, with the positions of `mask` in the first chunks."""
     rows, time = targets.shape
-    chunk = min(time, max(1, (CPU_CHUNK_POSITIONS if on_cpu() else CHUNK_POSITIONS) // rows))
-    chunks = -(-time // chunk)
-    # Wanted positions first, the others after them, both in their order: where each position goes,
-    # and which one comes from where.
-    before, others_before = jnp.cumsum(wanted, axis=1), jnp.cumsum(~wanted, axis=1)
-    place = jnp.where(wanted, before, before[:, -1:] + others_before) - 1
-    order = jnp.zeros_like(place).at[jnp.arange(rows)[:, None], place].set(jnp.arange(time)[None])
+    positions_per_chunk = CPU_CHUNK_POSITIONS if on_cpu() else CHUNK_POSITIONS
+    chunk = min(time, max(1, positions_per_chunk // rows))
+    num_chunks = -(-time // chunk)
+
+    # Positions of the mask come first, the others after them, both in their order. `destinations`
+    # says where each position goes, `sources` which position comes to each place.
+    masked_counts = jnp.cumsum(mask, axis=1)
+    other_counts = jnp.cumsum(~mask, axis=1)
+    destinations = jnp.where(mask, masked_counts, masked_counts[:, -1:] + other_counts) - 1
+    sources = jnp.zeros_like(destinations)
+    row_numbers = jnp.arange(rows)[:, None]
+    sources = sources.at[row_numbers, destinations].set(jnp.arange(time)[None])
 
     def in_chunks(array: Array) -> Array:
-        moved = jnp.take_along_axis(
-            array, order.reshape(rows, time, *[1] * (array.ndim - 2)), axis=1
-        )
-        padded = jnp.pad(moved, ((0, 0), (0, chunks * chunk - time), *[(0, 0)] * (array.ndim - 2)))
-        return jnp.moveaxis(padded.reshape(rows, chunks, chunk, *array.shape[2:]), 1, 0)
+        """Reorder [rows, time, ...] and cut it into [chunks, rows, chunk, ...]."""
+        trailing = array.shape[2:]
+        indices = sources.reshape(rows, time, *[1] * len(trailing))
+        moved = jnp.take_along_axis(array, indices, axis=1)
+        padding = (0, num_chunks * chunk - time)
+        padded = jnp.pad(moved, ((0, 0), padding, *[(0, 0)] * len(trailing)))
+        return jnp.moveaxis(padded.reshape(rows, num_chunks, chunk, *trailing), 1, 0)
 
-    def in_rows(walked: Array) -> Float[Array, "rows time"]:
-        moved = jnp.moveaxis(walked, 0, 1).reshape(rows, chunks * chunk)[:, :time]
-        return jnp.where(wanted, jnp.take_along_axis(moved, place, axis=1), 0.0)
+    def in_rows(chunks: Array) -> Float[Array, "rows time"]:
+        """Undo `in_chunks`, and put 0 outside of the mask."""
+        moved = jnp.moveaxis(chunks, 0, 1).reshape(rows, num_chunks * chunk)[:, :time]
+        return jnp.where(mask, jnp.take_along_axis(moved, destinations, axis=1), 0.0)
 
-    walked: Any = _walk(mode, table, in_chunks(hidden), in_chunks(targets), in_chunks(wanted))
-    log_probs, normalizers = walked
-    return in_rows(log_probs), in_rows(normalizers) if mode.normalized else jnp.zeros_like(
-        wanted, jnp.float32
+    chunk_scores: Any = _score_chunks(
+        mode, table, in_chunks(hidden), in_chunks(targets), in_chunks(mask)
     )
+    log_probs, normalizers = chunk_scores
+    if mode.normalized:
+        return in_rows(log_probs), in_rows(normalizers)
+    return in_rows(log_probs), jnp.zeros_like(mask, jnp.float32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _walk(
+def _score_chunks(
     mode: Mode,
     table: Float[Array, "vocab part"],
     hidden: Float[Array, "chunks rows chunk hidden"],
     targets: Int[Array, "chunks rows chunk"],
-    wanted: Bool[Array, "chunks rows chunk"],
+    mask: Bool[Array, "chunks rows chunk"],
 ) -> tuple[Float[Array, "chunks rows chunk"], Float[Array, "chunks rows chunk"] | None]:
-    """log p of the targets and, where asked for, the normalizers, chunk after chunk; a chunk in
-    which nothing is wanted is 0 and costs nothing.
+    """Return log p of the targets and, if `mode.normalized`, the normalizers, chunk after chunk.
 
-    The gradient is written out because the derived one would keep the whole head for every chunk: a
-    conditional hands all that its backward pass needs out of the loop, the loop stacks it, and at a
-    vocabulary of 152k that was a gigabyte for 512 tokens. And since upstream is one number a
-    position, the forward pass leaves the gradient by the hidden states but for that number, which
-    saves a frozen head half of its products. Where it is one number for all positions, the forward
-    pass leaves the head's gradient too, which saves a trained one a quarter."""
-    narrow = _narrow(table, hidden, mode.parts)
-    return _forward(mode, narrow, hidden, targets, wanted, differentiated=False)[1][:2]
+    A chunk whose mask is empty is 0 and costs nothing. With logits z = table h of a position with
+    hidden state h and target x, upstream gradients u of log p and v of the normalizer:
+
+        log p                = z[x] - logsumexp(z)
+        d log p / d z        = onehot(x) - softmax(z)
+        d log p / d h        = table^T (d log p / d z)
+        d logsumexp(z) / d z = softmax(z)
+        d logsumexp(z) / d h = table[x] - d log p / d h
+
+        gradient of h        = u (d log p / d h) + v (d logsumexp(z) / d h)
+        gradient of table    = sum over positions of (u (d log p / d z) + v softmax(z)) h^T
+
+    The gradient is written out, because the derived one would keep the whole head for every chunk.
+    A conditional hands all that its backward pass needs out of the loop, and the loop stacks it: at
+    a vocabulary of 152k that was a gigabyte for 512 tokens.
+
+    The forward pass stores d log p / d h, which saves a frozen head half of its products. Where u
+    is one number for all positions (`mode.uniform`), the forward pass also sums the table's
+    gradient without u, which saves a trained head a quarter."""
+    whole_table = _gather_table(table, hidden.dtype, mode.table_axes)
+    _, chunk_scores = _scan_chunks(mode, whole_table, (hidden, targets, mask), with_gradient=False)
+    return chunk_scores.log_probs, chunk_scores.log_normalizers
 
 
-def _narrow(table: Array, hidden: Array, parts: tuple[str, ...]) -> Array:
-    narrow = table.astype(hidden.dtype)  # before it is gathered: that moves half as much
-    return jax.lax.all_gather(narrow, parts, axis=1, tiled=True) if parts else narrow
+def _gather_table(
+    table: Float[Array, "vocab part"], dtype: DTypeLike, table_axes: tuple[str, ...]
+) -> Float[Array, "vocab hidden"]:
+    """Return the whole table in the type of the products."""
+    # Cast before it is gathered: that moves half as much.
+    narrow = table.astype(dtype)
+    return jax.lax.all_gather(narrow, table_axes, axis=1, tiled=True) if table_axes else narrow
 
 
-def _forward(
-    mode: Mode, narrow: Array, *chunks: Array, differentiated: bool, head: Array | None = None
-) -> tuple[Array | None, tuple[Array, Array | None, Array | None]]:
-    """The sum of d log p / d head where `head` is zeros, and then log p, normalizers and d log p /
-    d hidden [chunks, rows, chunk, hidden], the last two where asked for."""
+def _scan_chunks(
+    mode: Mode,
+    whole_table: Float[Array, "vocab hidden"],
+    chunks: tuple[Array, Array, Array],
+    *,
+    with_gradient: bool,
+    table_gradient: Float[Array, "vocab hidden"] | None = None,
+) -> tuple[Float[Array, "vocab hidden"] | None, _ChunkScores]:
+    """Score all chunks of (hidden states, targets, mask).
 
-    def one_chunk(head: Array | None, chunk_of: tuple[Array, ...]) -> Any:
-        hidden, targets, wanted = chunk_of
+    `with_gradient` asks for d log p / d hidden. Where `table_gradient` is given, as zeros,
+    d (sum of log p) / d table is added to it."""
 
-        def some(head: Array | None) -> Any:
-            logits = scores(narrow, hidden)
-            chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+    def score_chunk(table_gradient: Array | None, chunk: tuple[Array, ...]) -> Any:
+        hidden, targets, mask = chunk
+
+        def score(table_gradient: Array | None) -> Any:
+            logits = scores(whole_table, hidden)
+            target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
             normalizers = jax.nn.logsumexp(logits, axis=-1)
-            pulled = None
-            if differentiated:
-                pull = _pull(logits, targets)
-                pulled = matrix_product(pull.astype(narrow.dtype), narrow).reshape(hidden.shape)
-                if head is not None:
-                    head = _add_gradient(head, jnp.where(wanted.reshape(-1, 1), pull, 0.0), hidden)
-            return head, (chosen - normalizers, normalizers if mode.normalized else None, pulled)
-
-        def nothing(head: Array | None) -> Any:
-            zeros, pulled = (
-                jnp.zeros(targets.shape, jnp.float32),
-                jnp.zeros_like(hidden) if differentiated else None,
+            by_hidden = None
+            if with_gradient:
+                by_logits = _log_prob_by_logits(logits, targets)
+                by_hidden = matrix_product(by_logits.astype(whole_table.dtype), whole_table)
+                by_hidden = by_hidden.reshape(hidden.shape)
+                if table_gradient is not None:
+                    by_logits = jnp.where(mask.reshape(-1, 1), by_logits, 0.0)
+                    table_gradient = _add_table_gradient(table_gradient, by_logits, hidden)
+            return table_gradient, _ChunkScores(
+                log_probs=target_logits - normalizers,
+                log_normalizers=normalizers if mode.normalized else None,
+                log_prob_by_hidden=by_hidden,
             )
-            return head, (zeros, zeros if mode.normalized else None, pulled)
 
-        return jax.lax.cond(wanted.any(), some, nothing, head)
+        def skip(table_gradient: Array | None) -> Any:
+            zeros = jnp.zeros(targets.shape, jnp.float32)
+            return table_gradient, _ChunkScores(
+                log_probs=zeros,
+                log_normalizers=zeros if mode.normalized else None,
+                log_prob_by_hidden=jnp.zeros_like(hidden) if with_gradient else None,
+            )
 
-    return jax.lax.scan(one_chunk, head, chunks)
+        return jax.lax.cond(mask.any(), score, skip, table_gradient)
+
+    return jax.lax.scan(score_chunk, table_gradient, chunks)
 
 
-def _pull(
+def _log_prob_by_logits(
     logits: Float[Array, "rows chunk vocab"], targets: Int[Array, "rows chunk"]
 ) -> Float[Array, "positions vocab"]:
-    """d log p[target] / d logits = onehot(target) - softmax(logits)"""
-    at_target = targets[..., None] == jnp.arange(logits.shape[-1])
-    return (at_target - jax.nn.softmax(logits, axis=-1)).reshape(-1, logits.shape[-1])
+    """Return d log p[target] / d logits = onehot(target) - softmax(logits)."""
+    is_target = targets[..., None] == jnp.arange(logits.shape[-1])
+    return (is_target - jax.nn.softmax(logits, axis=-1)).reshape(-1, logits.shape[-1])
 
 
-def _add_gradient(head: Array, pull: Float[Array, "positions vocab"], hidden: Array) -> Array:
-    """In float32: over chunks in one place, over devices outside or, where the head is in parts, in
-    `_summed`."""
+def _add_table_gradient(
+    table_gradient: Float[Array, "vocab hidden"],
+    logits_gradient: Float[Array, "positions vocab"],
+    hidden: Float[Array, "rows chunk hidden"],
+) -> Float[Array, "vocab hidden"]:
+    """Return table_gradient + logits_gradient^T hidden, summed in float32.
+
+    Chunks are summed in this one array. Devices are summed outside or, where the table is in parts,
+    in `_sum_to_parts`."""
     states = hidden.reshape(-1, hidden.shape[-1])
-    return head + jnp.matmul(pull.astype(hidden.dtype).T, states, preferred_element_type=head.dtype)
+    return table_gradient + jnp.matmul(
+        logits_gradient.astype(hidden.dtype).T,
+        states,
+        preferred_element_type=table_gradient.dtype,
+    )
 
 
-def _summed(head: Array, parts: tuple[str, ...]) -> Array:
-    """Over devices, to each its part. On CPU the sum is made whole first: between processes XLA
-    scatters it by gloo, which now and then gives the first one wrong numbers where parts have
-    megabytes (jax-ml/jax#40830)."""
+def _sum_to_parts(
+    table_gradient: Float[Array, "vocab hidden"], table_axes: tuple[str, ...]
+) -> Float[Array, "vocab part"]:
+    """Sum the table's gradient over devices and return each device's part of its columns.
 
-    def scattered(head: Array) -> Array:
-        return jax.lax.psum_scatter(head, parts, scatter_dimension=1, tiled=True)
+    On CPU the sum is made whole first. Between processes XLA scatters it by gloo, which now and
+    then gives the first process wrong numbers if parts have megabytes (jax-ml/jax#40830)."""
+    if not table_axes:
+        return table_gradient
 
-    def cut(head: Array) -> Array:
-        width = head.shape[1] // jax.lax.axis_size(parts)
-        return jax.lax.dynamic_slice_in_dim(
-            jax.lax.psum(head, parts), jax.lax.axis_index(parts) * width, width, axis=1
+    def scatter_sum(table_gradient: Array) -> Array:
+        return jax.lax.psum_scatter(table_gradient, table_axes, scatter_dimension=1, tiled=True)
+
+    def cut_whole_sum(table_gradient: Array) -> Array:
+        width = table_gradient.shape[1] // jax.lax.axis_size(table_axes)
+        whole_sum = jax.lax.psum(table_gradient, table_axes)
+        start = jax.lax.axis_index(table_axes) * width
+        return jax.lax.dynamic_slice_in_dim(whole_sum, start, width, axis=1)
+
+    return jax.lax.platform_dependent(table_gradient, cpu=cut_whole_sum, default=scatter_sum)
+
+
+def _score_chunks_forward(
+    mode: Mode,
+    table: CustomVJPPrimal,
+    hidden: CustomVJPPrimal,
+    targets: CustomVJPPrimal,
+    mask: CustomVJPPrimal,
+) -> tuple[tuple[Array, Array | None], _Residuals]:
+    """Score all chunks and store what the backward pass needs. See `_score_chunks`."""
+    whole_table = _gather_table(table.value, hidden.value.dtype, mode.table_axes)
+
+    is_table_trained = table.perturbed
+    table_gradient = None
+    if is_table_trained and mode.uniform:
+        table_gradient = jnp.zeros_like(whole_table, jnp.float32)
+    table_gradient, chunk_scores = _scan_chunks(
+        mode,
+        whole_table,
+        (hidden.value, targets.value, mask.value),
+        with_gradient=True,
+        table_gradient=table_gradient,
+    )
+    if table_gradient is not None:
+        table_gradient = _sum_to_parts(table_gradient, mode.table_axes)
+
+    residuals = _Residuals(
+        table=table.value if is_table_trained else None,
+        table_gradient=table_gradient,
+        whole_table=whole_table,
+        log_prob_by_hidden=chunk_scores.log_prob_by_hidden,  # pyright: ignore[reportArgumentType]
+        hidden=hidden.value,
+        targets=targets.value,
+        mask=mask.value,
+    )
+    return (chunk_scores.log_probs, chunk_scores.log_normalizers), residuals
+
+
+def _score_chunks_backward(
+    mode: Mode, residuals: _Residuals, upstream: tuple[Any, Any]
+) -> tuple[Array | None, ...]:
+    """Return the gradients of table, hidden states, targets and mask. See `_score_chunks`."""
+    log_prob_weights = _with_zeros(upstream[0])
+    normalizer_weights = _with_zeros(upstream[1])
+
+    by_hidden = residuals.log_prob_by_hidden
+    hidden_gradient = log_prob_weights[..., None] * by_hidden
+    if mode.normalized:
+        hidden_gradient += normalizer_weights[..., None] * (
+            residuals.whole_table[residuals.targets] - by_hidden
         )
 
-    return jax.lax.platform_dependent(head, cpu=cut, default=scattered) if parts else head
+    table_gradient = None
+    if residuals.table is not None:
+        if residuals.table_gradient is not None:
+            weight = _uniform_weight(log_prob_weights, residuals.mask, mode.table_axes)
+            table_gradient = weight * residuals.table_gradient
+        else:
+            table_gradient = _table_gradient(mode, residuals, log_prob_weights, normalizer_weights)
+            # The layers need only the gradient of their states. It waits, or a compiler keeps the
+            # whole head until the layers are done.
+            table_gradient, hidden_gradient = jax.lax.optimization_barrier(
+                (table_gradient, hidden_gradient)
+            )
+            table_gradient = _sum_to_parts(table_gradient, mode.table_axes)
+        table_gradient = table_gradient.astype(residuals.table.dtype)
+
+    return table_gradient, hidden_gradient.astype(residuals.hidden.dtype), None, None
 
 
-def _walk_forward(
-    mode: Mode, *given: CustomVJPPrimal
-) -> tuple[tuple[Array, Array | None], tuple[Any, ...]]:
-    table, *chunks = (one.value for one in given)
-    trained, narrow = given[0].perturbed, _narrow(table, chunks[0], mode.parts)
-    head = jnp.zeros_like(narrow, jnp.float32) if trained and mode.uniform else None
-    head, (log_probs, normalizers, pulled) = _forward(
-        mode, narrow, *chunks, differentiated=True, head=head
-    )
-    if head is not None:
-        head = _summed(head, mode.parts)
-    return (log_probs, normalizers), (table if trained else None, head, narrow, pulled, *chunks)
+def _with_zeros(upstream: Any) -> Any:
+    """Return an upstream gradient as an array. A loss may leave one of the results out."""
+    if isinstance(upstream, SymbolicZero):
+        return jnp.zeros(upstream.shape, jnp.float32)
+    return upstream
 
 
-def _walk_backward(
-    mode: Mode, kept: tuple[Any, ...], upstream: tuple[Any, Any]
-) -> tuple[Array | None, ...]:
-    """d normalizer / d logits = softmax(logits)"""
-    table, head, narrow, pulled, hidden, targets, wanted = kept
-    of_log_probs, of_normalizers = (  # a loss may leave one of them out
-        jnp.zeros(given.shape, jnp.float32) if isinstance(given, SymbolicZero) else given
-        for given in upstream
-    )
-    states = of_log_probs[..., None] * pulled
-    if mode.normalized:
-        states += of_normalizers[..., None] * (narrow[targets] - pulled)
-    if table is None:
-        return None, states.astype(hidden.dtype), None, None
-    if head is not None:
-        weight = of_log_probs.reshape(-1)[jnp.argmax(wanted)]
-        if mode.parts:  # of those whose sum the part is, 0 where nothing is wanted
-            most, least = jax.lax.pmax(weight, mode.parts), jax.lax.pmin(weight, mode.parts)
-            weight = jnp.where(most > 0, most, least)
-        return (weight * head).astype(table.dtype), states.astype(hidden.dtype), None, None
+def _uniform_weight(
+    log_prob_weights: Float[Array, "chunks rows chunk"],
+    mask: Bool[Array, "chunks rows chunk"],
+    table_axes: tuple[str, ...],
+) -> Float[Array, ""]:
+    """Return the one upstream gradient that all log-probabilities have."""
+    weight = log_prob_weights.reshape(-1)[jnp.argmax(mask)]
+    if not table_axes:
+        return weight
 
-    def one_chunk(head: Array, chunk_of: Any) -> tuple[Array, None]:
-        hidden, targets, wanted, of_log_probs, of_normalizers = chunk_of
+    # A part of the table's gradient is a sum over devices. Those whose mask is empty have 0 here.
+    highest = jax.lax.pmax(weight, table_axes)
+    lowest = jax.lax.pmin(weight, table_axes)
+    return jnp.where(highest > 0, highest, lowest)
 
-        def some(head: Array) -> Array:
-            logits = scores(narrow, hidden)
-            pull = _pull(logits, targets) * of_log_probs.reshape(-1, 1)
+
+def _table_gradient(
+    mode: Mode,
+    residuals: _Residuals,
+    log_prob_weights: Float[Array, "chunks rows chunk"],
+    normalizer_weights: Float[Array, "chunks rows chunk"] | None,
+) -> Float[Array, "vocab hidden"]:
+    """Return this device's gradient of the whole table. The logits are computed again."""
+    whole_table = residuals.whole_table
+
+    def add_chunk(table_gradient: Array, chunk: Any) -> tuple[Array, None]:
+        hidden, targets, mask, log_prob_weights, normalizer_weights = chunk
+
+        def add(table_gradient: Array) -> Array:
+            logits = scores(whole_table, hidden)
+            by_logits = _log_prob_by_logits(logits, targets) * log_prob_weights.reshape(-1, 1)
             if mode.normalized:
-                pull += (jax.nn.softmax(logits, axis=-1) * of_normalizers[..., None]).reshape(
-                    pull.shape
-                )
-            return _add_gradient(head, pull, hidden)
+                by_normalizers = jax.nn.softmax(logits, axis=-1) * normalizer_weights[..., None]
+                by_logits += by_normalizers.reshape(by_logits.shape)
+            return _add_table_gradient(table_gradient, by_logits, hidden)
 
-        return jax.lax.cond(wanted.any(), some, lambda head: head, head), None
+        def skip(table_gradient: Array) -> Array:
+            return table_gradient
 
-    chunks = (hidden, targets, wanted, of_log_probs, of_normalizers)
-    head, _ = jax.lax.scan(one_chunk, jnp.zeros_like(narrow, jnp.float32), chunks)
-    # The layers need only the states. They wait, or a compiler keeps the whole head until they are
-    # done.
-    head, states = jax.lax.optimization_barrier((head, states))
-    return _summed(head, mode.parts).astype(table.dtype), states.astype(hidden.dtype), None, None
+        return jax.lax.cond(mask.any(), add, skip, table_gradient), None
+
+    chunks = (
+        residuals.hidden,
+        residuals.targets,
+        residuals.mask,
+        log_prob_weights,
+        normalizer_weights,
+    )
+    table_gradient, _ = jax.lax.scan(add_chunk, jnp.zeros_like(whole_table, jnp.float32), chunks)
+    return table_gradient
 
 
-_walk.defvjp(_walk_forward, _walk_backward, symbolic_zeros=True)
+_score_chunks.defvjp(_score_chunks_forward, _score_chunks_backward, symbolic_zeros=True)

@@ -27,50 +27,56 @@ class ProfileWindow:
     def __init__(
         self, config: ProfileConfig, directory: RunPath, say: Callable[[str], None]
     ) -> None:
-        self._steps, self._phase, self._say = config.steps, config.phase, say
+        self._steps = config.steps
+        self._phase = config.phase
+        self._say = say
         # The profiler writes to local disk: where the run is in a bucket, into the folder that it
         # was started in.
         self._directory = (directory if isinstance(directory, Path) else Path()) / FOLDER
         self._open: tuple[int, int] | None = None  # the window, while a phase that shows it trains
-        self._tracing = False
-        self._name = ""
+        self._is_tracing = False
+        self._phase_name = ""
 
     @contextlib.contextmanager
     def of_phase(self, name: str, *, done: int, steps: int) -> Iterator[None]:
-        """A phase that goes from step `done` to `steps`. A trace that an error or a signal
-        interrupts is ended and kept."""
-        self._name = name
+        """Open the window for a phase that goes from step `done` to `steps`.
+
+        A trace that an error or a signal interrupts is ended and kept."""
+        self._phase_name = name
         self._open = self._window(name, done, steps)
         try:
             yield
         finally:
             self._open = None
-            if self._tracing:
+            if self._is_tracing:
                 self._stop(f"ended early, in {name}")
 
     def until(self, done: int, until: int) -> int:
-        """How far a stretch of steps may go, so that it begins or ends with the window."""
+        """Return how far a stretch of steps may go, so that it begins or ends with the window."""
         if self._open is None:
             return until
         first, last = self._open
-        return min(until, *(border for border in (first - 1, last) if border > done), until)
+        borders = [border for border in (first - 1, last) if border > done]
+        return min([until, *borders])
 
     def before(self, done: int) -> None:
-        """`done` steps are made and the next one is about to be dispatched."""
+        """Start the trace if its first step comes next: `done` steps are made, and the next one is
+        about to be dispatched."""
         if self._open is not None and done == self._open[0] - 1:
-            jax.profiler.start_trace(self._directory / self._name.replace(" ", "-"))
-            self._tracing = True
+            jax.profiler.start_trace(self._trace_folder())
+            self._is_tracing = True
 
     def after(self, done: int, state: Any) -> None:
-        """`done` steps are made, and `state` is what the last one gives."""
-        if self._tracing and self._open is not None and done >= self._open[1]:
+        """Stop the trace after its last step: `done` steps are made, and `state` is the last one's
+        result."""
+        if self._is_tracing and self._open is not None and done >= self._open[1]:
             jax.block_until_ready(state)
-            self._steps = None  # once
+            self._steps = None  # A run has one trace.
             self._open = None
             self._stop("traced")
 
     def close(self) -> None:
-        """The end of a run: a window that never came is told of."""
+        """Say at the end of a run if the window never came."""
         if self._steps is not None:
             where = "no phase" if self._phase is None else f"no phase {self._phase}"
             self._say(
@@ -79,6 +85,7 @@ class ProfileWindow:
             )
 
     def _window(self, name: str, done: int, steps: int) -> tuple[int, int] | None:
+        """Return the window if this phase shows it whole, and say why where it does not."""
         if self._steps is None or self._phase not in (None, name):
             return None
         first, last = self._steps
@@ -96,11 +103,11 @@ class ProfileWindow:
             return None
         return first, last
 
-    def _stop(self, how: str) -> None:
-        self._tracing = False
+    def _trace_folder(self) -> Path:
+        return self._directory / self._phase_name.replace(" ", "-")
+
+    def _stop(self, reason: str) -> None:
+        self._is_tracing = False
         jax.profiler.stop_trace()
         assert self._directory.exists(), "the profiler writes where it was told to"
-        self._say(
-            f"profile.steps: {how}; the trace is in "
-            f"{self._directory / self._name.replace(' ', '-')}"
-        )
+        self._say(f"profile.steps: {reason}; the trace is in {self._trace_folder()}")

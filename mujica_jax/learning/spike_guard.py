@@ -1,12 +1,12 @@
 """Loss spikes: an update whose loss or gradient norm stands out above those before it is skipped,
 and counted.
 
-    skip where  x > mean + deviations * max(deviation, mean / 100)    x: the loss, or the gradient norm before clipping
+    skip where  x > mean + deviations * max(deviation, mean / 100)
 
-Mean and standard deviation are over the updates of this phase that were made: of all of them until
-there are `window`, from then on with weights that fade by 1 / window an update. Before there are
-`window` nothing is skipped, as what is usual is unknown. The floor of a hundredth keeps a loss that
-hardly moves from looking wild.
+Here x is the loss, or the gradient norm before clipping. Mean and standard deviation are over the
+updates of this phase that were made: of all of them until there are `window`, from then on with
+weights that fade by 1 / window an update. Before there are `window` nothing is skipped, as what is
+usual is unknown. The floor of a hundredth keeps a loss that hardly moves from looking wild.
 
 A skipped update leaves parameters, moments and statistics as they were, bit for bit; the step
 counts, so the next batch and the next learning rate come. All of it happens inside the compiled
@@ -26,7 +26,8 @@ MIN_DEVIATION = 0.01  # as a share of the mean
 
 
 class Spikes(NamedTuple):
-    """What is usual, and how often it was left. Each pair is (loss, gradient norm)."""
+    """Statistics of the updates of a phase, and counts of the skipped ones. Each pair is (loss,
+    gradient norm)."""
 
     updates: Int[Array, ""]  # made in this phase
     mean: Float[Array, "2"]
@@ -40,10 +41,16 @@ class TooManySpikes(UserError):
 
 
 def no_spikes() -> Spikes:
-    """At the beginning of a phase. A step takes over its buffers, so no two fields are one
-    array."""
-    updates, skipped, in_a_row = (jnp.zeros((), jnp.int32) for _ in range(3))
-    return Spikes(updates, jnp.zeros(2, jnp.float32), jnp.zeros(2, jnp.float32), skipped, in_a_row)
+    """Return the statistics at the beginning of a phase.
+
+    A step takes over their buffers, so no two fields are one array."""
+    return Spikes(
+        updates=jnp.zeros((), jnp.int32),
+        mean=jnp.zeros(2, jnp.float32),
+        variance=jnp.zeros(2, jnp.float32),
+        skipped=jnp.zeros((), jnp.int32),
+        in_a_row=jnp.zeros((), jnp.int32),
+    )
 
 
 def detect_spike(
@@ -54,30 +61,32 @@ def detect_spike(
     deviations: float,
     window: int,
 ) -> tuple[Bool[Array, ""], Spikes]:
-    """Whether this update is skipped, and what is known after it."""
-    seen = jnp.stack([loss, grad_norm]).astype(jnp.float32)
-    usual = jnp.maximum(jnp.sqrt(spikes.variance), MIN_DEVIATION * spikes.mean)
-    skip = (spikes.updates >= window) & jnp.any(seen > spikes.mean + deviations * usual)
+    """Return whether this update is skipped, and the statistics after it."""
+    values = jnp.stack([loss, grad_norm]).astype(jnp.float32)
+    deviation = jnp.maximum(jnp.sqrt(spikes.variance), MIN_DEVIATION * spikes.mean)
+    has_window = spikes.updates >= window
+    is_spike = has_window & jnp.any(values > spikes.mean + deviations * deviation)
+
     weight = 1.0 / jnp.minimum(spikes.updates + 1, window).astype(jnp.float32)
-    difference = seen - spikes.mean
-    taken = Spikes(
+    difference = values - spikes.mean
+    after_update = Spikes(
         updates=spikes.updates + 1,
         mean=spikes.mean + weight * difference,
         variance=(1.0 - weight) * (spikes.variance + weight * difference**2),
         skipped=spikes.skipped,
         in_a_row=jnp.zeros_like(spikes.in_a_row),
     )
-    left = spikes._replace(skipped=spikes.skipped + 1, in_a_row=spikes.in_a_row + 1)
-    return skip, optax.tree.where(skip, left, taken)
+    after_skip = spikes._replace(skipped=spikes.skipped + 1, in_a_row=spikes.in_a_row + 1)
+    return is_spike, optax.tree.where(is_spike, after_skip, after_update)
 
 
-def raise_if_too_many(values: dict[str, Any], *, step: int, most: int) -> None:
-    """Raises TooManySpikes where a step's metrics count more than `most` skipped updates in a
+def raise_if_too_many(values: dict[str, Any], *, step: int, max_skips: int) -> None:
+    """Raise TooManySpikes if a step's metrics count more than `max_skips` skipped updates in a
     row."""
-    if values["skipped_in_a_row"] > most:
+    if values["skipped_in_a_row"] > max_skips:
         raise TooManySpikes(
             f"step {step} is number {int(values['skipped_in_a_row'])} in a row whose update was "
             f"skipped, with loss {values['loss']:.4g} and gradient norm {values['grad_norm']:.4g}, "
-            f"and trainer.max_skips_in_a_row is {most}: lower the learning rate or raise "
+            f"and trainer.max_skips_in_a_row is {max_skips}: lower the learning rate or raise "
             "trainer.spike_deviations"
         )

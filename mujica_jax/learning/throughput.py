@@ -5,12 +5,14 @@ Host arithmetic on numbers that are there already: nothing here waits for a devi
 methods for steps that are logged. Floating-point operations are counted by formula and without what
 is recomputed:
 
-    slots x 6 x weights of the layers              (a multiply-add is two, the backward pass twice the forward pass)
-    + trained tokens x 6 x weights of the head     (untrained positions never meet the head)
+    slots x 6 x weights of the layers
+    + trained tokens x 6 x weights of the head
     + 12 x layers x heads x head_dim x sum over conversations of length x (length + 1) / 2
 
-With LoRA a frozen weight has no gradient of its own and counts 4 in the place of 6; the adapters
-beside it count 6. What XLA says of a program is not used: it counts the body of a scan once.
+The 6: a multiply-add is two operations, and the backward pass costs twice the forward pass.
+Untrained positions never meet the head. With LoRA a frozen weight has no gradient of its own and
+counts 4 in the place of 6; the adapters beside it count 6. What XLA says of a program is not used:
+it counts the body of a scan once.
 """
 
 import math
@@ -29,7 +31,9 @@ from mujica_jax.runtime.compile_counter import compile_counter
 from mujica_jax.runtime.host_memory import peak_bytes
 from mujica_jax.trajectories.packing import PackedRows
 
-TRAINED, FROZEN = 6.0, 4.0  # operations a weight and token
+# Operations per weight and token.
+TRAINED = 6.0
+FROZEN = 4.0
 
 
 class Throughput:
@@ -41,55 +45,65 @@ class Throughput:
     ) -> None:
         """`done` steps were made before; `seconds` gives what learning has taken so far, without
         compiling and saving."""
-        config, self._devices = trainer.config, trainer.mesh.size
-        share = (
-            config.rows_per_step / rows.num_rows
-        )  # of all rows in a step; above 1 where rows are seen several times
+        config = trainer.config
+        self._devices = trainer.mesh.size
+
+        # A step's share of all rows; above 1 where a step sees rows several times.
+        step_share = config.rows_per_step / rows.num_rows
         tokens = int(np.count_nonzero(rows.segment_ids))
-        self._step_tokens = share * tokens
+        self._step_tokens = step_share * tokens
         self._step_flops = training_flops(
             trainer.model,
             slots=config.rows_per_step * rows.row_tokens,
-            trained_tokens=share * rows.trained_tokens,
-            pairs=share * attended_pairs(rows.segment_ids),
+            trained_tokens=step_share * rows.trained_tokens,
+            pairs=step_share * attended_pairs(rows.segment_ids),
             lora_rank=config.lora_rank,
         )
-        self._of_rows = {
+        self._row_figures = {
             "packing_efficiency": rows.efficiency,
             "trained_fraction": rows.trained_tokens / tokens,
         }
-        self._peak = peak_flops_per_second(list(trainer.mesh.devices.flat), config.dtype)
-        self._seconds, self._programs = seconds, compile_counter().programs
-        self._last = (done, seconds())
+        self._peak_flops = peak_flops_per_second(list(trainer.mesh.devices.flat), config.dtype)
+
+        # State at the last reading.
+        self._seconds = seconds
+        self._last_programs = compile_counter().programs
+        self._last_step = done
+        self._last_seconds = seconds()
 
     def of(self, metrics: StepMetrics) -> dict[str, float | int]:
-        """Speeds are those since the step that was asked for before."""
-        (step, seconds), programs = self._last, compile_counter().programs
-        self._last = (metrics.step, self._seconds())
-        rate = (self._last[0] - step) / max(self._last[1] - seconds, 1e-9)
-        found = {
-            "tokens_per_second": rate * self._step_tokens,
-            "tokens_per_second_per_device": rate * self._step_tokens / self._devices,
-            "mfu": rate * self._step_flops / self._peak,
-            **self._of_rows,
-            "compiled_programs": programs - self._programs,
+        """Return the figures of a step. Speeds are those since the last call."""
+        programs = compile_counter().programs
+        seconds = self._seconds()
+        steps_per_second = (metrics.step - self._last_step) / max(
+            seconds - self._last_seconds, 1e-9
+        )
+        figures = {
+            "tokens_per_second": steps_per_second * self._step_tokens,
+            "tokens_per_second_per_device": steps_per_second * self._step_tokens / self._devices,
+            "mfu": steps_per_second * self._step_flops / self._peak_flops,
+            **self._row_figures,
+            "compiled_programs": programs - self._last_programs,
             **memory(),
         }
-        self._programs = programs
-        return found
+        self._last_programs = programs
+        self._last_step = metrics.step
+        self._last_seconds = seconds
+        return figures
 
 
 def memory() -> dict[str, float | int]:
-    """The most memory held so far: of this process, and of its fullest device where devices
-    tell."""
-    found: dict[str, float | int] = {"host_peak_bytes": peak_bytes()}
-    told: list[Any] = [device.memory_stats() for device in jax.local_devices()]
-    peaks = [
-        statistics["peak_bytes_in_use"]
-        for statistics in told
-        if statistics and "peak_bytes_in_use" in statistics
-    ]
-    return found | ({"device_peak_bytes": max(peaks)} if peaks else {})
+    """Return the peak of memory so far: of this process, and of its fullest device if devices
+    report it."""
+    figures: dict[str, float | int] = {"host_peak_bytes": peak_bytes()}
+    device_peaks = []
+    for device in jax.local_devices():
+        statistics: Any = device.memory_stats()
+        if statistics and "peak_bytes_in_use" in statistics:
+            device_peaks.append(statistics["peak_bytes_in_use"])
+    if device_peaks:
+        figures["device_peak_bytes"] = max(device_peaks)
+    return figures
 
 
 def training_flops(
@@ -100,22 +114,23 @@ def training_flops(
     pairs: float | int,
     lora_rank: int = 0,
 ) -> float:
-    """Of one step over this many slots, padding included; `pairs` of `attended_pairs`."""
+    """Return the operations of one step over these slots, padding included; `pairs` is the number
+    that `attended_pairs` counts."""
     matrices = projections(model)
-    each = FROZEN if lora_rank else TRAINED
-    in_layers = each * sum(math.prod(weight.shape) for weight in matrices)
+    flops_per_weight = FROZEN if lora_rank else TRAINED
+    layer_flops = flops_per_weight * sum(math.prod(weight.shape) for weight in matrices)
     for weight in matrices:
-        in_layers += TRAINED * lora_rank * sum(weight.sides)
+        layer_flops += TRAINED * lora_rank * sum(weight.sides)
     return (
-        slots * model.num_layers * in_layers
-        + trained_tokens * each * model.vocab_size * model.hidden_size
+        slots * model.num_layers * layer_flops
+        + trained_tokens * flops_per_weight * model.vocab_size * model.hidden_size
         + 12.0 * model.num_layers * model.num_heads * model.head_dim * pairs
     )
 
 
 def attended_pairs(segment_ids: Int[np.ndarray, "rows time"]) -> int:
-    """Pairs of a token and one that it attends to, itself included, in the conversations of all
-    rows; 0 marks padding."""
+    """Count the pairs of a token and one that it attends to, itself included, in the conversations
+    of all rows; 0 marks padding."""
     total = 0
     for row in segment_ids:
         lengths = np.bincount(row[row > 0])

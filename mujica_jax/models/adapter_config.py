@@ -28,30 +28,37 @@ CONFIG_FILE = "adapter_config.json"
 ALL_LINEAR = "all-linear"
 DEFAULT_TARGETS = ["q_proj", "v_proj"]  # PEFT's, for Llama, Qwen2 and Qwen3 alike
 APPLIED = {
-    *(
-        "peft_type",
-        "r",
-        "lora_alpha",
-        "use_rslora",
-        "rank_pattern",
-        "alpha_pattern",
-        "target_modules",
-    ),
-    *("exclude_modules", "layers_to_transform", "layers_pattern", "init_lora_weights"),
+    "peft_type",
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "rank_pattern",
+    "alpha_pattern",
+    "target_modules",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "init_lora_weights",
 }
 # These describe the training, the file or the base. They do not change what a trained adapter
 # computes.
 WITHOUT_EFFECT = {
-    *(
-        "task_type",
-        "peft_version",
-        "auto_mapping",
-        "base_model_name_or_path",
-        "revision",
-        "inference_mode",
-    ),
-    *("base_fingerprint", "lora_dropout", "megatron_core", "runtime_config", "ensure_weight_tying"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
+    "task_type",
+    "peft_version",
+    "auto_mapping",
+    "base_model_name_or_path",
+    "revision",
+    "inference_mode",
+    "base_fingerprint",
+    "lora_dropout",
+    "megatron_core",
+    "runtime_config",
+    "ensure_weight_tying",
+    "loftq_config",
+    "eva_config",
+    "corda_config",
+    "lora_ga_config",
+    "qalora_group_size",
 }
 # Other initialisations change the base's weights as well (pissa, olora, corda, loftq), or the
 # formula (mica).
@@ -92,19 +99,19 @@ class AdapterConfig:
         if isinstance(self.targets, str):
             return self.targets.lower() == ALL_LINEAR or _names(self.targets, module)
         # As in PEFT, a module that is named in full is corrected whatever its layer.
-        return module in self.targets or (
-            _names(self.targets, module) and self._is_in_layers(module)
-        )
+        if module in self.targets:
+            return True
+        return _names(self.targets, module) and self._is_in_layers(module)
 
     def _is_in_layers(self, module: str) -> bool:
+        """Tell whether a module's layer is one of those that the adapter corrects."""
         if not self.layers:
             return True
-        matches = (
-            re.match(rf".*?\.{name}\.(\d+)\.", module)
-            for name in self.layers_patterns or [r"[^.]*"]
-        )
-        layer = next((match for match in matches if match), None)
-        return layer is not None and int(layer[1]) in self.layers
+        for name in self.layers_patterns or [r"[^.]*"]:
+            layer = re.match(rf".*?\.{name}\.(\d+)\.", module)
+            if layer:
+                return int(layer[1]) in self.layers
+        return False
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
@@ -117,19 +124,16 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
     _refuse_other_methods(fields, file)
     if not {"r", "lora_alpha"} <= fields.keys():
         raise UserError(f"{file} has no r or no lora_alpha: give a LoRA adapter in PEFT's format")
-    targets = fields.get("target_modules")
     config = AdapterConfig(
         file=file,
         base_model=fields.get("base_model_name_or_path"),
         base_fingerprint=fields.get("base_fingerprint"),
-        rank=_number(fields["r"], "r", file, whole=True),
+        rank=_number(fields["r"], "r", file, is_whole=True),
         alpha=_number(fields["lora_alpha"], "lora_alpha", file),
         is_rank_stabilised=_boolean(fields, "use_rslora", file),
-        rank_pattern=_pattern(fields, "rank_pattern", file, whole=True),
+        rank_pattern=_pattern(fields, "rank_pattern", file, is_whole=True),
         alpha_pattern=_pattern(fields, "alpha_pattern", file),
-        targets=DEFAULT_TARGETS
-        if targets is None
-        else _module_names(targets, "target_modules", file),
+        targets=_targets(fields.get("target_modules"), file),
         excluded=_module_names(fields.get("exclude_modules") or [], "exclude_modules", file),
         layers=_layers(fields.get("layers_to_transform"), file),
         layers_patterns=_expressions(fields.get("layers_pattern") or [], "layers_pattern", file),
@@ -174,25 +178,30 @@ def _names(modules: str | list[str], module: str) -> bool:
 
 
 def _first_that_fits(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    fitting = (value for key, value in pattern.items() if re.match(rf"(.*\.)?({key})$", module))
-    return next(fitting, default)
+    """Return the value of the first key that matches the end of a module's name."""
+    for key, value in pattern.items():
+        if re.match(rf"(.*\.)?({key})$", module):
+            return value
+    return default
 
 
-def _number(value: Any, name: str, file: Path, *, whole: bool = False) -> Any:
-    """Check a rank (`whole`: a number from 1) or an alpha (any finite number)."""
-    is_number = (
-        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    )
-    if not is_number or (whole and (value < 1 or int(value) != value)):
-        needed = "a whole number from 1" if whole else "a number"
+def _number(value: Any, name: str, file: Path, *, is_whole: bool = False) -> Any:
+    """Check a rank (`is_whole`: a number from 1) or an alpha (any finite number)."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_valid = is_number and math.isfinite(value)
+    if is_valid and is_whole:
+        is_valid = value >= 1 and int(value) == value
+    if not is_valid:
+        needed = "a whole number from 1" if is_whole else "a number"
         raise UserError(
             f"{file} sets {name} to {value!r} and {needed} is needed: correct it, or download it "
             "again"
         )
-    return int(value) if whole else float(value)
+    return int(value) if is_whole else float(value)
 
 
 def _boolean(fields: Mapping[str, Any], name: str, file: Path) -> bool:
+    """Read a field that is true, false or absent."""
     value = fields.get(name)
     if value not in (None, True, False):
         raise UserError(f"{file} sets {name} to {value!r} and true or false is needed: correct it")
@@ -200,8 +209,9 @@ def _boolean(fields: Mapping[str, Any], name: str, file: Path) -> bool:
 
 
 def _pattern(
-    fields: Mapping[str, Any], name: str, file: Path, *, whole: bool = False
+    fields: Mapping[str, Any], name: str, file: Path, *, is_whole: bool = False
 ) -> dict[str, Any]:
+    """Read a map of module names to ranks (`is_whole`) or alphas."""
     value = fields.get(name)
     if value is None:
         return {}
@@ -211,12 +221,21 @@ def _pattern(
         )
     for key in value:
         _check_expression(key, name, file)
-    return {
-        key: _number(number, f"{name} of {key}", file, whole=whole) for key, number in value.items()
-    }
+    numbers = {}
+    for key, number in value.items():
+        numbers[key] = _number(number, f"{name} of {key}", file, is_whole=is_whole)
+    return numbers
+
+
+def _targets(value: Any, file: Path) -> str | list[str]:
+    """Read which modules are corrected, by default PEFT's own choice."""
+    if value is None:
+        return DEFAULT_TARGETS
+    return _module_names(value, "target_modules", file)
 
 
 def _module_names(value: Any, name: str, file: Path) -> str | list[str]:
+    """Check one regular expression, or a list of names."""
     if isinstance(value, str):
         _check_expression(value, name, file)
         return value
@@ -224,6 +243,7 @@ def _module_names(value: Any, name: str, file: Path) -> str | list[str]:
 
 
 def _strings(value: Any, name: str, file: Path) -> list[str]:
+    """Check a text or a list of texts, and return a list."""
     strings = [value] if isinstance(value, str) else value
     if not isinstance(strings, list) or not all(isinstance(element, str) for element in strings):
         raise UserError(
@@ -233,6 +253,7 @@ def _strings(value: Any, name: str, file: Path) -> list[str]:
 
 
 def _expressions(value: Any, name: str, file: Path) -> list[str]:
+    """Check a regular expression or a list of them, and return a list."""
     expressions = _strings(value, name, file)
     for expression in expressions:
         _check_expression(expression, name, file)
@@ -240,7 +261,10 @@ def _expressions(value: Any, name: str, file: Path) -> list[str]:
 
 
 def _layers(value: Any, file: Path) -> list[int]:
-    layers = [value] if isinstance(value, int) else ([] if value is None else value)
+    """Check one number of a layer, a list of them or none, and return a list."""
+    if value is None:
+        return []
+    layers = [value] if isinstance(value, int) else value
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise UserError(
             f"{file} sets layers_to_transform to {value!r} and numbers of layers are needed: "
@@ -250,6 +274,7 @@ def _layers(value: Any, file: Path) -> list[int]:
 
 
 def _check_expression(expression: str, name: str, file: Path) -> None:
+    """Check that a text is a regular expression. Raises UserError."""
     try:
         re.compile(expression)
     except (re.error, RecursionError, OverflowError) as error:

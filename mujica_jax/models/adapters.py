@@ -36,36 +36,37 @@ TENSORS_FILE = "adapter_model.safetensors"
 
 
 def fingerprint(decoder: Decoder) -> str:
-    """Of a plain decoder's weights: SHA-256 of the first input's row of every projection of every
-    layer, in float32. Training of any kind moves these, and they are few enough to gather from a
-    mesh."""
+    """Return a fingerprint of a plain decoder's weights: SHA-256 of the first input's row of every
+    projection of every layer, in float32.
+
+    Training of any kind moves these, and they are few enough to gather from a mesh."""
     digest = hashlib.sha256()
     for weight in projections(decoder.config):
         kernel = getattr(decoder.layers, weight.name)[...]
-        digest.update(
-            on_host(kernel[(slice(None), *[0] * weight.inputs)]).astype(np.float32).tobytes()
-        )
+        first_input = (0,) * weight.inputs
+        first_rows = on_host(kernel[(slice(None), *first_input)])
+        digest.update(first_rows.astype(np.float32).tobytes())
     return digest.hexdigest()[:16]
 
 
 def adapter_tensors(decoder: Decoder, layers: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """The adapters of `layers` (`<kernel>_lora_a` and `_lora_b`, stacked) under PEFT's names,
-    float16. Every process of a job takes part in gathering them."""
+    """Return the adapters of `layers` (`<kernel>_lora_a` and `_lora_b`, stacked) under PEFT's
+    names, float16. Every process of a job takes part in gathering them."""
     tensors = {}
     for weight in projections(decoder.config):
         modules = _modules(weight, decoder.config.num_layers)
-        for ours, theirs in (("a", "A"), ("b", "B")):
-            stacked = on_host(layers[f"{weight.name}_lora_{ours}"]).astype(np.float16)
+        for part, peft_part in (("a", "A"), ("b", "B")):
+            stacked = on_host(layers[f"{weight.name}_lora_{part}"]).astype(np.float16)
             for module, values in zip(modules, stacked, strict=True):
-                tensors[_tensor_name(module, theirs)] = np.ascontiguousarray(values.T)
+                tensors[_tensor_name(module, peft_part)] = np.ascontiguousarray(values.T)
     return tensors
 
 
 def save_adapter(
     tensors: Mapping[str, np.ndarray], folder: Path, *, alpha: float, base: str, name: str
 ) -> None:
-    """`base` is the fingerprint of the decoder that the adapters belong to, `name` what the user
-    calls it."""
+    """Write an adapter's folder. `base` is the fingerprint of the decoder that the adapters belong
+    to, `name` the user's name of it."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / TENSORS_FILE, metadata={"format": "pt"})
     rank = next(values.shape[0] for key, values in tensors.items() if ".lora_A." in key)
@@ -103,18 +104,21 @@ class Adapter:
         """Return the one rank and alpha with which training goes on: alpha / rank is the adapter's
         scale.
 
-        Raises UserError where layers or kernels differ in them: what is trained has one of each."""
-        forms: set[tuple[int, float]] = set()
+        Raises UserError where layers or kernels differ in them: trained adapters have one of
+        each."""
+        ranks_and_scales: set[tuple[int, float]] = set()
         for matrices in self.matrices.values():
-            forms |= set(zip(matrices.ranks, matrices.scales.tolist(), strict=True))
-        if len(forms) > 1:
-            shown = ", ".join(f"rank {rank} and scale {scale:g}" for rank, scale in sorted(forms))
+            ranks_and_scales |= set(zip(matrices.ranks, matrices.scales.tolist(), strict=True))
+        if len(ranks_and_scales) > 1:
+            shown = ", ".join(
+                f"rank {rank} and scale {scale:g}" for rank, scale in sorted(ranks_and_scales)
+            )
             raise UserError(
                 f"{self.folder} corrects some matrices with {shown}, and adapters are trained with "
                 "one rank and one scale in all layers: merge it into its base with PEFT "
                 "(merge_and_unload) and give --init the result"
             )
-        ((rank, scale),) = forms
+        ((rank, scale),) = ranks_and_scales
         return rank, scale * rank
 
 
@@ -122,16 +126,15 @@ def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
     """Read an adapter. Raises UserError where the folder holds none, or one of another base than
     `decoder`."""
     config = read_adapter_config(folder)
-    fingerprint_here = fingerprint(decoder)
-    if config.base_fingerprint not in (
-        None,
-        fingerprint_here,
-    ):  # PEFT's own adapters name no fingerprint
+    base_fingerprint = fingerprint(decoder)
+    # PEFT's own adapters name no fingerprint.
+    if config.base_fingerprint not in (None, base_fingerprint):
         raise UserError(
             f"{folder} corrects {config.base_model} (fingerprint {config.base_fingerprint}) and "
-            f"the model given has fingerprint {fingerprint_here}: give the checkpoint that the "
+            f"the model given has fingerprint {base_fingerprint}: give the checkpoint that the "
             "adapter was trained on"
         )
+
     _check_tensors_file(folder)
     with open_file(folder / TENSORS_FILE) as opened:
         names = set(opened.keys())
@@ -142,11 +145,11 @@ def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
             if any(map(config.corrects, modules)):
                 matrices[weight.name] = _read_matrices(opened, names, weight, modules, config)
     if not matrices:
+        modules = ", ".join(_module(weight) for weight in projections(decoder.config))
         raise UserError(
             f"{config.file} has target_modules {config.targets!r}, which names no projection of "
-            "this model's layers "
-            f"({', '.join(weight.hugging_face.removesuffix('.weight') for weight in projections(decoder.config))}): "
-            f"give the checkpoint that the adapter was trained on ({config.base_model})"
+            f"this model's layers ({modules}): give the checkpoint that the adapter was trained on "
+            f"({config.base_model})"
         )
     return Adapter(folder=folder, matrices=matrices)
 
@@ -157,11 +160,9 @@ def with_adapter(decoder: Decoder, folder: Path) -> Decoder:
     for name, matrices in read_adapter(decoder, folder).matrices.items():
         kernel = getattr(decoder.layers, name)
         scales = jnp.asarray(matrices.scales)[:, None, None]
-        kernel.set_value(
-            add_product(
-                kernel.get_value(), jnp.asarray(matrices.a), jnp.asarray(matrices.b), scales
-            )
-        )
+        a = jnp.asarray(matrices.a)
+        b = jnp.asarray(matrices.b)
+        kernel.set_value(add_product(kernel.get_value(), a, b, scales))
     return decoder
 
 
@@ -170,59 +171,66 @@ def with_trained_adapters(params: nnx.State, adapter: Adapter) -> nnx.State:
     as those are.
 
     A kernel that the adapter does not correct keeps its fresh one, which changes nothing yet."""
-    stacked = {f"{name}_lora_a": matrices.a for name, matrices in adapter.matrices.items()}
-    stacked |= {f"{name}_lora_b": matrices.b for name, matrices in adapter.matrices.items()}
+    new_values: dict[str, np.ndarray] = {}
+    for name, matrices in adapter.matrices.items():
+        new_values[f"{name}_lora_a"] = matrices.a
+        new_values[f"{name}_lora_b"] = matrices.b
 
-    def placed(path: tuple, variable: nnx.Variable) -> nnx.Variable:
-        values = stacked.get(str(path[-1]))
+    def replace(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+        values = new_values.get(str(path[-1]))
         if values is None:
             return variable
-        here: Array = variable.get_value()
-        return variable.replace(jax.device_put(jnp.asarray(values, here.dtype), here.sharding))
+        current: Array = variable.get_value()
+        array = jnp.asarray(values, current.dtype)
+        return variable.replace(jax.device_put(array, current.sharding))
 
-    return nnx.map_state(placed, params)
+    return nnx.map_state(replace, params)
 
 
 def trained_adapters(params: nnx.State) -> dict[str, Array]:
-    """The stacked adapters of an adapted decoder's parameters, by name."""
-    found = nnx.to_flat_state(nnx.filter_state(params, nnx.LoRAParam))
-    return {str(path[-1]): variable.get_value() for path, variable in found}
+    """Return the stacked adapters of an adapted decoder's parameters, by name."""
+    adapters = nnx.to_flat_state(nnx.filter_state(params, nnx.LoRAParam))
+    return {str(path[-1]): variable.get_value() for path, variable in adapters}
 
 
 def _check_tensors_file(folder: Path) -> None:
+    """Check that an adapter's matrices are there. Raises UserError."""
     file = folder / TENSORS_FILE
     if file.exists():
         return
-    pickled = next((path.name for path in sorted(folder.glob("*")) if path.suffix in PICKLED), None)
-    if pickled is not None:
-        raise UserError(
-            f"{folder} has its matrices pickled ({pickled}), which can run code when opened: save "
-            "the adapter as safetensors"
-        )
+    for path in sorted(folder.glob("*")):
+        if path.suffix in PICKLED:
+            raise UserError(
+                f"{folder} has its matrices pickled ({path.name}), which can run code when opened: "
+                "save the adapter as safetensors"
+            )
     raise UserError(f"{file} is missing: download the adapter again")
 
 
 def _check_names(names: set[str], decoder: Decoder, config: AdapterConfig) -> None:
     """Check that each tensor belongs to a matrix that the configuration says is corrected. Raises
     UserError."""
-    known: set[str] = set()
-    corrected: set[str] = set()
+    model_names: set[str] = set()
+    corrected_names: set[str] = set()
     for weight in projections(decoder.config):
         for module in _modules(weight, decoder.config.num_layers):
-            tensors = {_tensor_name(module, part) for part in "AB"}
-            known |= tensors
+            tensor_names = {_tensor_name(module, part) for part in "AB"}
+            model_names |= tensor_names
             if config.corrects(module):
-                corrected |= tensors
+                corrected_names |= tensor_names
+
     folder = config.file.parent
-    if foreign := names - known:
+    foreign = names - model_names
+    if foreign:
         raise UserError(
             f"{folder} has a tensor {min(foreign)} and the model no such matrix in its layers' "
             "projections: give the checkpoint that the adapter was trained on "
             f"({config.base_model}), or merge the adapter into it with PEFT (merge_and_unload)"
         )
-    if beyond := names - corrected:
+    uncorrected = names - corrected_names
+    if uncorrected:
         raise UserError(
-            f"{folder} has a tensor {min(beyond)} and {CONFIG_FILE} does not name its module "
+            f"{folder} has a tensor {min(uncorrected)} and {CONFIG_FILE} does not name its module "
             f"(target_modules {config.targets!r}, exclude_modules {config.excluded!r}, "
             f"layers_to_transform {config.layers!r}): the two files do not belong together, so "
             "download the adapter again"
@@ -234,25 +242,30 @@ def _read_matrices(
 ) -> Matrices:
     """Read the matrices of one kernel in all layers."""
     inputs, outputs = weight.sides
-    ranks = tuple(config.rank_of(module) if config.corrects(module) else 0 for module in modules)
+    ranks = [0] * len(modules)
+    for layer, module in enumerate(modules):
+        if config.corrects(module):
+            ranks[layer] = config.rank_of(module)
+
     scales = np.zeros(len(modules), np.float32)
     a = np.zeros((len(modules), inputs, max(ranks)), np.float32)
     b = np.zeros((len(modules), max(ranks), outputs), np.float32)
     for layer, (module, rank) in enumerate(zip(modules, ranks, strict=True)):
-        if rank:
-            scales[layer] = config.scale_of(module)
-            a[layer, :, :rank] = _read_tensor(
-                opened, names, _tensor_name(module, "A"), (rank, inputs), config
-            ).T
-            b[layer, :rank] = _read_tensor(
-                opened, names, _tensor_name(module, "B"), (outputs, rank), config
-            ).T
-    return Matrices(a=a, b=b, ranks=ranks, scales=scales)
+        if not rank:
+            continue
+        scales[layer] = config.scale_of(module)
+        stored_a = _read_tensor(opened, names, _tensor_name(module, "A"), (rank, inputs), config)
+        a[layer, :, :rank] = stored_a.T
+        stored_b = _read_tensor(opened, names, _tensor_name(module, "B"), (outputs, rank), config)
+        b[layer, :rank] = stored_b.T
+    return Matrices(a=a, b=b, ranks=tuple(ranks), scales=scales)
 
 
 def _read_tensor(
     opened: Any, names: set[str], name: str, shape: tuple[int, int], config: AdapterConfig
 ) -> Float[np.ndarray, "rows columns"]:
+    """Read one tensor in float32. Raises UserError where it is missing, of another shape or not
+    finite."""
     own_shape = tuple(opened.get_slice(name).get_shape()) if name in names else None
     if own_shape != shape:
         tensor = "no tensor"
@@ -274,8 +287,12 @@ def _read_tensor(
 
 def _modules(weight: Weight, layers: int) -> list[str]:
     """Return the names of one projection in all layers, as PEFT calls them."""
-    module = weight.hugging_face.removesuffix(".weight")
-    return [f"model.layers.{layer}.{module}" for layer in range(layers)]
+    return [f"model.layers.{layer}.{_module(weight)}" for layer in range(layers)]
+
+
+def _module(weight: Weight) -> str:
+    """Return the name of a projection in its layer, such as `self_attn.q_proj`."""
+    return weight.hugging_face.removesuffix(".weight")
 
 
 def _tensor_name(module: str, part: str) -> str:

@@ -20,31 +20,33 @@ from jaxtyping import Array, Float, Int
 from mujica_jax.config.checks import SPLASH_LANES
 from mujica_jax.errors import UserError
 from mujica_jax.models import cpu_calls
-from mujica_jax.models.layers import Attend
+from mujica_jax.models.layers import Attend, LayerIndex
 from mujica_jax.models.sharding import RULES
 
 Implementation = Literal["auto", "xla", "blocks", "splash", "cudnn"]
 
-# tokens, from which a row on a CPU is handled block by block: shorter ones have too little to skip
-LONG_ROW = 512
+# From this length on a row on a CPU is handled block by block. Shorter ones have too little to
+# skip.
+LONG_ROW = 512  # tokens
 # Queries are handled in blocks, and keys after a block are never multiplied. Smaller blocks skip
 # more but make more kernels.
 MIN_BLOCK_TOKENS = 64
 MAX_BLOCKS = 8
 
 SPLASH_BLOCK = 512  # tokens a block: MaxText's default, and half a megabyte of scores
-MASKED_SCORE = (
-    -1e30
-)  # finite: a difference of two of them is 0, where that of two infinities would be NaN
+# Finite: a difference of two of them is 0, where that of two infinities would be NaN.
+MASKED_SCORE = -1e30
 
 
 def causal_self_attention(
     segment_ids: Int[Array, "batch time"], implementation: Implementation = "auto"
 ) -> Attend:
-    """The `attend` of training and scoring: no cache, every layer alike."""
-    return lambda layer_index, query, key, value: segment_attention(
-        query, key, value, segment_ids, implementation
-    )
+    """Return the `attend` of training and scoring: no cache, every layer alike."""
+
+    def attend(layer_index: LayerIndex, query: Array, key: Array, value: Array) -> Array:
+        return segment_attention(query, key, value, segment_ids, implementation)
+
+    return attend
 
 
 def segment_attention(
@@ -54,22 +56,24 @@ def segment_attention(
     segment_ids: Int[Array, "batch time"],
     implementation: Implementation = "auto",
 ) -> Float[Array, "batch time heads head_dim"]:
-    """softmax(query key^T / sqrt(head_dim)) value over earlier tokens of the same segment."""
+    """Return softmax(query key^T / sqrt(head_dim)) value over earlier tokens of the same
+    segment."""
     kernels: dict[str, Callable[..., Array]] = {
         "xla": _xla,
         "blocks": _blocks,
         "splash": _splash,
         "cudnn": _cudnn,
     }
-    mixed = kernels[resolve(implementation, time=query.shape[1])](query, key, value, segment_ids)
+    kernel = kernels[resolve(implementation, time=query.shape[1])]
+    mixed = kernel(query, key, value, segment_ids)
     return jnp.where((segment_ids != 0)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))
 
 
 def resolve(
     implementation: Implementation, *, time: int, platform: str | None = None
 ) -> Literal["xla", "blocks", "splash", "cudnn"]:
-    """What `auto` means on a platform (None: the one that runs): its kernel where rows have a
-    length it takes, else XLA."""
+    """Return what `auto` means on a platform (None: the one that runs): its kernel where rows have
+    a length it takes, else XLA."""
     if implementation != "auto":
         return implementation
     platform = platform or jax.default_backend()
@@ -77,12 +81,15 @@ def resolve(
         return "cudnn"
     if platform == "cpu" and time >= LONG_ROW:
         return "blocks"
-    return "splash" if platform == "tpu" and time % SPLASH_LANES == 0 else "xla"
+    if platform == "tpu" and time % SPLASH_LANES == 0:
+        return "splash"
+    return "xla"
 
 
 def check_platform(implementation: Implementation) -> None:
-    """A kernel that is asked for by name runs on its own platform only. (Compiling for a platform
-    that is not here needs no check.)"""
+    """Check that a kernel that is chosen by name runs on its own platform. Raises UserError.
+
+    Compiling for a platform that is not here needs no check."""
     platform = jax.default_backend()
     needed = {"blocks": "cpu", "splash": "tpu", "cudnn": "gpu"}.get(implementation, platform)
     if platform != needed:
@@ -93,8 +100,10 @@ def check_platform(implementation: Implementation) -> None:
 
 
 def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
-    """Heads come before time, and the query heads that share a key head are the rows of one
-    product: XLA on CPU is three times faster that way than on [batch, time, heads, head_dim]."""
+    """Attend by XLA alone, in blocks of queries.
+
+    Heads come before time, and the query heads that share a key head are the rows of one product:
+    XLA on CPU is three times faster that way than on [batch, time, heads, head_dim]."""
     batch, time, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     sharing = heads // kv_heads
@@ -103,26 +112,30 @@ def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
         .reshape(batch, time, kv_heads, sharing, head_dim)
         .transpose(0, 2, 3, 1, 4)
     )
-    keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    keys = key.transpose(0, 2, 1, 3)
+    values = value.transpose(0, 2, 1, 3)
+
+    # Cut into blocks and put together again: the gradient of a cut is a joining of blocks, that of
+    # a slice a sum over the whole length.
     block_tokens = max(MIN_BLOCK_TOKENS, -(-time // MAX_BLOCKS))
     cuts = [*range(block_tokens, time, block_tokens)]
-    # Cut and put together again: the gradient of a cut is a joining of blocks, that of a slice a
-    # sum over the whole length.
-    rows_of = jnp.split(queries, cuts, axis=3)
-    keys_of, values_of = jnp.split(keys, cuts, axis=2), jnp.split(values, cuts, axis=2)
-    blocks = []
+    query_blocks = jnp.split(queries, cuts, axis=3)
+    key_blocks = jnp.split(keys, cuts, axis=2)
+    value_blocks = jnp.split(values, cuts, axis=2)
+
+    # Each block of queries sees the keys up to its own end.
+    mixed_blocks = []
     for block, start in enumerate((0, *cuts)):
         stop = min(start + block_tokens, time)
         causal = jnp.arange(start, stop)[:, None] >= jnp.arange(stop)[None, :]
         visible = causal & (segment_ids[:, start:stop, None] == segment_ids[:, None, :stop])
         bias = jnp.tile(jnp.where(visible, 0.0, MASKED_SCORE), (1, sharing, 1))[:, None]
-        rows = rows_of[block].reshape(batch, kv_heads, -1, head_dim)
-        seen_keys, seen_values = (
-            jnp.concatenate(some[: block + 1], axis=2) for some in (keys_of, values_of)
-        )
-        mixed = softmax_mix(rows, seen_keys, seen_values, bias)
-        blocks.append(mixed.reshape(batch, kv_heads, sharing, stop - start, head_dim))
-    return jnp.concatenate(blocks, axis=3).transpose(0, 3, 1, 2, 4).reshape(query.shape)
+        rows = query_blocks[block].reshape(batch, kv_heads, -1, head_dim)
+        earlier_keys = jnp.concatenate(key_blocks[: block + 1], axis=2)
+        earlier_values = jnp.concatenate(value_blocks[: block + 1], axis=2)
+        mixed = softmax_mix(rows, earlier_keys, earlier_values, bias)
+        mixed_blocks.append(mixed.reshape(batch, kv_heads, sharing, stop - start, head_dim))
+    return jnp.concatenate(mixed_blocks, axis=3).transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 
 def softmax_mix(
@@ -131,7 +144,7 @@ def softmax_mix(
     values: Float[Array, "batch kv_heads keys head_dim"],
     bias: Float[Array, "batch 1 #rows keys"],
 ) -> Float[Array, "batch kv_heads rows head_dim"]:
-    """softmax(queries keys^T + bias) values, in float32.
+    """Return softmax(queries keys^T + bias) values, in float32.
 
     Dividing after the second product instead of before it spares the backward pass a sum over keys,
     and the additive mask a select: a third of the time of the textbook form on CPU."""
@@ -142,81 +155,85 @@ def softmax_mix(
 
 
 def _blocks(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
-    """Each device walks over its own rows."""
-    return _on_each_device(cpu_calls.packed_attention, kv_heads=key.shape[2])(
-        query, key, value, segment_ids
-    )
+    """Attend by the CPU kernel, each device over its own rows."""
+    attend = _on_each_device(cpu_calls.packed_attention, kv_heads=key.shape[2])
+    return attend(query, key, value, segment_ids)
 
 
 def _cudnn(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
-    """cuDNN's flash attention takes a mask and bfloat16; XLA's own softmax stands in for other
-    types."""
+    """Attend by cuDNN's flash attention, which takes a mask and bfloat16; XLA's own softmax stands
+    in for other types."""
     time = query.shape[1]
-    visible = jnp.tril(jnp.ones((time, time), bool)) & (
-        segment_ids[:, :, None] == segment_ids[:, None, :]
-    )
-    flash = query.dtype in (jnp.bfloat16, jnp.float16)
+    causal = jnp.tril(jnp.ones((time, time), bool))
+    visible = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
+    is_narrow = query.dtype in (jnp.bfloat16, jnp.float16)
     return jax.nn.dot_product_attention(
-        query, key, value, mask=visible[:, None], implementation="cudnn" if flash else "xla"
+        query, key, value, mask=visible[:, None], implementation="cudnn" if is_narrow else "xla"
     )
 
 
 def _splash(
     query: Array, key: Array, value: Array, segment_ids: Array, *, interpret: bool = False
 ) -> Array:
-    """The TPU kernel, a grid of blocks of which those above the diagonal are never visited.
+    """Attend by the TPU kernel, a grid of blocks of which those above the diagonal are never
+    visited.
 
     The compiler cannot split a kernel, so each device runs it on its own rows and heads."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-    def local(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
+    def attend(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
         time, heads, head_dim = query.shape[1:]
         kv_heads = key.shape[2]
         sharing = heads // kv_heads
-        block = math.gcd(SPLASH_BLOCK, time)
-        names = (field.name for field in dataclasses.fields(splash.BlockSizes))
-        blocks: dict[str, Any] = dict.fromkeys(
-            (name for name in names if name.startswith("block_")), block
-        )
+
+        # All blocks have one size that divides the rows.
+        block_tokens = math.gcd(SPLASH_BLOCK, time)
+        block_sizes: dict[str, Any] = {}
+        for field in dataclasses.fields(splash.BlockSizes):
+            if field.name.startswith("block_"):
+                block_sizes[field.name] = block_tokens
         kernel = splash.make_splash_mqa_single_device(
             masks.MultiHeadMask([masks.CausalMask((time, time))] * sharing),
-            block_sizes=splash.BlockSizes(**blocks),
+            block_sizes=splash.BlockSizes(**block_sizes),
             interpret=interpret,
         )
-        scaled = (query / math.sqrt(head_dim)).astype(query.dtype)
-        grouped = scaled.reshape(*scaled.shape[:2], kv_heads, sharing, head_dim).transpose(
-            0, 2, 3, 1, 4
-        )
-        keys, values = key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
 
-        def one_row(queries: Array, keys: Array, values: Array, segments: Array) -> Array:
-            over_heads = jax.vmap(
-                functools.partial(kernel, segment_ids=splash.SegmentIds(q=segments, kv=segments))
-            )
+        # Heads come before time; query heads are grouped by the key head that they share.
+        scaled = (query / math.sqrt(head_dim)).astype(query.dtype)
+        grouped = scaled.reshape(*scaled.shape[:2], kv_heads, sharing, head_dim)
+        queries = grouped.transpose(0, 2, 3, 1, 4)
+        keys = key.transpose(0, 2, 1, 3)
+        values = value.transpose(0, 2, 1, 3)
+
+        def attend_row(queries: Array, keys: Array, values: Array, segments: Array) -> Array:
+            segment_ids = splash.SegmentIds(q=segments, kv=segments)
+            over_heads = jax.vmap(functools.partial(kernel, segment_ids=segment_ids))
             return over_heads(queries, keys, values)  # pyright: ignore[reportReturnType]
 
-        mixed = jax.vmap(one_row)(
-            grouped, keys, values, segment_ids
-        )  # [batch, kv_heads, sharing, time, head_dim]
+        # [batch, kv_heads, sharing, time, head_dim]
+        mixed = jax.vmap(attend_row)(queries, keys, values, segment_ids)
         return mixed.transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
-    return _on_each_device(local, kv_heads=key.shape[2])(query, key, value, segment_ids)
+    attend_on_devices = _on_each_device(attend, kv_heads=key.shape[2])
+    return attend_on_devices(query, key, value, segment_ids)
 
 
-def _on_each_device(local: Callable[..., Array], *, kv_heads: int) -> Callable[..., Array]:
-    """`local` on each device's rows, and on its heads where the tensor axis divides the key
+def _on_each_device(attend: Callable[..., Array], *, kv_heads: int) -> Callable[..., Array]:
+    """Return `attend` on each device's rows, and on its heads where the tensor axis divides the key
     heads."""
     mesh = jax.sharding.get_abstract_mesh()
-    batch = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
+    row_axes = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
     tensor = mesh.shape.get("tensor", 1)
-    if not batch and tensor == 1:
-        return local
-    heads = "tensor" if tensor > 1 and kv_heads % tensor == 0 else None
-    states = PartitionSpec(batch or None, None, heads, None)
-    return functools.partial(
-        jax.shard_map,
-        in_specs=(states, states, states, PartitionSpec(batch or None, None)),
+    if not row_axes and tensor == 1:
+        return attend
+
+    heads_axis = "tensor" if tensor > 1 and kv_heads % tensor == 0 else None
+    states = PartitionSpec(row_axes or None, None, heads_axis, None)
+    segments = PartitionSpec(row_axes or None, None)
+    return jax.shard_map(
+        attend,
+        in_specs=(states, states, states, segments),
         out_specs=states,
         check_vma=False,
-    )(local)
+    )

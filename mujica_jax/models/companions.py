@@ -46,4 +46,6 @@ def stop_tokens(folder: pathlib.Path) -> tuple[int, ...]:
     """Return the stop tokens that `generation_config.json` names; none where there is no such
     file."""
     file = folder / "generation_config.json"
-    return token_ids(read_json(file).get("eos_token_id"), file) if file.exists() else ()
+    if not file.exists():
+        return ()
+    return token_ids(read_json(file).get("eos_token_id"), file)

@@ -40,8 +40,7 @@ Memory = TypeVar("Memory")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PerLayer:
-    """A weight's layers as arrays of their own, in the place of the stacked one: see
-    `unstacked`."""
+    """A weight as one array per layer, in place of a stacked array: see `unstacked`."""
 
     layers: tuple[Any, ...]  # arrays, or what JAX puts in their place
 
@@ -60,7 +59,8 @@ class Decoder(nnx.Module):
     def __init__(
         self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
     ) -> None:
-        self.config, self.dtype = config, dtype
+        self.config = config
+        self.dtype = dtype
         for weight in model_weights(config):
             drawn = weight.draw(rngs.params(), config.initializer_range)
             setattr(self, weight.name, nnx.Param(drawn, logical_axes=weight.axes))
@@ -75,7 +75,7 @@ class Decoder(nnx.Module):
         scan: bool = True,
         remat: Remat = "none",
     ) -> Float[Array, "batch time hidden"]:
-        """Hidden states after the final norm.
+        """Return the hidden states after the final norm.
 
         With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep
         no state. Without it they run in a Python loop and `layer_index` is an int. `remat` says
@@ -87,7 +87,10 @@ class Decoder(nnx.Module):
         ) -> tuple:
             return attend(index, query, key, value), memory
 
-        return self.with_memory(tokens, positions, without_memory, None, scan=scan, remat=remat)[0]
+        hidden, _ = self.with_memory(
+            tokens, positions, without_memory, None, scan=scan, remat=remat
+        )
+        return hidden
 
     def with_memory(
         self,
@@ -99,102 +102,141 @@ class Decoder(nnx.Module):
         scan: bool = True,
         remat: Remat = "none",
     ) -> tuple[Float[Array, "batch time hidden"], Memory]:
-        """The same hidden states, with a memory that goes through the layers: `attend` takes it and
-        gives it back. In a scan, whatever `attend` does to the memory is done in place."""
+        """Return the same hidden states, and a memory that went through the layers.
+
+        `attend` takes the memory and gives it back. In a scan, whatever `attend` does to the memory
+        is done in place."""
         rotation = rotary_angles(positions, self.config)
         graph, weights = nnx.split(self.layers)
 
-        def layer(
+        def run_layer(
             carry: tuple[Array, Memory], index_and_weights: tuple
         ) -> tuple[tuple[Array, Memory], None]:
             hidden, memory = carry
-            index, of_layer = index_and_weights
+            index, layer_weights = index_and_weights
+            block = nnx.merge(graph, layer_weights)
+            attend_once = _AttendOnce(attend, memory)
+            hidden = block(index, hidden, rotation, attend_once)
+            return (hidden, attend_once.memory), None
 
-            def attend_here(
-                layer_index: LayerIndex, query: Array, key: Array, value: Array
-            ) -> Array:
-                nonlocal memory
-                mixed, memory = attend(layer_index, query, key, value, memory)
-                return mixed
-
-            hidden = nnx.merge(graph, of_layer)(index, hidden, rotation, attend_here)
-            return (hidden, memory), None
-
-        step = layer
         if remat != "none":
-            policies = jax.checkpoint_policies
-            dots = (
-                policies.dots_with_no_batch_dims_saveable,
-                policies.save_only_these_names(ATTENDED),
-            )
-            keep = policies.save_from_both_policies(*dots) if remat == "dots" else None
-            step = jax.checkpoint(
-                layer, policy=keep, prevent_cse=not scan
-            )  # a scan cannot merge the two computations
-        carry = self.embed(tokens), memory
+            # A scan cannot merge the two computations of a layer.
+            run_layer = jax.checkpoint(run_layer, policy=_kept_values(remat), prevent_cse=not scan)
+
+        carry = (self.embed(tokens), memory)
         if scan:
-            carry, _ = jax.lax.scan(step, carry, (jnp.arange(self.config.num_layers), weights))
+            layers = (jnp.arange(self.config.num_layers), weights)
+            carry, _ = jax.lax.scan(run_layer, carry, layers)
         else:
             for index in range(self.config.num_layers):
-                of_layer = jax.tree.map(
-                    lambda stacked, index=index: stacked[index], weights, is_leaf=_is_per_layer
-                )
-                carry, _ = step(carry, (index, of_layer))
+                layer_weights = _weights_of_layer(weights, index)
+                carry, _ = run_layer(carry, (index, layer_weights))
+
         hidden, memory = carry
         return rms_norm(hidden, self.final_norm[...], self.config.rms_norm_eps), memory
 
     def embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time hidden"]:
+        """Look up the tokens' embeddings, in the type of the products."""
         table = self.embedding[...]
-        narrow = on_cpu() and table.dtype == jnp.bfloat16
-        found = _looked_up(table, tokens) if narrow else table[tokens]
-        return constrain(found.astype(self.dtype), ("batch", None, None))
+        if on_cpu() and table.dtype == jnp.bfloat16:
+            embeddings = _bfloat16_lookup(table, tokens)
+        else:
+            embeddings = table[tokens]
+        return constrain(embeddings.astype(self.dtype), ("batch", None, None))
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        """Scores of the next token in float32, from the output of `__call__` or any selection of
-        its positions."""
+        """Return scores of the next token in float32, from the output of `__call__` or any
+        selection of its positions."""
         return scores(self.head_table().astype(self.dtype), hidden)
 
     def head_table(self) -> Float[Array, "vocab hidden"]:
-        """The output head, in the type of the parameters."""
-        return (self.embedding if self.config.tie_word_embeddings else self.head)[...]
+        """Return the output head, in the type of the parameters."""
+        table = self.embedding if self.config.tie_word_embeddings else self.head
+        return table[...]
+
+
+class _AttendOnce:
+    """The `attend` of one layer's call: it gives a memory to the caller's function and holds what
+    comes back."""
+
+    def __init__(
+        self,
+        attend: Callable[[LayerIndex, Array, Array, Array, Any], tuple[Array, Any]],
+        memory: Any,
+    ) -> None:
+        self._attend = attend
+        self.memory = memory
+
+    def __call__(self, layer_index: LayerIndex, query: Array, key: Array, value: Array) -> Array:
+        mixed, self.memory = self._attend(layer_index, query, key, value, self.memory)
+        return mixed
+
+
+def _kept_values(remat: Literal["dots", "full"]) -> Callable[..., Any] | None:
+    """Return the policy of `jax.checkpoint` that says which values a backward pass keeps."""
+    if remat == "full":
+        return None
+    policies = jax.checkpoint_policies
+    return policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable,
+        policies.save_only_these_names(ATTENDED),
+    )
+
+
+def _weights_of_layer(weights: nnx.State, index: int) -> nnx.State:
+    """Return one layer of stacked or `PerLayer` weights."""
+    return jax.tree.map(lambda stacked: stacked[index], weights, is_leaf=_is_per_layer)
 
 
 @jax.custom_vjp
-def _looked_up(table: Array, tokens: Array) -> Array:
-    """table[tokens] of a bfloat16 table on a CPU, where XLA would make the whole table float32 for
-    it."""
+def _bfloat16_lookup(table: Array, tokens: Array) -> Array:
+    """Return table[tokens] of a bfloat16 table on a CPU, where XLA would make the whole table
+    float32 for it."""
     bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
     return jax.lax.bitcast_convert_type(bits[tokens], table.dtype)
 
 
-_looked_up.defvjp(
-    lambda table, tokens: (_looked_up(table, tokens), (table, tokens)),
-    lambda saved, gradient: (jnp.zeros_like(saved[0]).at[saved[1]].add(gradient), None),
-)
+def _bfloat16_lookup_forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _bfloat16_lookup(table, tokens), (table, tokens)
+
+
+def _bfloat16_lookup_backward(
+    table_and_tokens: tuple[Array, Array], gradient: Array
+) -> tuple[Array, None]:
+    """Add each token's gradient to its row of the table."""
+    table, tokens = table_and_tokens
+    return jnp.zeros_like(table).at[tokens].add(gradient), None
+
+
+_bfloat16_lookup.defvjp(_bfloat16_lookup_forward, _bfloat16_lookup_backward)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "output_major_from"))
 def unstacked(
     weights: nnx.State, config: DecoderConfig, *, output_major_from: int | None
 ) -> nnx.State:
-    """A decoder's weights for calls without scan, in arrays a layer. In a loop XLA on CPU copies
-    what it slices from a stacked array, in every step of the loop: as many bytes as the model has.
-    Kernels of `output_major_from` numbers and more are turned into the order that a CPU multiplies
-    few rows with (`layers.output_major_product`)."""
-    least = math.inf if output_major_from is None else output_major_from
-    matrices = {
-        weight.name: weight for weight in projections(config) if math.prod(weight.shape) >= least
+    """Return a decoder's weights for calls without scan, in one array per layer.
+
+    In a loop XLA on CPU copies what it slices from a stacked array, in every step of the loop: as
+    many bytes as the model has. Kernels of `output_major_from` numbers and more are transposed,
+    into the order that a CPU multiplies few rows with (`layers.output_major_product`)."""
+    transposed_from = math.inf if output_major_from is None else output_major_from
+    transposed_kernels = {
+        weight.name: weight
+        for weight in projections(config)
+        if math.prod(weight.shape) >= transposed_from
     }
 
-    def of_layers(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+    def unstack(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         kernel = variable.get_value()
-        if path[0] not in matrices or not isinstance(kernel, jax.Array):
+        weight = transposed_kernels.get(path[0])
+        if weight is None or not isinstance(kernel, jax.Array):
             return jax.tree.map(lambda stacked: PerLayer(tuple(stacked)), variable)
-        inputs, outputs = matrices[path[0]].sides
-        turned = tuple(layer.reshape(inputs, outputs).T for layer in kernel)
-        return variable.replace(OutputMajor(PerLayer(turned), matrices[path[0]].shape))
+        inputs, outputs = weight.sides
+        layers = tuple(layer.reshape(inputs, outputs).T for layer in kernel)
+        return variable.replace(OutputMajor(PerLayer(layers), weight.shape))
 
-    return nnx.State({**weights, "layers": nnx.map_state(of_layers, weights["layers"])})
+    return nnx.State({**weights, "layers": nnx.map_state(unstack, weights["layers"])})
 
 
 def _is_per_layer(value: object) -> bool:
@@ -204,6 +246,6 @@ def _is_per_layer(value: object) -> bool:
 def scores(
     table: Float[Array, "vocab hidden"], hidden: Float[Array, "*batch hidden"]
 ) -> Float[Array, "*batch vocab"]:
-    """Logits in float32."""
+    """Return logits in float32."""
     products = output_major_product(hidden.reshape(-1, hidden.shape[-1]), table)
     return products.reshape(*hidden.shape[:-1], -1)

@@ -65,34 +65,18 @@ class EmbedderConfig:
 
 
 def embedder_config(directory: Folder, *, prefixes: str | None = None) -> EmbedderConfig:
-    """What a folder says; without `modules.json` (contriever) the mean of the states, not
-    normalised.
+    """Read how a folder's model embeds; without `modules.json` (contriever) by the mean of the
+    states, not normalised.
 
     `prefixes` names an entry of PREFIXES; None takes the folder's own prompts, or none."""
     folder = pathlib.Path(directory)
     if prefixes is not None and prefixes not in PREFIXES:
         raise UserError(f"prefixes is {prefixes!r}: give one of {', '.join(PREFIXES)}")
-    max_tokens = encoder_config(read_json(folder / "config.json")).max_positions
-    stated = folder / "sentence_bert_config.json"
-    if stated.exists():
-        limit = read_json(stated).get("max_seq_length") or max_tokens
-        if type(limit) is not int or limit < 1:
-            raise UserError(
-                f"{stated} sets max_seq_length to {limit!r} and a whole number is needed: correct "
-                "it"
-            )
-        max_tokens = min(max_tokens, limit)
+    max_tokens = _max_tokens(folder)
     pooling, normalised = _pooling(folder)
-    prompts_file = folder / "config_sentence_transformers.json"
-    prompts = (read_json(prompts_file).get("prompts") or {}) if prompts_file.exists() else {}
-    if not isinstance(prompts, dict) or not all(
-        isinstance(prompt, str) for prompt in prompts.values()
-    ):
-        raise UserError(
-            f"{prompts_file} sets prompts to {prompts!r} and a map of texts is needed: correct it"
-        )
-    own = (prompts.get("query", ""), prompts.get("passage", prompts.get("document", "")))
-    query_prefix, passage_prefix = own if prefixes is None else PREFIXES[prefixes]
+    query_prefix, passage_prefix = _own_prefixes(folder)
+    if prefixes is not None:
+        query_prefix, passage_prefix = PREFIXES[prefixes]
     return EmbedderConfig(
         pooling=pooling,
         normalised=normalised,
@@ -102,30 +86,61 @@ def embedder_config(directory: Folder, *, prefixes: str | None = None) -> Embedd
     )
 
 
+def _max_tokens(folder: pathlib.Path) -> int:
+    """Read how many tokens of a text are embedded. Raises UserError."""
+    max_tokens = encoder_config(read_json(folder / "config.json")).max_positions
+    file = folder / "sentence_bert_config.json"
+    if not file.exists():
+        return max_tokens
+
+    limit = read_json(file).get("max_seq_length") or max_tokens
+    if type(limit) is not int or limit < 1:
+        raise UserError(
+            f"{file} sets max_seq_length to {limit!r} and a whole number is needed: correct it"
+        )
+    return min(max_tokens, limit)
+
+
+def _own_prefixes(folder: pathlib.Path) -> tuple[str, str]:
+    """Read the prefixes of queries and passages that a folder names. Raises UserError."""
+    file = folder / "config_sentence_transformers.json"
+    prompts = (read_json(file).get("prompts") or {}) if file.exists() else {}
+    is_map = isinstance(prompts, dict)
+    if not is_map or not all(isinstance(prompt, str) for prompt in prompts.values()):
+        raise UserError(
+            f"{file} sets prompts to {prompts!r} and a map of texts is needed: correct it"
+        )
+    passage_prefix = prompts.get("passage", prompts.get("document", ""))
+    return prompts.get("query", ""), passage_prefix
+
+
 def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
+    """Read how states become one vector, and whether that is normalised. Raises UserError."""
     if not (folder / "modules.json").exists():
         return "mean", False
     modules = _modules(folder / "modules.json")
     kinds = [module["type"].rsplit(".", 1)[-1] for module in modules]
-    if unknown := [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]:
-        raise UserError(
-            f"{folder}/modules.json has a module {unknown[0]}, which is not computed here"
-        )
-    where = next((module["path"] for module in modules if module["type"].endswith("Pooling")), None)
-    if where is None:
+    for kind in kinds:
+        if kind not in ("Transformer", "Pooling", "Normalize"):
+            raise UserError(
+                f"{folder}/modules.json has a module {kind}, which is not computed here"
+            )
+    paths = [module["path"] for module in modules if module["type"].endswith("Pooling")]
+    if not paths:
         raise UserError(f"{folder}/modules.json has no Pooling module: an embedding needs one")
-    stated = read_json(folder / where / "config.json")
-    chosen = [name for name, value in stated.items() if name.startswith("pooling_mode_") and value]
+
+    fields = read_json(folder / paths[0] / "config.json")
+    modes = [name for name, value in fields.items() if name.startswith("pooling_mode_") and value]
     poolings: dict[str, Pooling] = {
         "pooling_mode_cls_token": "cls",
         "pooling_mode_mean_tokens": "mean",
     }
-    if len(chosen) != 1 or chosen[0] not in poolings:
+    if len(modes) != 1 or modes[0] not in poolings:
         raise UserError(
-            f"{folder}/{where} pools by {', '.join(chosen) or 'nothing'}: cls or mean is computed "
-            "here"
+            f"{folder}/{paths[0]} pools by {', '.join(modes) or 'nothing'}: cls or mean is "
+            "computed here"
         )
-    return poolings[chosen[0]], "Normalize" in kinds
+    return poolings[modes[0]], "Normalize" in kinds
 
 
 def _modules(file: pathlib.Path) -> list[dict[str, Any]]:
@@ -136,12 +151,16 @@ def _modules(file: pathlib.Path) -> list[dict[str, Any]]:
         modules = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON ({error}): download it again") from error
-    is_list = isinstance(modules, list) and all(isinstance(module, dict) for module in modules)
-    if not is_list or not all(
-        isinstance(module.get(name), str) for module in modules for name in ("type", "path")
-    ):
+    if not isinstance(modules, list) or not all(map(_is_module, modules)):
         raise UserError(f"{file} holds no list of modules with type and path: download it again")
     return modules
+
+
+def _is_module(value: Any) -> bool:
+    """Return whether a JSON value is an object with a type and a path."""
+    if not isinstance(value, dict):
+        return False
+    return isinstance(value.get("type"), str) and isinstance(value.get("path"), str)
 
 
 class Embedder:
@@ -150,7 +169,9 @@ class Embedder:
     def __init__(
         self, directory: Folder, config: EmbedderConfig, encoder: Encoder, mesh: Mesh | None = None
     ) -> None:
-        self.config, self.encoder, self.mesh = config, encoder, mesh
+        self.config = config
+        self.encoder = encoder
+        self.mesh = mesh
         path = pathlib.Path(directory) / "tokenizer.json"
         if not path.exists():
             raise UserError(
@@ -161,9 +182,8 @@ class Embedder:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises nothing more special
             raise UserError(f"{path} cannot be used ({error}): download it again") from error
-        self._tokenizer.encode_special_tokens = (
-            True  # a passage that says [SEP] says five characters
-        )
+        # A passage that says [SEP] says five characters.
+        self._tokenizer.encode_special_tokens = True
         self._tokenizer.no_padding()
         self._tokenizer.enable_truncation(config.max_tokens)
         if self._tokenizer.get_vocab_size() > encoder.config.vocab_size:
@@ -171,10 +191,8 @@ class Embedder:
                 f"the tokenizer of {directory} has {self._tokenizer.get_vocab_size()} entries and "
                 f"the model embeds {encoder.config.vocab_size}: take both from the same checkpoint"
             )
-        self._lengths = (
-            *(length for length in LENGTHS if length < config.max_tokens),
-            config.max_tokens,
-        )
+        shorter_lengths = [length for length in LENGTHS if length < config.max_tokens]
+        self._lengths = (*shorter_lengths, config.max_tokens)
 
     @property
     def dimension(self) -> int:
@@ -187,40 +205,45 @@ class Embedder:
         *,
         on_batch: Callable[[int], None] = lambda done: None,
     ) -> Float[np.ndarray, "texts hidden"]:
-        """One float32 row a text, in their order. `on_batch` is told how many are done.
+        """Return one float32 row per text, in their order. `on_batch` gets how many are done.
 
         Passages fill batches of nearly equal lengths. A query is computed in batches of its own
         length and of one size, so that its numbers are the same to the bit whatever it comes with:
-        what a search finds must not depend on who else asks."""
+        the result of a search must not depend on the other searches."""
         prefix = self.config.query_prefix if role == "query" else self.config.passage_prefix
         encoded = encode_truncated(
             self._tokenizer, [prefix + text for text in texts], self.config.max_tokens
         )
-        lengths = [next(size for size in self._lengths if size >= len(ids)) for ids in encoded]
-        order = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
+        lengths = [self._padded_length(len(ids)) for ids in encoded]
+        longest_first = sorted(range(len(encoded)), key=lambda place: -len(encoded[place]))
+
         embeddings = np.zeros((len(texts), self.dimension), np.float32)
-        started = 0
+        # Places and embeddings of the last batch. They are read one batch late: the device computes
+        # the next one while they are copied.
         pending: tuple[list[int], Array] | None = None
-        while started < len(order):
-            length = lengths[order[started]]  # of the longest that is left
+        num_started = 0
+        while num_started < len(longest_first):
+            length = lengths[longest_first[num_started]]
             rows = self._rows(length, role)
-            following = order[started : started + rows]
-            chosen = [place for place in following if role == "passage" or lengths[place] == length]
-            started += len(chosen)
-            result = self._run([encoded[place] for place in chosen], rows, length)
-            if (
-                pending is not None
-            ):  # read one batch late: the device computes the next while this one is copied
-                embeddings[pending[0]] = np.asarray(pending[1])[: len(pending[0])]
-            pending = chosen, result
-            on_batch(started)
+            places = longest_first[num_started : num_started + rows]
+            if role == "query":
+                places = [place for place in places if lengths[place] == length]
+            num_started += len(places)
+            batch_embeddings = self._run([encoded[place] for place in places], rows, length)
+            if pending is not None:
+                _copy_rows(*pending, embeddings)
+            pending = (places, batch_embeddings)
+            on_batch(num_started)
         if pending is not None:
-            embeddings[pending[0]] = np.asarray(pending[1])[: len(pending[0])]
+            _copy_rows(*pending, embeddings)
         return embeddings
 
+    def _padded_length(self, num_tokens: int) -> int:
+        return next(length for length in self._lengths if length >= num_tokens)
+
     def _rows(self, length: int, role: Role) -> int:
-        """Rows of a batch of this length: fixed, so that each length is compiled once a role; a
-        multiple of the data axis."""
+        """Return the rows of a batch of this length: fixed, so that each length is compiled once a
+        role; a multiple of the data axis."""
         data = 1 if self.mesh is None else self.mesh.shape["data"]
         tokens = BATCH_TOKENS.get(jax.default_backend(), ACCELERATOR_BATCH_TOKENS)
         if role == "query":
@@ -228,11 +251,11 @@ class Embedder:
         return max(1, tokens // length // data) * data
 
     def _run(self, encoded: Sequence[Sequence[int]], rows: int, length: int) -> Array:
+        """Embed one batch, padded to rows x length. Returns while it is being computed."""
         tokens = np.zeros((rows, length), np.int32)
         present = np.zeros((rows, length), bool)
-        present[:, 0] = (
-            True  # rows beyond the texts read one token, so that no softmax is over nothing
-        )
+        # Rows beyond the texts read one token, so that no softmax is over nothing.
+        present[:, 0] = True
         for row, ids in enumerate(encoded):
             tokens[row, : len(ids)] = ids
             present[row, : len(ids)] = True
@@ -245,10 +268,16 @@ class Embedder:
         )
 
 
+def _copy_rows(places: list[int], batch_embeddings: Array, embeddings: np.ndarray) -> None:
+    """Copy the embeddings of a batch, without its padding, to their places."""
+    embeddings[places] = np.asarray(batch_embeddings)[: len(places)]
+
+
 def encode_truncated(
     tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_tokens: int
 ) -> list[list[int]]:
-    """Ids of each text, which the tokenizer cuts at `max_tokens`; a text may be as long as a book.
+    """Return the ids of each text, which the tokenizer cuts at `max_tokens`; a text may be as long
+    as a book.
 
     What is read ends in front of a space, and is the whole text where that gives fewer tokens than
     the limit. So the ids are those of the whole text for every tokenizer that begins again behind a
@@ -257,16 +286,18 @@ def encode_truncated(
     """
     beginnings = [_beginning(text, CHARACTERS_A_TOKEN * max_tokens) for text in texts]
     encoded = [entry.ids for entry in tokenizer.encode_batch(beginnings)]
-    for place, (text, read) in enumerate(zip(texts, beginnings, strict=True)):
-        if len(read) < len(text) and len(encoded[place]) < max_tokens:
+    for place, (text, beginning) in enumerate(zip(texts, beginnings, strict=True)):
+        if len(beginning) < len(text) and len(encoded[place]) < max_tokens:
             encoded[place] = tokenizer.encode(text).ids
     return encoded
 
 
 def _beginning(text: str, characters: int) -> str:
-    """At least so many characters, up to the end of a word."""
-    found = END_OF_WORD.search(text, characters) if len(text) > characters else None
-    return text[: found.start()] if found else text
+    """Return at least so many characters, up to the end of a word."""
+    if len(text) <= characters:
+        return text
+    word_end = END_OF_WORD.search(text, characters)
+    return text[: word_end.start()] if word_end else text
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "pooling", "normalised"))
@@ -279,6 +310,7 @@ def _embed(
     pooling: Pooling,
     normalised: bool,
 ) -> Float[Array, "batch hidden"]:
+    """Embed a batch of token ids; `present` is False for padding."""
     states = nnx.merge(graph, weights)(tokens, present)
     if pooling == "cls":
         pooled = states[:, 0]

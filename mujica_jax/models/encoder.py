@@ -9,7 +9,7 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from mujica_jax.models.tensors import Folder, Tensors, WeightTable
 
 # A buffer, and a head that no embedder uses.
 IGNORED = re.compile(r"(^|\.)(position_ids|pooler\.dense\.(weight|bias))$")
+INITIALIZER_RANGE = 0.02  # standard deviation of freshly drawn matrices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,21 +46,23 @@ class EncoderConfig:
 
 
 def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
-    """From a `config.json`. What would change the mathematics and is not computed here is refused
-    by name."""
-    computed = {
+    """Read a `config.json`. A field that would change the mathematics in a way that is not computed
+    here is refused by name."""
+    computed_fields = {
         "model_type": "bert",
         "hidden_act": "gelu",
         "position_embedding_type": "absolute",
         "is_decoder": False,
         "add_cross_attention": False,
     }
-    for name, ours in computed.items():
-        if (value := fields.get(name, ours)) not in (ours, None):
+    for name, computed in computed_fields.items():
+        value = fields.get(name, computed)
+        if value not in (computed, None):
             raise UserError(
-                f"config.json says {name}={value!r} and the encoder computes {ours!r}: give a BERT "
-                "checkpoint"
+                f"config.json says {name}={value!r} and the encoder computes {computed!r}: give a "
+                "BERT checkpoint"
             )
+
     try:
         config = EncoderConfig(
             vocab_size=fields["vocab_size"],
@@ -73,9 +76,11 @@ def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
         )
     except KeyError as missing:
         raise UserError(f"config.json lacks {missing.args[0]}: give a BERT checkpoint") from None
+
     for name, value in vars(config).items():
         is_size = type(value) is int and value > 0
-        if not is_size and not (name == "layer_norm_eps" and isinstance(value, float)):
+        is_epsilon = name == "layer_norm_eps" and isinstance(value, float)
+        if not is_size and not is_epsilon:
             raise UserError(
                 f"config.json has {value!r} for {name} where a number above 0 is needed: give a "
                 "BERT checkpoint"
@@ -89,40 +94,34 @@ def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
 
 
 def embedding_weights(config: EncoderConfig) -> tuple[Weight, ...]:
+    """Return the weights outside the layers."""
     hidden = config.hidden_size
-
-    def table(name: str, rows: int, theirs: str) -> Weight:
-        return _whole(name, (rows, hidden), f"embeddings.{theirs}_embeddings.weight")
-
     return (
-        table("words", config.vocab_size, "word"),
-        table("positions", config.max_positions, "position"),
-        table("types", config.type_vocab_size, "token_type"),
-        *_layer_norm("embedding", hidden, "embeddings.LayerNorm"),
+        _embedding_table("words", config.vocab_size, hidden, hugging_face="word"),
+        _embedding_table("positions", config.max_positions, hidden, hugging_face="position"),
+        _embedding_table("types", config.type_vocab_size, hidden, hugging_face="token_type"),
+        *_layer_norm("embedding", hidden, hugging_face="embeddings.LayerNorm"),
     )
 
 
 def layer_weights(config: EncoderConfig) -> tuple[Weight, ...]:
-    """The weights of one layer; the encoder stacks them."""
-    hidden, mlp = config.hidden_size, config.intermediate_size
-
-    def dense(name: str, inputs: int, outputs: int, theirs: str) -> tuple[Weight, Weight]:
-        kernel = _whole(f"{name}_kernel", (inputs, outputs), f"{theirs}.weight", inputs=1)
-        return kernel, _whole(f"{name}_bias", (outputs,), f"{theirs}.bias", initializer="zeros")
-
+    """Return the weights of one layer; the encoder stacks them."""
+    hidden = config.hidden_size
+    mlp = config.intermediate_size
     return (
-        *dense("query", hidden, hidden, "attention.self.query"),
-        *dense("key", hidden, hidden, "attention.self.key"),
-        *dense("value", hidden, hidden, "attention.self.value"),
-        *dense("output", hidden, hidden, "attention.output.dense"),
-        *_layer_norm("attention", hidden, "attention.output.LayerNorm"),
-        *dense("up", hidden, mlp, "intermediate.dense"),
-        *dense("down", mlp, hidden, "output.dense"),
-        *_layer_norm("mlp", hidden, "output.LayerNorm"),
+        *_dense("query", hidden, hidden, hugging_face="attention.self.query"),
+        *_dense("key", hidden, hidden, hugging_face="attention.self.key"),
+        *_dense("value", hidden, hidden, hugging_face="attention.self.value"),
+        *_dense("output", hidden, hidden, hugging_face="attention.output.dense"),
+        *_layer_norm("attention", hidden, hugging_face="attention.output.LayerNorm"),
+        *_dense("up", hidden, mlp, hugging_face="intermediate.dense"),
+        *_dense("down", mlp, hidden, hugging_face="output.dense"),
+        *_layer_norm("mlp", hidden, hugging_face="output.LayerNorm"),
     )
 
 
 def weight_table(config: EncoderConfig) -> WeightTable:
+    """Return all weights with their names in a checkpoint."""
     return WeightTable(
         outer=embedding_weights(config),
         inner=layer_weights(config),
@@ -132,14 +131,39 @@ def weight_table(config: EncoderConfig) -> WeightTable:
     )
 
 
-def _layer_norm(name: str, size: int, theirs: str) -> tuple[Weight, Weight]:
-    scale = _whole(f"{name}_scale", (size,), f"{theirs}.weight", initializer="ones")
-    return scale, _whole(f"{name}_shift", (size,), f"{theirs}.bias", initializer="zeros")
+def _embedding_table(name: str, rows: int, hidden: int, *, hugging_face: str) -> Weight:
+    return _whole(name, (rows, hidden), f"embeddings.{hugging_face}_embeddings.weight")
 
 
-def _whole(name: str, shape: tuple[int, ...], theirs: str, **how: Any) -> Weight:
-    """Kept whole on every device."""
-    return Weight(name=name, shape=shape, axes=(None,) * len(shape), hugging_face=theirs, **how)
+def _dense(name: str, inputs: int, outputs: int, *, hugging_face: str) -> tuple[Weight, Weight]:
+    kernel = _whole(f"{name}_kernel", (inputs, outputs), f"{hugging_face}.weight", inputs=1)
+    bias = _whole(f"{name}_bias", (outputs,), f"{hugging_face}.bias", initializer="zeros")
+    return kernel, bias
+
+
+def _layer_norm(name: str, size: int, *, hugging_face: str) -> tuple[Weight, Weight]:
+    scale = _whole(f"{name}_scale", (size,), f"{hugging_face}.weight", initializer="ones")
+    shift = _whole(f"{name}_shift", (size,), f"{hugging_face}.bias", initializer="zeros")
+    return scale, shift
+
+
+def _whole(
+    name: str,
+    shape: tuple[int, ...],
+    hugging_face: str,
+    *,
+    initializer: Literal["normal", "ones", "zeros"] = "normal",
+    inputs: int = 0,
+) -> Weight:
+    """Return a weight that is kept whole on every device."""
+    return Weight(
+        name=name,
+        shape=shape,
+        axes=(None,) * len(shape),
+        hugging_face=hugging_face,
+        initializer=initializer,
+        inputs=inputs,
+    )
 
 
 class _Layers(nnx.Module):
@@ -152,9 +176,8 @@ class _Layers(nnx.Module):
 
     def __init__(self, config: EncoderConfig, rngs: nnx.Rngs) -> None:
         for weight in layer_weights(config):
-            setattr(
-                self, weight.name, nnx.Param(weight.draw(rngs.params(), 0.02, (config.num_layers,)))
-            )
+            drawn = weight.draw(rngs.params(), INITIALIZER_RANGE, (config.num_layers,))
+            setattr(self, weight.name, nnx.Param(drawn))
 
 
 class Encoder(nnx.Module):
@@ -170,16 +193,18 @@ class Encoder(nnx.Module):
     def __init__(
         self, config: EncoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike = jnp.float32
     ) -> None:
-        self.config, self.dtype = config, dtype
+        self.config = config
+        self.dtype = dtype
         for weight in embedding_weights(config):
-            setattr(self, weight.name, nnx.Param(weight.draw(rngs.params(), 0.02)))
+            drawn = weight.draw(rngs.params(), INITIALIZER_RANGE)
+            setattr(self, weight.name, nnx.Param(drawn))
         self.layers = _Layers(config, rngs)
 
     def __call__(
         self, tokens: Int[Array, "batch time"], present: Bool[Array, "batch time"]
     ) -> Float[Array, "batch time hidden"]:
-        """States after the last layer. Where `present` is False a token is padding: nobody attends
-        to it."""
+        """Return the states after the last layer. Where `present` is False a token is padding, and
+        no token attends to it."""
         batch, time = tokens.shape
         embedded = self.words[...][tokens] + self.positions[...][:time] + self.types[...][0]
         hidden = self._normed(
@@ -188,21 +213,21 @@ class Encoder(nnx.Module):
         bias = jnp.where(present, 0.0, MASKED_SCORE)[:, None, None, :]
         graph, weights = nnx.split(self.layers)
 
-        def layer(rows: Array, of_layer: nnx.State) -> tuple[Array, None]:
-            return self._layer(nnx.merge(graph, of_layer), rows, bias, batch), None
+        def run_layer(rows: Array, layer_weights: nnx.State) -> tuple[Array, None]:
+            layer = nnx.merge(graph, layer_weights)
+            return self._layer(layer, rows, bias, batch), None
 
-        hidden, _ = jax.lax.scan(layer, hidden.astype(self.dtype), weights)
+        hidden, _ = jax.lax.scan(run_layer, hidden.astype(self.dtype), weights)
         return hidden.reshape(batch, time, -1).astype(jnp.float32)
 
     def _layer(self, layer: _Layers, rows: Array, bias: Array, batch: int) -> Array:
-        """norm(x + attention(x)), then norm(that + mlp(that)); products on two-dimensional rows."""
+        """Return norm(y + mlp(y)), where y = norm(x + attention(x)); products are on
+        two-dimensional rows."""
 
         def dense(name: str, inputs: Array) -> Array:
-            kernel, shift = (
-                getattr(layer, f"{name}_{part}")[...].astype(self.dtype)
-                for part in ("kernel", "bias")
-            )
-            return inputs @ kernel + shift
+            kernel = getattr(layer, f"{name}_kernel")[...].astype(self.dtype)
+            bias = getattr(layer, f"{name}_bias")[...].astype(self.dtype)
+            return inputs @ kernel + bias
 
         def heads(name: str) -> Array:
             projected = dense(name, rows).reshape(
@@ -222,23 +247,23 @@ class Encoder(nnx.Module):
     def _normed(
         self, rows: Float[Array, "rows hidden"], scale: Array, shift: Array
     ) -> Float[Array, "rows hidden"]:
+        """Return (rows - mean) / sqrt(variance + epsilon) * scale + shift, computed in float32."""
         wide = rows.astype(jnp.float32)
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)
-        return (
-            centred * jax.lax.rsqrt(variance + self.config.layer_norm_eps) * scale + shift
-        ).astype(self.dtype)
+        normed = centred * jax.lax.rsqrt(variance + self.config.layer_norm_eps) * scale + shift
+        return normed.astype(self.dtype)
 
 
 def load_encoder(
     directory: Folder, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> Encoder:
-    """The encoder of a Hugging Face folder, on every device of `mesh` if one is given."""
+    """Load the encoder of a Hugging Face folder, on every device of `mesh` if one is given."""
     folder = pathlib.Path(directory)
     config = encoder_config(read_json(folder / "config.json"))
     encoder = nnx.eval_shape(lambda: Encoder(config, rngs=nnx.Rngs(0), dtype=dtype))
     tensors = Tensors(
-        folder, weight_table(config), wanted="a BERT checkpoint", ignored=IGNORED, prefix="bert."
+        folder, weight_table(config), needed="a BERT checkpoint", ignored=IGNORED, prefix="bert."
     )
     nnx.update(encoder, tensors.load(mesh))
     return encoder

@@ -14,7 +14,8 @@ from mujica_jax.errors import UserError
 
 Value = TypeVar("Value")
 Family = Literal["qwen2", "qwen3", "llama"]
-THEIR_NAMES = {  # where a `config.json` calls a field of ours otherwise
+# Names in a `config.json` of fields that have another name here.
+THEIR_NAMES = {
     "num_layers": "num_hidden_layers",
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
@@ -36,14 +37,6 @@ FIELD_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "bos_token_id": int,
 }
 POSITIVE = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps")
-REQUIRED = (
-    "num_heads",
-    "hidden_size",
-    "vocab_size",
-    "intermediate_size",
-    "num_layers",
-    "max_position_embeddings",
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -120,11 +113,11 @@ class DecoderConfig:
     def context_tokens(self) -> int:
         """The longest sequence that the model can read: what it was made for, or what its rotary
         scaling reaches."""
-        scaling = self.rope_scaling
-        scaled = (
-            0 if scaling is None else int(scaling.factor * scaling.original_max_position_embeddings)
-        )
-        return max(self.max_position_embeddings, scaled)
+        if self.rope_scaling is None:
+            return self.max_position_embeddings
+        original_tokens = self.rope_scaling.original_max_position_embeddings
+        scaled_tokens = int(self.rope_scaling.factor * original_tokens)
+        return max(self.max_position_embeddings, scaled_tokens)
 
 
 def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
@@ -140,20 +133,24 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
         )
     _refuse_other_mathematics(family, config)
     rope_theta, rope_scaling = _rotary(config)
-    sizes: dict[str, Any] = {
-        name: _required(config, THEIR_NAMES.get(name, name)) for name in REQUIRED
-    }
+    num_heads = _required(config, "num_attention_heads")
+    hidden_size = _required(config, "hidden_size")
     # Qwen3 leaves out head_dim where it is 128; the other two derive it from the hidden size.
-    default_head_dim = 128 if family == "qwen3" else sizes["hidden_size"] // sizes["num_heads"]
+    default_head_dim = 128 if family == "qwen3" else hidden_size // num_heads
     return DecoderConfig(
-        **sizes,
         family=family,
-        num_kv_heads=_or(config.get("num_key_value_heads"), sizes["num_heads"]),
+        vocab_size=_required(config, "vocab_size"),
+        hidden_size=hidden_size,
+        intermediate_size=_required(config, "intermediate_size"),
+        num_layers=_required(config, "num_hidden_layers"),
+        num_heads=num_heads,
+        num_kv_heads=_or(config.get("num_key_value_heads"), num_heads),
         head_dim=_or(config.get("head_dim"), default_head_dim),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_norm_eps=_or(config.get("rms_norm_eps"), 1e-6),
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        max_position_embeddings=_required(config, "max_position_embeddings"),
         eos_token_ids=token_ids(config.get("eos_token_id"), "config.json"),
         bos_token_id=config.get("bos_token_id"),
         initializer_range=_or(config.get("initializer_range"), 0.02),
@@ -161,27 +158,24 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def to_hugging_face(config: DecoderConfig) -> dict[str, Any]:
-    """A `config.json` that transformers 4 and 5 load: rotary fields in the older layout, which both
-    read."""
-    written: dict[str, Any] = {
+    """Return a `config.json` that transformers 4 and 5 load: rotary fields in the older layout,
+    which both read."""
+    fields: dict[str, Any] = {
         "architectures": [config.traits.architecture],
         "model_type": config.family,
         "hidden_act": "silu",
         "eos_token_id": list(config.eos_token_ids) or None,
         "torch_dtype": "float32",
     }
-    ours = {
-        name: value
-        for name, value in vars(config).items()
-        if name not in ("family", "rope_scaling", "eos_token_ids")
-    }
-    written |= {THEIR_NAMES.get(name, name): value for name, value in ours.items()}
+    for name, value in vars(config).items():
+        if name not in ("family", "rope_scaling", "eos_token_ids"):
+            fields[THEIR_NAMES.get(name, name)] = value
     if config.rope_scaling is not None:
-        written["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
+        fields["rope_scaling"] = {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}
     # Qwen2 has its bias by class, the others by this field, and then on the output as well.
     if config.family != "qwen2":
-        written["attention_bias"] = False
-    return written
+        fields["attention_bias"] = False
+    return fields
 
 
 def token_ids(value: object, file: object) -> tuple[int, ...]:
@@ -200,13 +194,19 @@ def token_ids(value: object, file: object) -> tuple[int, ...]:
 
 def _check_types(config: Mapping[str, Any]) -> None:
     """Check that fields hold what they should. Raises UserError that names one which does not."""
+    type_names: dict[Any, str] = {
+        str: "a text",
+        list: "a list",
+        dict: "a map",
+        int: "a whole number",
+    }
     for name, kind in FIELD_TYPES.items():
         value = config.get(name)
+        if value is None:
+            continue
         is_of_kind = isinstance(value, kind) and not isinstance(value, bool)
-        if value is not None and (not is_of_kind or (name in POSITIVE and not value > 0)):
-            needed = {str: "a text", list: "a list", dict: "a map", int: "a whole number"}.get(
-                kind, "a number"
-            )
+        if not is_of_kind or (name in POSITIVE and not value > 0):
+            needed = type_names.get(kind, "a number")
             positive = " above 0" if name in POSITIVE else ""
             raise UserError(
                 f"config.json sets {name} to {value!r} and {needed}{positive} is needed: correct "
@@ -217,11 +217,13 @@ def _check_types(config: Mapping[str, Any]) -> None:
 def _refuse_other_mathematics(family: Family, config: Mapping[str, Any]) -> None:
     """Refuse what transformers would compute and this decoder does not."""
     layers = _required(config, "num_hidden_layers")
-    windowed = config.get("use_sliding_window") and config.get("sliding_window") is not None
-    layer_types = config.get("layer_types") or (
-        ["sliding_attention"] if windowed and config.get("max_window_layers", 28) < layers else []
-    )
-    unsupported = {
+    has_window = config.get("use_sliding_window") and config.get("sliding_window") is not None
+    layer_types = config.get("layer_types") or []
+    if not layer_types and has_window and config.get("max_window_layers", 28) < layers:
+        layer_types = ["sliding_attention"]
+
+    # Name -> (value of the file, value that the decoder computes).
+    values = {
         "hidden_act": (_or(config.get("hidden_act"), "silu"), "silu"),
         "layer_types": (sorted(set(layer_types) - {"full_attention"}), []),
         "mlp_bias": (bool(config.get("mlp_bias")), False),
@@ -229,17 +231,17 @@ def _refuse_other_mathematics(family: Family, config: Mapping[str, Any]) -> None
         "attention_bias": (family != "qwen2" and bool(config.get("attention_bias")), False),
         "quantization_config": (config.get("quantization_config"), None),
     }
-    for name, (found, supported) in unsupported.items():
-        if found != supported:
+    for name, (value, supported) in values.items():
+        if value != supported:
             raise UserError(
-                f"config.json sets {name} to {found!r}, this decoder computes only {supported!r}: "
+                f"config.json sets {name} to {value!r}, this decoder computes only {supported!r}: "
                 "choose another checkpoint"
             )
 
 
 def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
-    """Base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
-    (4)."""
+    """Read base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and
+    `rope_scaling` (4)."""
     fields = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     _check_rotary_numbers(fields)
     theta = float(_or(fields.pop("rope_theta", None), _or(config.get("rope_theta"), 10_000.0)))
@@ -255,6 +257,7 @@ def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]
         )
     if kind == "default" and not fields:
         return theta, None
+
     expected = {field.name for field in dataclasses.fields(Llama3RopeScaling)}
     if kind == "llama3":
         fields.setdefault("original_max_position_embeddings", config.get("max_position_embeddings"))
@@ -269,10 +272,8 @@ def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]
 
 def _check_rotary_numbers(fields: Mapping[str, Any]) -> None:
     """Check the numbers of a rotary scaling. Raises UserError that names one which is none."""
-    names = {field.name for field in dataclasses.fields(Llama3RopeScaling)} | {
-        "rope_theta",
-        "partial_rotary_factor",
-    }
+    names = {field.name for field in dataclasses.fields(Llama3RopeScaling)}
+    names |= {"rope_theta", "partial_rotary_factor"}
     for name in sorted(names & fields.keys()):
         value = fields[name]
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -284,6 +285,7 @@ def _check_rotary_numbers(fields: Mapping[str, Any]) -> None:
 
 
 def _required(config: Mapping[str, Any], name: str) -> int:
+    """Return a size that every configuration has. Raises UserError."""
     value = config.get(name)
     if type(value) is not int or value < 1:
         raise UserError(
@@ -293,5 +295,5 @@ def _required(config: Mapping[str, Any], name: str) -> int:
 
 
 def _or(value: Value | None, default: Value) -> Value:
-    """The default for an absent field only: 0 is a value."""
+    """Return the default for an absent field only: 0 is a value."""
     return default if value is None else value

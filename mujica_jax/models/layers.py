@@ -21,10 +21,11 @@ from mujica_jax.models import cpu_calls
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import constrain
 
+# Up to so many rows XLA packs the matrix for longer than it multiplies.
 FEW_ROWS = {
     "bfloat16": 64,
     "float32": 16,
-}  # with more, packing the matrix costs little beside the product
+}
 LayerIndex = int | Int[Array, ""]
 # attend(layer_index, query, key, value) -> mixed values: [batch, time, heads or kv_heads,
 # head_dim], rotation already applied.
@@ -47,33 +48,35 @@ class Weight:
     def draw(
         self, key: Array, standard_deviation: float, leading: tuple[int, ...] = ()
     ) -> Float[Array, "*shape"]:
-        """A fresh float32 value, with `leading` dimensions before the weight's own."""
+        """Return a fresh float32 value, with `leading` dimensions before the weight's own."""
         shape = (*leading, *self.shape)
         if self.initializer == "normal":
             return standard_deviation * jax.random.normal(key, shape, jnp.float32)
-        return (
-            jnp.ones(shape, jnp.float32)
-            if self.initializer == "ones"
-            else jnp.zeros(shape, jnp.float32)
-        )
+        if self.initializer == "ones":
+            return jnp.ones(shape, jnp.float32)
+        return jnp.zeros(shape, jnp.float32)
 
     @property
     def sides(self) -> tuple[int, int]:
-        """Inputs and outputs of a kernel as a matrix."""
+        """Return inputs and outputs of a kernel as a matrix."""
         return math.prod(self.shape[: self.inputs]), math.prod(self.shape[self.inputs :])
 
     @property
     def hugging_face_shape(self) -> tuple[int, ...]:
+        """Return the shape that the weight has in a Hugging Face checkpoint."""
         if self.inputs:
             return self.sides[::-1]
-        return (math.prod(self.shape),) if self.hugging_face.endswith(".bias") else self.shape
+        if self.hugging_face.endswith(".bias"):
+            return (math.prod(self.shape),)
+        return self.shape
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IntegerProduct:
-    """A kernel in eight bits, by which rows are multiplied that are rounded to eight bits too:
-    integers alone meet in the product, and row and output channel have a scale each."""
+    """A kernel in eight bits. The rows that it multiplies are rounded to eight bits too.
+
+    The product is one of integers; each row and each output channel has a scale."""
 
     kernel: Any  # qwix.QArray
 
@@ -84,6 +87,7 @@ class IntegerProduct:
     def product(
         self, rows: Float[Array, "rows inputs"], inputs: int
     ) -> Float[Array, "rows outputs"]:
+        """Return rows @ kernel, of which the first `inputs` dimensions are contracted."""
         qwix = importlib.import_module("qwix")  # which stored it
         rounded = qwix.quantize(rows.astype(jnp.float32), jnp.int8, channelwise_axes=(0,))
         matrix = self.kernel.qvalue.reshape(math.prod(self.shape[:inputs]), -1)
@@ -109,126 +113,190 @@ class OutputMajor:
 
 
 def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """The weights of one layer. A `Block` stores them for all layers, under a leading `layers`
-    axis."""
-    hidden, mlp, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    """Return the weights of one layer. A `Block` stores them for all layers, under a leading
+    `layers` axis."""
+    hidden = config.hidden_size
+    mlp = config.intermediate_size
+    head_dim = config.head_dim
+    traits = config.traits
 
-    def projection(name: str, axis: str, heads: int, theirs: str) -> list[Weight]:
-        shape, axes, theirs = (
-            (hidden, heads, head_dim),
-            ("embed", axis, "head_dim"),
-            f"self_attn.{theirs}",
+    query_key_norms = ()
+    if traits.qk_norm:
+        query_key_norms = (
+            _scale("query_norm", head_dim, "self_attn.q_norm.weight"),
+            _scale("key_norm", head_dim, "self_attn.k_norm.weight"),
         )
-        kernel = Weight(
-            name=f"{name}_kernel", shape=shape, axes=axes, hugging_face=f"{theirs}.weight", inputs=1
-        )
-        own = {"shape": shape[1:], "axes": axes[1:], "hugging_face": f"{theirs}.bias"}
-        bias = Weight(name=f"{name}_bias", **own, initializer="zeros")
-        return [kernel, bias] if config.traits.attention_bias else [kernel]
-
-    def matrix(name: str, shape: tuple[int, ...], axes: tuple[str, ...], theirs: str) -> Weight:
-        return Weight(
-            name=name,
-            shape=shape,
-            axes=axes,
-            hugging_face=f"{theirs}.weight",
-            inputs=len(shape) - 1,
-        )
-
-    heads_to_hidden = (config.num_heads, head_dim, hidden)
-    query_key_norms = (
-        _scale("query_norm", head_dim, "self_attn.q_norm.weight"),
-        _scale("key_norm", head_dim, "self_attn.k_norm.weight"),
-    )
     return (
         _scale("attention_norm", hidden, "input_layernorm.weight"),
-        *projection("query", "heads", config.num_heads, "q_proj"),
-        *projection("key", "kv_heads", config.num_kv_heads, "k_proj"),
-        *projection("value", "kv_heads", config.num_kv_heads, "v_proj"),
-        *(query_key_norms if config.traits.qk_norm else ()),
-        matrix(
-            "output_kernel", heads_to_hidden, ("heads", "head_dim", "embed"), "self_attn.o_proj"
+        *_head_projection("query", config, axis="heads", hugging_face="q_proj"),
+        *_head_projection("key", config, axis="kv_heads", hugging_face="k_proj"),
+        *_head_projection("value", config, axis="kv_heads", hugging_face="v_proj"),
+        *query_key_norms,
+        _kernel(
+            "output_kernel",
+            shape=(config.num_heads, head_dim, hidden),
+            axes=("heads", "head_dim", "embed"),
+            hugging_face="self_attn.o_proj",
         ),
         _scale("mlp_norm", hidden, "post_attention_layernorm.weight"),
-        matrix("gate_kernel", (hidden, mlp), ("embed", "mlp"), "mlp.gate_proj"),
-        matrix("up_kernel", (hidden, mlp), ("embed", "mlp"), "mlp.up_proj"),
-        matrix("down_kernel", (mlp, hidden), ("mlp", "embed"), "mlp.down_proj"),
+        _kernel(
+            "gate_kernel",
+            shape=(hidden, mlp),
+            axes=("embed", "mlp"),
+            hugging_face="mlp.gate_proj",
+        ),
+        _kernel(
+            "up_kernel",
+            shape=(hidden, mlp),
+            axes=("embed", "mlp"),
+            hugging_face="mlp.up_proj",
+        ),
+        _kernel(
+            "down_kernel",
+            shape=(mlp, hidden),
+            axes=("mlp", "embed"),
+            hugging_face="mlp.down_proj",
+        ),
     )
 
 
-def _scale(name: str, size: int, theirs: str) -> Weight:
-    return Weight(name=name, shape=(size,), axes=("norm",), hugging_face=theirs, initializer="ones")
+def _head_projection(
+    name: str, config: DecoderConfig, *, axis: Literal["heads", "kv_heads"], hugging_face: str
+) -> tuple[Weight, ...]:
+    """Return the weights from hidden states to heads: a kernel, and a bias in families with one."""
+    heads = config.num_heads if axis == "heads" else config.num_kv_heads
+    shape = (config.hidden_size, heads, config.head_dim)
+    axes = ("embed", axis, "head_dim")
+    kernel = Weight(
+        name=f"{name}_kernel",
+        shape=shape,
+        axes=axes,
+        hugging_face=f"self_attn.{hugging_face}.weight",
+        inputs=1,
+    )
+    if not config.traits.attention_bias:
+        return (kernel,)
+
+    bias = Weight(
+        name=f"{name}_bias",
+        shape=shape[1:],
+        axes=axes[1:],
+        hugging_face=f"self_attn.{hugging_face}.bias",
+        initializer="zeros",
+    )
+    return (kernel, bias)
+
+
+def _kernel(
+    name: str, *, shape: tuple[int, ...], axes: tuple[str, ...], hugging_face: str
+) -> Weight:
+    """Return a kernel without a bias, whose last dimension is its outputs."""
+    return Weight(
+        name=name,
+        shape=shape,
+        axes=axes,
+        hugging_face=f"{hugging_face}.weight",
+        inputs=len(shape) - 1,
+    )
+
+
+def _scale(name: str, size: int, hugging_face: str) -> Weight:
+    """Return the scale of a norm."""
+    return Weight(
+        name=name, shape=(size,), axes=("norm",), hugging_face=hugging_face, initializer="ones"
+    )
 
 
 def projections(config: DecoderConfig) -> tuple[Weight, ...]:
-    """The matrices of one layer: what adapters are added to, and what the engine may store in eight
-    bits."""
+    """Return the matrices of one layer: adapters are added to them, and the engine may store them
+    in eight bits."""
     return tuple(weight for weight in block_weights(config) if weight.inputs)
 
 
 def model_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """The weights outside the layers. A tied model has no `head`: it reads `embedding` twice."""
-    shape, axes = (config.vocab_size, config.hidden_size), ("vocab", "embed")
+    """Return the weights outside the layers. A tied model has no `head`: it reads `embedding`
+    twice."""
+    shape = (config.vocab_size, config.hidden_size)
+    axes = ("vocab", "embed")
     embedding = Weight(
         name="embedding", shape=shape, axes=axes, hugging_face="model.embed_tokens.weight"
     )
     norm = _scale("final_norm", config.hidden_size, "model.norm.weight")
+    if config.tie_word_embeddings:
+        return (embedding, norm)
+
     head = Weight(name="head", shape=shape, axes=axes, hugging_face="lm_head.weight")
-    return (embedding, norm) if config.tie_word_embeddings else (embedding, norm, head)
+    return (embedding, norm, head)
 
 
 def matrix_product(
     rows: Float[Array, "rows inputs"], matrix: Float[Array, "inputs outputs"]
 ) -> Float[Array, "rows outputs"]:
-    """rows @ matrix, in their type."""
-    return (
-        _wide_product(rows, matrix)
-        if cpu_calls.on_cpu() and rows.dtype == jnp.bfloat16
-        else rows @ matrix
-    )
+    """Return rows @ matrix, in their type."""
+    if cpu_calls.on_cpu() and rows.dtype == jnp.bfloat16:
+        return _bfloat16_product(rows, matrix)
+    return rows @ matrix
 
 
 @jax.custom_vjp
-def _wide_product(rows: Array, matrix: Array) -> Array:
-    """Of bfloat16 on a CPU: one with such instructions (AVX512-BF16) multiplies many rows twice as
-    fast where sums come out in float32, as docs/LOG.md measures. The gradient is written out, for
-    the derived one would multiply a float32 with a bfloat16, which is as slow."""
-    return _rounded_sums(rows, matrix, 1, 0)
+def _bfloat16_product(rows: Array, matrix: Array) -> Array:
+    """Return rows @ matrix of bfloat16 on a CPU, with float32 sums.
+
+    A CPU with such instructions (AVX512-BF16) multiplies many rows twice as fast if sums come out
+    in float32, as docs/LOG.md measures. The gradient is written out, for the derived one would
+    multiply a float32 with a bfloat16, which is as slow."""
+    return _rounded_sums(rows, matrix, left_axis=1, right_axis=0)
 
 
-def _rounded_sums(left: Array, right: Array, of_left: int, of_right: int) -> Array:
-    contracted = (((of_left,), (of_right,)), ((), ()))
-    return jax.lax.dot_general(left, right, contracted, preferred_element_type=jnp.float32).astype(
-        left.dtype
-    )
+def _rounded_sums(left: Array, right: Array, *, left_axis: int, right_axis: int) -> Array:
+    """Contract one axis of each matrix with float32 sums, and round these to the type of `left`."""
+    contracted = (((left_axis,), (right_axis,)), ((), ()))
+    sums = jax.lax.dot_general(left, right, contracted, preferred_element_type=jnp.float32)
+    return sums.astype(left.dtype)
 
 
-_wide_product.defvjp(
-    lambda rows, matrix: (_rounded_sums(rows, matrix, 1, 0), (rows, matrix)),
-    lambda saved, gradient: (
-        _rounded_sums(gradient, saved[1], 1, 1),
-        _rounded_sums(saved[0], gradient, 0, 0),
-    ),
-)
+def _bfloat16_product_forward(rows: Array, matrix: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _rounded_sums(rows, matrix, left_axis=1, right_axis=0), (rows, matrix)
+
+
+def _bfloat16_product_backward(
+    operands: tuple[Array, Array], gradient: Array
+) -> tuple[Array, Array]:
+    """Return gradient @ matrix.T and rows.T @ gradient."""
+    rows, matrix = operands
+    rows_gradient = _rounded_sums(gradient, matrix, left_axis=1, right_axis=1)
+    matrix_gradient = _rounded_sums(rows, gradient, left_axis=0, right_axis=0)
+    return rows_gradient, matrix_gradient
+
+
+_bfloat16_product.defvjp(_bfloat16_product_forward, _bfloat16_product_backward)
 
 
 @jax.custom_vjp
 def _adapted_product(rows: Array, frozen: Array, a: Array, b: Array) -> Array:
-    """rows @ (frozen + a b), in float32, whose rounding leaves what is added as good as whole. It
-    spares the sum of two results; the gradient is written out, since the derived one would multiply
-    a whole matrix first."""
+    """Return rows @ (frozen + a b) in float32, whose rounding leaves the added part almost whole.
+
+    That spares the sum of two results. The gradient is written out, since the derived one would
+    multiply a whole matrix first."""
     return _adapted_forward(rows, frozen, a, b)[0]
 
 
-def _adapted_forward(*given: Array) -> tuple[Array, tuple[Array, ...]]:
-    rows, frozen, a, b = given
-    return rows @ (frozen + a @ b), given  # a plain product, which `remat` can keep
+def _adapted_forward(
+    rows: Array, frozen: Array, a: Array, b: Array
+) -> tuple[Array, tuple[Array, ...]]:
+    # A plain product, which `remat` can keep.
+    return rows @ (frozen + a @ b), (rows, frozen, a, b)
 
 
-def _adapted_backward(saved: tuple[Array, ...], gradient: Array) -> tuple[Array | None, ...]:
-    rows, frozen, a, b = saved
-    of_a, of_b = rows.T @ (gradient @ b.T), (rows @ a).T @ gradient
-    return gradient @ (frozen + a @ b).T, None, of_a, of_b
+def _adapted_backward(
+    operands: tuple[Array, ...], gradient: Array
+) -> tuple[Array, None, Array, Array]:
+    """Return the gradients of rows, a and b; `frozen` has none."""
+    rows, frozen, a, b = operands
+    a_gradient = rows.T @ (gradient @ b.T)
+    b_gradient = (rows @ a).T @ gradient
+    rows_gradient = gradient @ (frozen + a @ b).T
+    return rows_gradient, None, a_gradient, b_gradient
 
 
 _adapted_product.defvjp(_adapted_forward, _adapted_backward)
@@ -237,27 +305,29 @@ _adapted_product.defvjp(_adapted_forward, _adapted_backward)
 def output_major_product(
     rows: Float[Array, "rows inputs"], matrix: Float[Array, "outputs inputs"]
 ) -> Float[Array, "rows outputs"]:
-    """rows @ matrix.T, in float32: by a kernel of our own where that is faster (`cpu_calls`), else
-    by XLA.
+    """Return rows @ matrix.T in float32: by a kernel of our own where that is faster (`cpu_calls`),
+    else by XLA.
 
     Of two matrices XLA on a CPU first packs the second one, in every call. With few rows that takes
-    longer than the product, so there the matrix is the first one: with 12 rows in bfloat16 the
+    longer than the product. There the matrix is the first one: with 12 rows in bfloat16 the
     products of SmolLM2's layers take half of the time (docs/LOG.md). One barrier keeps XLA from
-    turning the product round again, the other one lets what follows read the result row by row."""
+    turning the product round again. The other one lets later operations read the result row by
+    row."""
     if cpu_calls.can_multiply(rows, matrix):
         return cpu_calls.products(rows, matrix)[0]
-    both = (((1,), (1,)), ((), ()))
-    few = FEW_ROWS[rows.dtype.name]
-    if cpu_calls.on_cpu() and rows.shape[0] <= few <= matrix.shape[0]:
-        columns = jax.lax.dot_general(matrix, rows, both, preferred_element_type=jnp.float32)
+
+    last_axes = (((1,), (1,)), ((), ()))
+    few_rows = FEW_ROWS[rows.dtype.name]
+    if cpu_calls.on_cpu() and rows.shape[0] <= few_rows <= matrix.shape[0]:
+        columns = jax.lax.dot_general(matrix, rows, last_axes, preferred_element_type=jnp.float32)
         return jax.lax.optimization_barrier(jax.lax.optimization_barrier(columns).T)
-    return jax.lax.dot_general(rows, matrix, both, preferred_element_type=jnp.float32)
+    return jax.lax.dot_general(rows, matrix, last_axes, preferred_element_type=jnp.float32)
 
 
 def rms_norm(
     inputs: Float[Array, "*batch features"], scale: Float[Array, " features"], epsilon: float
 ) -> Float[Array, "*batch features"]:
-    """inputs / sqrt(mean(inputs^2) + epsilon) * scale, in float32, returned in the type of
+    """Return inputs / sqrt(mean(inputs^2) + epsilon) * scale, computed in float32, in the type of
     `inputs`."""
     wide = inputs.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
@@ -265,27 +335,30 @@ def rms_norm(
 
 
 def rotary_frequencies(config: DecoderConfig) -> Float[Array, " half_head_dim"]:
-    """Radians a position, for each rotated pair; with Llama-3's scaling where the configuration has
-    it."""
+    """Return the radians per position of each rotated pair, with Llama-3's scaling where the
+    configuration has it."""
     frequencies = 1.0 / config.rope_theta ** (
         jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     )
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    # Full turns within the original context: many keep their frequency, few are slowed by `factor`,
-    # those between are blended.
+
+    # A pair that turns often within the original context keeps its frequency. One that turns rarely
+    # is slowed by `factor`. Those between are blended.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
-    kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
-    kept = jnp.clip(kept, 0.0, 1.0)
-    return kept * frequencies + (1.0 - kept) * frequencies / scaling.factor
+    unscaled_share = (turns - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    unscaled_share = jnp.clip(unscaled_share, 0.0, 1.0)
+    return unscaled_share * frequencies + (1.0 - unscaled_share) * frequencies / scaling.factor
 
 
 def rotary_angles(
     positions: Int[Array, "batch time"], config: DecoderConfig
 ) -> tuple[Float[Array, "batch time 1 half_head_dim"], Float[Array, "batch time 1 half_head_dim"]]:
-    """Cosine and sine of position times frequency, in float32: bfloat16 would round position 257 to
-    256."""
+    """Return cosine and sine of position times frequency, in float32: bfloat16 would round position
+    257 to 256."""
     angles = positions.astype(jnp.float32)[:, :, None, None] * rotary_frequencies(config)
     # Without the barrier XLA fuses the cosines into every rotation and computes them again for each
     # head and layer.
@@ -302,18 +375,19 @@ def rotate(
     them."""
     cosine, sine = rotation
     first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate(
+    rotated = jnp.concatenate(
         [first * cosine - second * sine, second * cosine + first * sine], axis=-1
     )
-    return turned.astype(inputs.dtype)
+    return rotated.astype(inputs.dtype)
 
 
 class Block(nnx.Module):
-    """The weights of all layers, stacked; called, it is one layer, after one layer's slice of every
-    weight was merged in."""
+    """The weights of all layers, stacked. With one layer's slice of every weight merged in, it can
+    be called as that layer."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
-        self.config, self.dtype = config, dtype
+        self.config = config
+        self.dtype = dtype
         self.adapter_scale = 0.0  # alpha / rank, where `models.lora` has put adapters
         for weight in block_weights(config):
             drawn = weight.draw(rngs.params(), config.initializer_range, (config.num_layers,))
@@ -326,21 +400,25 @@ class Block(nnx.Module):
         rotation: tuple[Array, Array],
         attend: Attend,
     ) -> Float[Array, "batch time hidden"]:
-        """hidden + attention(norm(hidden)), then that + mlp(norm(that))."""
+        """Return x + mlp(norm(x)), where x = hidden + attention(norm(hidden))."""
         batch, time, width = hidden.shape
         # Products run on two-dimensional rows: XLA on CPU is two to three times faster on them than
         # on three dimensions.
         rows = hidden.reshape(batch * time, width)
+
+        # Attention.
         normed = self._norm(rows, "attention_norm")
-        names = ("query", "key", "value")
-        projected = self._products(normed, *(f"{name}_kernel" for name in names))
-        query, key, value = (
-            self._heads(*each, batch) for each in zip(projected, names, strict=True)
-        )
+        queries, keys, values = self._products(normed, "query_kernel", "key_kernel", "value_kernel")
+        query = self._heads(queries, "query", batch)
+        key = self._heads(keys, "key", batch)
+        value = self._heads(values, "value", batch)
         if self.config.traits.qk_norm:
-            query, key = self._norm(query, "query_norm"), self._norm(key, "key_norm")
+            query = self._norm(query, "query_norm")
+            key = self._norm(key, "key_norm")
         mixed = attend(layer_index, rotate(query, rotation), rotate(key, rotation), value)
         rows = rows + self.product(mixed.reshape(batch * time, -1), "output_kernel", inputs=2)
+
+        # MLP.
         normed = self._norm(rows, "mlp_norm")
         gate, up = self._products(normed, "gate_kernel", "up_kernel")
         rows = rows + self.product(jax.nn.silu(gate) * up, "down_kernel")
@@ -349,8 +427,10 @@ class Block(nnx.Module):
     def product(
         self, rows: Float[Array, "rows inputs"], name: str, inputs: int = 1
     ) -> Float[Array, "rows outputs"]:
-        """Rows times a kernel whose first `inputs` dimensions are contracted, and what
-        `models.lora` adds to that. Only this and `_products` multiply with one."""
+        """Return rows @ kernel, of which the first `inputs` dimensions are contracted, with the
+        adapter's part if there is one.
+
+        Only this and `_products` multiply with a kernel."""
         kernel = getattr(self, name).get_value()
         if isinstance(kernel, IntegerProduct | OutputMajor):
             return kernel.product(rows, inputs)
@@ -360,12 +440,14 @@ class Block(nnx.Module):
         matrix = kernel.astype(self.dtype).reshape(math.prod(kernel.shape[:inputs]), -1)
         if not self.adapter_scale:
             return matrix_product(rows, matrix)
-        a, b = (getattr(self, f"{name}_lora_{part}").get_value() for part in "ab")  # in float32
+
+        # Adapters are float32.
+        a = getattr(self, f"{name}_lora_a").get_value()
+        b = getattr(self, f"{name}_lora_b").get_value()
         if rows.dtype == jnp.float32:
             return _adapted_product(rows, matrix, a, self.adapter_scale * b)
-        return (matrix_product(rows, matrix) + self.adapter_scale * ((rows @ a) @ b)).astype(
-            rows.dtype
-        )
+        product = matrix_product(rows, matrix)
+        return (product + self.adapter_scale * ((rows @ a) @ b)).astype(rows.dtype)
 
     def _norm(
         self, inputs: Float[Array, "*batch features"], name: str
@@ -375,7 +457,7 @@ class Block(nnx.Module):
     def _products(
         self, rows: Float[Array, "rows hidden"], *names: str
     ) -> Sequence[Float[Array, "rows _"]]:
-        """A product with each of these kernels, by one call where `cpu_calls` makes them."""
+        """Return rows times each of these kernels, by one call where `cpu_calls` makes them."""
         kernels = [getattr(self, name).get_value() for name in names]
         matrices = [kernel.matrix for kernel in kernels if isinstance(kernel, OutputMajor)]
         if len(matrices) == len(names) and cpu_calls.can_multiply(rows, *matrices):
@@ -385,8 +467,9 @@ class Block(nnx.Module):
     def _heads(
         self, projected: Float[Array, "rows outputs"], name: str, batch: int
     ) -> Float[Array, "batch time heads head_dim"]:
+        """Split rows into heads, after the bias is added in families with one."""
         if self.config.traits.attention_bias:
-            projected = projected + getattr(self, f"{name}_bias")[...].astype(self.dtype).reshape(
-                -1
-            )
-        return projected.reshape(batch, -1, *getattr(self, f"{name}_kernel").shape[1:])
+            bias = getattr(self, f"{name}_bias")[...].astype(self.dtype)
+            projected = projected + bias.reshape(-1)
+        heads_shape = getattr(self, f"{name}_kernel").shape[1:]
+        return projected.reshape(batch, -1, *heads_shape)

@@ -1,6 +1,9 @@
 """LoRA adapters on the seven projections of every layer (Hu et al. 2021).
 
-    rows @ W + (alpha / rank) * (rows @ A) @ B        A [inputs, rank] drawn (He, uniform), B [rank, outputs] zero
+    rows @ W + (alpha / rank) * (rows @ A) @ B
+
+    A: [inputs, rank], drawn (He, uniform)
+    B: [rank, outputs], zero
 
 An adapted decoder is a decoder whose `Block` has, beside each stacked kernel, `<kernel>_lora_a` and
 `<kernel>_lora_b` (`nnx.LoRAParam`, stacked over layers like the kernel) and an `adapter_scale`, by
@@ -25,8 +28,9 @@ HE_UNIFORM = jax.nn.initializers.he_uniform()
 
 
 def check_rank(config: DecoderConfig, rank: int) -> None:
-    """A rank above a matrix's smaller side would train more numbers than the matrix has and express
-    nothing more."""
+    """Check that the rank is at most each matrix's smaller side. Raises UserError.
+
+    A higher one would train more numbers than the matrix has and express nothing more."""
     smallest = min(projections(config), key=lambda weight: min(weight.sides))
     inputs, outputs = smallest.sides
     if rank > min(inputs, outputs):
@@ -37,49 +41,45 @@ def check_rank(config: DecoderConfig, rank: int) -> None:
 
 
 def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder:
-    """The decoder with fresh adapters, computing what it computed before. It shares the weights of
-    `decoder`."""
+    """Return the decoder with fresh adapters, which computes what it computed before.
+
+    It shares the weights of `decoder`."""
     check_rank(decoder.config, rank)
-    whole = nnx.clone(decoder)
-    layers = whole.layers
+    adapted_decoder = nnx.clone(decoder)
+    layers = adapted_decoder.layers
     layers.adapter_scale = alpha / rank
-    keys = jax.random.split(key, decoder.config.num_layers)
+
+    layer_keys = jax.random.split(key, decoder.config.num_layers)
     for number, weight in enumerate(projections(decoder.config)):
         inputs, outputs = weight.sides
-        kernel = getattr(layers, weight.name).get_value()
-        of_weight = jax.vmap(jax.random.fold_in, in_axes=(0, None))(
-            keys, 2 * number
-        )  # as ever, for runs begun before
-        a = jax.vmap(functools.partial(HE_UNIFORM, shape=(inputs, rank), dtype=kernel.dtype))(
-            of_weight
-        )
-        a = jax.lax.optimization_barrier(
-            a
-        )  # drawn in the type of the kernel: fused, it would not be rounded to that
-        b = jnp.zeros((len(keys), rank, outputs))
-        axes_of_a = (
-            "layers",
-            weight.axes[0],
-            None,
-        )  # of a side that was several dimensions, the outermost is split
-        axes_of_b = ("layers", None, weight.axes[weight.inputs])
-        for suffix, fresh, axes in (("_lora_a", a, axes_of_a), ("_lora_b", b, axes_of_b)):
-            setattr(
-                layers,
-                weight.name + suffix,
-                nnx.LoRAParam(fresh.astype(jnp.float32), logical_axes=axes),
-            )
-    return whole
+        dtype = getattr(layers, weight.name).get_value().dtype
+        # Twice the number, so that adapters of existing runs are drawn alike.
+        fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, None))
+        weight_keys = fold_in(layer_keys, 2 * number)
+        draw = jax.vmap(functools.partial(HE_UNIFORM, shape=(inputs, rank), dtype=dtype))
+        # Drawn in the type of the kernel: fused, it would not be rounded to that.
+        a = jax.lax.optimization_barrier(draw(weight_keys))
+        b = jnp.zeros((len(layer_keys), rank, outputs))
+
+        # Of a side that was several dimensions, the outermost is split.
+        a_axes = ("layers", weight.axes[0], None)
+        b_axes = ("layers", None, weight.axes[weight.inputs])
+        a_param = nnx.LoRAParam(a.astype(jnp.float32), logical_axes=a_axes)
+        b_param = nnx.LoRAParam(b.astype(jnp.float32), logical_axes=b_axes)
+        setattr(layers, f"{weight.name}_lora_a", a_param)
+        setattr(layers, f"{weight.name}_lora_b", b_param)
+    return adapted_decoder
 
 
 def merged(decoder: Decoder, *, rank: int, alpha: float) -> Decoder:
-    """A plain decoder that computes what the adapted one does: every kernel W becomes W + (alpha /
-    rank) * A B."""
+    """Return a plain decoder that computes what the adapted one does: every kernel W becomes
+    W + (alpha / rank) * A B."""
     plain = nnx.eval_shape(lambda: Decoder(decoder.config, rngs=nnx.Rngs(0), dtype=decoder.dtype))
     nnx.update(plain, nnx.state(decoder, nnx.Not(nnx.LoRAParam)))
     for weight in projections(decoder.config):
         kernel = getattr(plain.layers, weight.name)
-        a, b = (getattr(decoder.layers, f"{weight.name}_lora_{part}").get_value() for part in "ab")
+        a = getattr(decoder.layers, f"{weight.name}_lora_a").get_value()
+        b = getattr(decoder.layers, f"{weight.name}_lora_b").get_value()
         kernel.set_value(add_product(kernel.get_value(), a, b, alpha / rank))
     return plain
 
@@ -90,7 +90,7 @@ def add_product(
     b: Float[Array, "layers rank outputs"],
     scale: float | Float[Array, "layers 1 1"],
 ) -> Float[Array, "layers *shape"]:
-    """W + scale * A B, float32."""
+    """Return W + scale * A B, float32."""
     # In full float32: the accelerators' default precision would round what is added to the weights
     # for good.
     product = scale * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

@@ -1,7 +1,9 @@
 """Weights in eight bits for the engine, by qwix: a quarter of the memory of float32, half of that
 of bfloat16.
 
-    kernel = values * scale    values: int8, scale = max |kernel| / 127.5; or float8_e4m3fn, scale = max |kernel| / 448
+    kernel = values * scale
+    int8:          scale = max |kernel| / 127.5
+    float8_e4m3fn: scale = max |kernel| / 448
 
 The scale is float32, one an output channel. `w8a8` stores int8 and rounds the rows that are
 multiplied to int8 too, with a scale each, so that a product is one of integers
@@ -33,29 +35,29 @@ TYPES: Mapping[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "w8a8": 
 def engine_weights(
     weights: nnx.State, config: DecoderConfig, storage: Storage, dtype: DTypeLike
 ) -> nnx.State:
-    """A copy of a decoder's weights to sample with: the matrices of its layers as `storage` says,
-    everything else in `dtype`."""
-    matrices = (
-        {} if storage == "compute" else {weight.name: weight for weight in projections(config)}
-    )
+    """Return a copy of a decoder's weights to sample with: the matrices of its layers as `storage`
+    says, everything else in `dtype`."""
+    quantized_kernels = {}
+    if storage != "compute":
+        quantized_kernels = {weight.name: weight for weight in projections(config)}
 
-    def copied(path: tuple, variable: nnx.Variable) -> nnx.Variable:
-        if path[0] == "layers" and path[1] in matrices:
-            return variable.replace(
-                _stored(variable.get_value(), matrices[path[1]].inputs, storage)
-            )
+    def copy(path: tuple, variable: nnx.Variable) -> nnx.Variable:
+        if path[0] == "layers" and path[1] in quantized_kernels:
+            inputs = quantized_kernels[path[1]].inputs
+            return variable.replace(_quantized(variable.get_value(), inputs, storage))
         return jax.tree.map(lambda array: jnp.array(array, dtype), variable)
 
-    return nnx.map_state(copied, weights)
+    return nnx.map_state(copy, weights)
 
 
-@functools.partial(
-    jax.jit, static_argnums=(1, 2)
-)  # op by op, float32 temporaries would be as large as the matrix
-def _stored(kernel: Float[Array, "layers *shape"], contracted: int, storage: str) -> Any:
-    """As a `qwix.QArray`, whose two arrays keep the leading axis, so that a scan slices them as it
-    slices a kernel."""
+# Compiled, because op by op float32 temporaries would be as large as the matrix.
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _quantized(kernel: Float[Array, "layers *shape"], inputs: int, storage: str) -> Any:
+    """Return a kernel, whose first `inputs` dimensions after the layers are contracted, as a
+    `qwix.QArray`.
+
+    Its two arrays keep the leading axis, so that a scan slices them as it slices a kernel."""
     qwix = import_extra("qwix", f"engine.weights {storage}")
-    channels = (0, *range(1 + contracted, kernel.ndim))
-    stored = qwix.quantize(kernel.astype(jnp.float32), TYPES[storage], channelwise_axes=channels)
-    return IntegerProduct(stored) if storage == "w8a8" else stored
+    channels = (0, *range(1 + inputs, kernel.ndim))
+    quantized = qwix.quantize(kernel.astype(jnp.float32), TYPES[storage], channelwise_axes=channels)
+    return IntegerProduct(quantized) if storage == "w8a8" else quantized

@@ -26,50 +26,52 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """Mesh axes over which a logical axis is split; none of them keeps it whole on every device."""
+    """The mesh axes over which a logical axis is split. Without any it is whole on every device."""
 
     mesh_axes: tuple[str, ...] = ()
-    may_replicate: bool = (
-        False  # keep it whole, instead of refusing, where the mesh does not divide it
-    )
+    # Keep it whole, instead of refusing, where the mesh does not divide it.
+    may_replicate: bool = False
 
 
 RULES: Mapping[str, Rule] = {
-    "batch": Rule(
-        mesh_axes=("data", "fsdp"), may_replicate=True
-    ),  # rows of activations; `shard_batch` is strict
-    "layers": Rule(),  # the scan runs over it
+    # Rows of activations; `shard_batch` is strict.
+    "batch": Rule(mesh_axes=("data", "fsdp"), may_replicate=True),
+    # The scan runs over it.
+    "layers": Rule(),
     "vocab": Rule(mesh_axes=("tensor",)),
     "embed": Rule(mesh_axes=("fsdp",)),
     "heads": Rule(mesh_axes=("tensor",)),
-    "kv_heads": Rule(
-        mesh_axes=("tensor",), may_replicate=True
-    ),  # often fewer than tensor; their kernels are small
+    # Often fewer than the tensor axis has devices; their kernels are small.
+    "kv_heads": Rule(mesh_axes=("tensor",), may_replicate=True),
     "head_dim": Rule(),
     "mlp": Rule(mesh_axes=("tensor",)),
-    "norm": Rule(),  # vectors: gathering them costs more than keeping them
+    # Vectors: gathering them costs more than keeping them.
+    "norm": Rule(),
 }
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of data x fsdp x tensor devices: the first ones, where one process has more; all of
-    them over several processes."""
-    shape = {"data": data, "fsdp": fsdp, "tensor": tensor}
+    """Return a mesh of data x fsdp x tensor devices: the first ones, where one process has more;
+    all of them over several processes."""
+    shape = (data, fsdp, tensor)
     available = list(jax.devices() if devices is None else devices)
-    wanted = math.prod(shape.values())
+    mesh_size = math.prod(shape)
     must_use_all = len({device.process_index for device in available}) > 1
-    slices = len({getattr(device, "slice_index", 0) for device in available})
-    if wanted > len(available) or (must_use_all and wanted != len(available)):
+    slices = _num_slices(available)
+    if mesh_size > len(available) or (must_use_all and mesh_size != len(available)):
         raise UserError(
-            f"the mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {wanted} devices and "
+            f"the mesh data={data} x fsdp={fsdp} x tensor={tensor} needs {mesh_size} devices and "
             f"{len(available)} are available: choose three numbers whose product is "
             f"{'' if must_use_all else 'at most '}{len(available)}, for example data={slices}, "
             f"fsdp={len(available) // slices}, tensor=1"
         )
-    chosen, types = available[:wanted], (AxisType.Auto,) * len(MESH_AXES)
-    slices = len({getattr(device, "slice_index", 0) for device in chosen})
+
+    mesh_devices = available[:mesh_size]
+    types = (AxisType.Auto,) * len(MESH_AXES)
+    slices = _num_slices(mesh_devices)
     if slices == 1:
-        return jax.make_mesh(tuple(shape.values()), MESH_AXES, devices=chosen, axis_types=types)
+        return jax.make_mesh(shape, MESH_AXES, devices=mesh_devices, axis_types=types)
+
     # The network between slices is slow: the data axis alone, whose gradients are summed once a
     # step, crosses it.
     if data % slices:
@@ -77,29 +79,33 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
             f"trainer.data is {data} and the job has {slices} slices (of TPUs; hosts of GPUs): use "
             f"a multiple of {slices}, since only the data axis may cross the network between them"
         )
-    inside, between = (data // slices, fsdp, tensor), (slices, 1, 1)
     grid = mesh_utils.create_hybrid_device_mesh(
-        inside, between, chosen, allow_split_physical_axes=True
+        (data // slices, fsdp, tensor),
+        (slices, 1, 1),
+        mesh_devices,
+        allow_split_physical_axes=True,
     )
     return Mesh(grid, MESH_AXES, axis_types=types)
+
+
+def _num_slices(devices: Sequence[Any]) -> int:
+    return len({getattr(device, "slice_index", 0) for device in devices})
 
 
 def partition_spec(
     logical_axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Where each dimension of a weight goes. Refuses a size that the mesh does not divide; JAX
-    itself refuses a mesh axis that is used twice."""
-    sizes, spec = dict(mesh.shape), []
+    """Return where each dimension of a weight goes. Raises UserError for a size that the mesh does
+    not divide. JAX itself refuses a mesh axis that is used twice."""
+    axis_sizes = dict(mesh.shape)
+    spec = []
     for axis, size in zip(logical_axes, shape, strict=True):
         assert axis is None or axis in RULES, f"logical axis {axis!r} has no rule: add it to RULES"
         rule = Rule() if axis is None else RULES[axis]
-        parts = math.prod(sizes[name] for name in rule.mesh_axes)
-        if size % parts:
-            if (
-                rule.may_replicate or size == 1
-            ):  # the scale of a kernel in eight bits has one number for all its inputs
-                spec.append(None)
-                continue
+        parts = math.prod(axis_sizes[name] for name in rule.mesh_axes)
+        is_divided = size % parts == 0
+        # The scale of a kernel in eight bits has one number for all its inputs.
+        if not is_divided and not (rule.may_replicate or size == 1):
             divisors = [
                 count for count in range(1, size + 1) if size % count == 0 and count <= mesh.size
             ]
@@ -107,12 +113,18 @@ def partition_spec(
                 f"axis {axis} of size {size} cannot be split over {' x '.join(rule.mesh_axes)} of "
                 f"size {parts}: use {' x '.join(rule.mesh_axes)} of {_either(divisors)}"
             )
-        spec.append(rule.mesh_axes[0] if len(rule.mesh_axes) == 1 else (rule.mesh_axes or None))
+
+        if not is_divided or not rule.mesh_axes:
+            spec.append(None)
+        elif len(rule.mesh_axes) == 1:
+            spec.append(rule.mesh_axes[0])
+        else:
+            spec.append(rule.mesh_axes)
     return PartitionSpec(*spec)
 
 
 def shardings_of(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """A NamedSharding for every array of a decoder, an optimiser, or any state made from one
+    """Return a NamedSharding for every array of a decoder, an optimiser, or any state made from one
     (abstract state, gradients).
 
     The result has the structure of the state, so it can stand beside it in `jax.tree.map`,
@@ -120,36 +132,42 @@ def shardings_of(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
     is replicated."""
     state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
 
-    def of_variable(leaf):
-        axes = leaf.get_metadata().get("logical_axes") if isinstance(leaf, nnx.Variable) else None
-        if axes is None:
-            return jax.tree.map(lambda array: NamedSharding(mesh, PartitionSpec()), leaf)
-        return jax.tree.map(
-            lambda array: NamedSharding(mesh, partition_spec(axes, array.shape, mesh)), leaf
-        )
+    def is_variable(leaf: Any) -> bool:
+        return isinstance(leaf, nnx.Variable)
 
-    return jax.tree.map(of_variable, state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    def leaf_sharding(leaf: Any) -> Any:
+        axes = leaf.get_metadata().get("logical_axes") if is_variable(leaf) else None
+
+        def array_sharding(array: Any) -> NamedSharding:
+            if axes is None:
+                return NamedSharding(mesh, PartitionSpec())
+            return NamedSharding(mesh, partition_spec(axes, array.shape, mesh))
+
+        return jax.tree.map(array_sharding, leaf)
+
+    return jax.tree.map(leaf_sharding, state, is_leaf=is_variable)
 
 
 def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
-    """Which rows of a batch of `count` (`config.checks.check_rows`) lie on devices of this process,
-    in rising order: all of them where it is the only one."""
+    """Return which rows of a batch of `count` (`config.checks.check_rows`) lie on devices of this
+    process, in rising order: all of them where it is the only one."""
+    row_numbers = np.arange(count)
     if jax.process_count() == 1:
-        return np.arange(count)
-    places = _row_sharding(mesh).addressable_devices_indices_map((count,)).values()
-    return np.unique(np.concatenate([np.arange(count)[place] for place in places]))
+        return row_numbers
+    indices = _row_sharding(mesh).addressable_devices_indices_map((count,)).values()
+    return np.unique(np.concatenate([row_numbers[index] for index in indices]))
 
 
 def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
     """Put the rows (leading dimension) of every array over data x fsdp. Each process passes its
     `own_rows` of the batch."""
-    return jax.tree.map(
-        functools.partial(jax.make_array_from_process_local_data, _row_sharding(mesh)), batch
-    )
+    put_rows = functools.partial(jax.make_array_from_process_local_data, _row_sharding(mesh))
+    return jax.tree.map(put_rows, batch)
 
 
 def on_host(values: Array) -> np.ndarray:
-    """A whole array; where it lies on the devices of several processes, all of them call this."""
+    """Return a whole array. If it lies on the devices of several processes, all of them call
+    this."""
     if not values.is_fully_addressable:
         from jax.experimental import multihost_utils
 
@@ -168,15 +186,14 @@ def constrain(array: Array, logical_axes: Sequence[str | None]) -> Array:
     Without this the compiler may carry the layout of the embedding table (split over features)
     through the whole network."""
     mesh = jax.sharding.get_abstract_mesh()
-    if (
-        mesh.empty
-        or mesh.axis_names != MESH_AXES
-        or any(kind != AxisType.Auto for kind in mesh.axis_types)
-    ):
+    if mesh.empty or mesh.axis_names != MESH_AXES:
+        return array
+    if any(axis_type != AxisType.Auto for axis_type in mesh.axis_types):  # inside `shard_map`
         return array
     return jax.lax.with_sharding_constraint(array, partition_spec(logical_axes, array.shape, mesh))
 
 
 def _either(numbers: Sequence[int]) -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} or {last}" if first else last
+    """Return "1, 2 or 4"."""
+    *others, last = map(str, numbers)
+    return f"{', '.join(others)} or {last}" if others else last

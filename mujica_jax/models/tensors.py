@@ -28,7 +28,8 @@ from mujica_jax.models.companions import read_json, refuse_pointer
 from mujica_jax.models.layers import Weight
 from mujica_jax.models.sharding import partition_spec
 
-SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 PICKLED = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 NOTHING = re.compile(r"(?!)")
 Index = tuple[slice, ...]
@@ -38,18 +39,16 @@ ALIGNMENT = 64  # bytes: where XLA wants its arrays on a CPU to begin
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WeightTable:
-    """Every weight of a model: those outside the layers, and those of one layer, which a module
-    stacks under the leading logical axis `stacked`. In a checkpoint the latter have `layer`, with
-    the layer's number, before their names."""
+    """Every weight of a model, with its names in a checkpoint."""
 
-    outer: Sequence[Weight]
-    inner: Sequence[Weight]
+    outer: Sequence[Weight]  # outside the layers
+    inner: Sequence[Weight]  # of one layer; a module stacks those of all layers
     num_layers: int
-    layer: str
-    stacked: str | None
+    layer: str  # what names of a layer begin with, for `format` with the layer's number
+    stacked: str | None  # leading logical axis of stacked weights
 
     def names(self) -> Iterator[tuple[str, Weight]]:
-        """Every tensor of a checkpoint with the weight it belongs to."""
+        """Yield every tensor of a checkpoint with the weight it belongs to."""
         for weight in self.outer:
             yield weight.hugging_face, weight
         for layer in range(self.num_layers):
@@ -58,23 +57,28 @@ class WeightTable:
 
 
 class Tensors:
-    """The tensors of a checkpoint directory. A file is mapped while one of its tensors is read, and
-    no longer: what was read would stay in memory as part of the mapping."""
+    """The tensors of a checkpoint directory.
+
+    A file is mapped only while one of its tensors is read: else pages that were read would stay in
+    memory as part of the mapping."""
 
     def __init__(
         self,
         folder: pathlib.Path,
         table: WeightTable,
         *,
-        wanted: str,
+        needed: str,
         ignored: re.Pattern[str] = NOTHING,
         prefix: str = "",
         tied: tuple[str, str] | None = None,
     ) -> None:
-        """`wanted` completes "give". `prefix` before a name is dropped. `tied` names a tensor and
-        the one it must equal: it is then no tensor of its own."""
-        self.folder, self.table = folder, table
+        """`needed` completes the "give ..." of an error. `prefix` before a name is dropped. `tied`
+        names a tensor and the one it must equal: it is then no tensor of its own."""
+        self.folder = folder
+        self.table = table
         expected = dict(table.names())
+
+        # Find each tensor: name -> (file, name in the file).
         self.files: dict[str, tuple[pathlib.Path, str]] = {}
         for path in safetensors_files(folder):
             with open_file(path) as opened:
@@ -90,16 +94,14 @@ class Tensors:
                 self.files[name] = path, stored
         # Some exports of tied models store the embedding a second time as head; a head that differs
         # would be lost.
-        if (
-            tied is not None
-            and self.files.keys() >= {*tied}
-            and np.array_equal(self._stored(tied[0]), self._stored(tied[1]))
-        ):
+        if tied is not None and self._has_equal(*tied):
             del self.files[tied[0]]
+
+        # Refuse tensors beyond the table, and a table beyond the tensors.
         for name in sorted(self.files.keys() - expected.keys()):
             raise UserError(
                 f"{self.files[name][0]} has a tensor {name} and none of our weights is mapped to "
-                f"it, as its config.json does not expect it: give {wanted}, or correct config.json"
+                f"it, as its config.json does not expect it: give {needed}, or correct config.json"
             )
         for name in sorted(expected.keys() - self.files.keys()):
             raise UserError(
@@ -107,97 +109,132 @@ class Tensors:
             )
 
     def read(self, weight: Weight, name: str, index: Index | None = None) -> np.ndarray:
-        """A tensor in our layout, float32; with `index` only that part of it is read from the
-        file."""
-        path, stored = self.files[name]
+        """Return a tensor in our layout, float32. With `index` only that part of it is read from
+        the file."""
+        path, stored_name = self.files[name]
         with open_file(path) as opened:
-            return self._part(opened.get_slice(stored), weight, name, index)
+            return self._part(opened.get_slice(stored_name), weight, name, index)
 
     def _part(self, stored: Any, weight: Weight, name: str, index: Index | None) -> np.ndarray:
+        """Read a part of a tensor, in our layout."""
         shape = tuple(stored.get_shape())
         if shape != weight.hugging_face_shape:
             raise UserError(
                 f"tensor {name} in {self.folder} has shape {shape} and config.json asks for "
                 f"{weight.hugging_face_shape}: the two files do not belong together"
             )
-        asked = (slice(None),) * len(weight.shape) if index is None else index
-        index = tuple(
-            slice(*of.indices(size)[:2]) for of, size in zip(asked, weight.shape, strict=True)
-        )
+
+        if index is None:
+            index = (slice(None),) * len(weight.shape)
+        bounds = []
+        for dimension, size in zip(index, weight.shape, strict=True):
+            start, stop, _ = dimension.indices(size)
+            bounds.append(slice(start, stop))
+        index = tuple(bounds)
+
         if weight.inputs:  # stored as [outputs, inputs], each side flattened
-            rows = _flattened(index[weight.inputs :], weight.shape[weight.inputs :])
-            values = stored[
-                rows, _flattened(index[: weight.inputs], weight.shape[: weight.inputs])
-            ].T
+            inputs = _flattened(index[: weight.inputs], weight.shape[: weight.inputs])
+            outputs = _flattened(index[weight.inputs :], weight.shape[weight.inputs :])
+            values = stored[outputs, inputs].T
+        elif len(shape) == len(index):
+            values = stored[index]
         else:
-            values = stored[index if len(shape) == len(index) else _flattened(index, weight.shape)]
-        return values.astype(np.float32, copy=False).reshape([of.stop - of.start for of in index])
+            values = stored[_flattened(index, weight.shape)]
+        part_shape = [dimension.stop - dimension.start for dimension in index]
+        return values.astype(np.float32, copy=False).reshape(part_shape)
 
     def load(self, mesh: Mesh | None, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-        """All weights as a module of this table has them, on the default device or each part on the
-        devices of the mesh that hold it. A host holds one part of a weight at a time in `dtype`,
-        and one layer of that part in float32."""
+        """Return all weights as a module of this table has them, on the default device or each part
+        on the devices of the mesh that hold it.
 
-        def placed(weight: Weight, names: Sequence[str], leading: int) -> jax.Array:
-            shape, axes = (
-                (len(names), *weight.shape)[1 - leading :],
-                (self.table.stacked, *weight.axes)[1 - leading :],
-            )
-
-            def part(index: Index) -> np.ndarray:
-                sizes = tuple(len(range(size)[of]) for size, of in zip(shape, index, strict=True))
-                values = _aligned(sizes, jnp.dtype(dtype))
-                stacked = values if leading else values[None]
-                for place, name in enumerate(names[index[0]] if leading else names):
-                    stacked[place] = self.read(weight, name, index[leading:])
-                return values
-
-            return _placed(shape, axes, mesh, part)
-
+        A host holds one part of a weight at a time in `dtype`, and one layer of that part in
+        float32."""
         names: dict[str, list[str]] = {}
         for name, weight in self.table.names():
             names.setdefault(weight.name, []).append(name)
-        loaded: dict[str, Any] = {
-            weight.name: placed(weight, names[weight.name], 0) for weight in self.table.outer
-        }
-        return loaded | {
-            "layers": {
-                weight.name: placed(weight, names[weight.name], 1) for weight in self.table.inner
-            }
-        }
+
+        weights: dict[str, Any] = {}
+        for weight in self.table.outer:
+            (name,) = names[weight.name]
+            weights[weight.name] = self._load_weight(weight, name, mesh, dtype)
+        layers = {}
+        for weight in self.table.inner:
+            layers[weight.name] = self._load_stacked(weight, names[weight.name], mesh, dtype)
+        weights["layers"] = layers
+        return weights
+
+    def _load_weight(
+        self, weight: Weight, name: str, mesh: Mesh | None, dtype: DTypeLike
+    ) -> jax.Array:
+        """Load a weight outside of the layers."""
+
+        def read_part(index: Index) -> np.ndarray:
+            values = _aligned(_part_shape(weight.shape, index), jnp.dtype(dtype))
+            values[...] = self.read(weight, name, index)
+            return values
+
+        return _placed(weight.shape, weight.axes, mesh, read_part)
+
+    def _load_stacked(
+        self, weight: Weight, names: Sequence[str], mesh: Mesh | None, dtype: DTypeLike
+    ) -> jax.Array:
+        """Load a weight of all layers, stacked; `names` are those of its tensors, one a layer."""
+        shape = (len(names), *weight.shape)
+        axes = (self.table.stacked, *weight.axes)
+
+        def read_part(index: Index) -> np.ndarray:
+            layers, *index_in_layer = index
+            values = _aligned(_part_shape(shape, index), jnp.dtype(dtype))
+            for place, name in enumerate(names[layers]):
+                values[place] = self.read(weight, name, tuple(index_in_layer))
+            return values
+
+        return _placed(shape, axes, mesh, read_part)
+
+    def _has_equal(self, name: str, other_name: str) -> bool:
+        """Return whether both tensors are there and hold the same numbers."""
+        if name not in self.files or other_name not in self.files:
+            return False
+        return np.array_equal(self._stored(name), self._stored(other_name))
 
     def _stored(self, name: str) -> np.ndarray:
-        path, stored = self.files[name]
+        """Read a whole tensor in the layout of its file."""
+        path, stored_name = self.files[name]
         with open_file(path) as opened:
-            return opened.get_tensor(stored)
+            return opened.get_tensor(stored_name)
 
 
 def _placed(
     shape: tuple[int, ...],
     logical_axes: tuple[str | None, ...],
     mesh: Mesh | None,
-    part: Callable[[Index], np.ndarray],
+    read_part: Callable[[Index], np.ndarray],
 ) -> jax.Array:
-    """Reads each distinct part once and waits until its devices have it, so that it is gone before
+    """Read each distinct part once and wait until its devices have it, so that it is gone before
     the next one is read."""
     if mesh is None:
-        return jax.device_put(part((slice(None),) * len(shape)), may_alias=True).block_until_ready()
+        values = read_part((slice(None),) * len(shape))
+        return jax.device_put(values, may_alias=True).block_until_ready()
+
     sharding = NamedSharding(mesh, partition_spec(logical_axes, shape, mesh))
     indexes = sharding.addressable_devices_indices_map(shape)
     holders: dict[str, list[Any]] = {}
     for device, index in indexes.items():
         holders.setdefault(str(index), []).append(device)
+
     arrays: dict[Any, jax.Array] = {}
     for devices in holders.values():
-        values = part(indexes[devices[0]] or ())
-        arrays |= {device: jax.device_put(values, device).block_until_ready() for device in devices}
+        values = read_part(indexes[devices[0]] or ())
+        for device in devices:
+            arrays[device] = jax.device_put(values, device).block_until_ready()
     return jax.make_array_from_single_device_arrays(
         shape, sharding, [arrays[device] for device in indexes]
     )
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> Float[np.ndarray, "*shape"]:
-    """Memory that a CPU device takes over as it is: a copy would double what an import needs."""
+    """Return memory that a CPU device takes over as it is: a copy would double the memory of an
+    import."""
     size = math.prod(shape)
     spare = ALIGNMENT // dtype.itemsize
     buffer = np.empty(size + spare, dtype)
@@ -206,15 +243,22 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> Float[np.ndarray, "*sha
 
 
 def _flattened(index: Index, shape: tuple[int, ...]) -> slice:
-    """The stretch of the flattened dimensions that a part of the first one takes."""
-    assert all(
-        (of.start, of.stop) == (0, size) for of, size in zip(index[1:], shape[1:], strict=True)
-    ), "the mesh splits the first dimension of a kernel's inputs and of its outputs only"
-    rest = math.prod(shape[1:])
-    return slice(index[0].start * rest, index[0].stop * rest)
+    """Return the stretch of the flattened dimensions that a part of the first one takes."""
+    for dimension, size in zip(index[1:], shape[1:], strict=True):
+        assert (dimension.start, dimension.stop) == (0, size), (
+            "the mesh splits the first dimension of a kernel's inputs and of its outputs only"
+        )
+    stride = math.prod(shape[1:])
+    return slice(index[0].start * stride, index[0].stop * stride)
+
+
+def _part_shape(shape: tuple[int, ...], index: Index) -> tuple[int, ...]:
+    """Return the shape of a part of an array."""
+    return tuple(len(range(size)[dimension]) for size, dimension in zip(shape, index, strict=True))
 
 
 def safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Return the files that hold a folder's weights. Raises UserError where there are none."""
     if (folder / SINGLE_FILE).exists():
         return [folder / SINGLE_FILE]
     if (folder / INDEX_FILE).exists():
@@ -225,9 +269,9 @@ def safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:
             f"{folder} has only pickled weights ({pickled[0]}), which can run code when opened: "
             "convert them to safetensors first"
         )
-    either = f"{SINGLE_FILE} nor {INDEX_FILE}"
     raise UserError(
-        f"{folder} has neither {either}: give the directory of a Hugging Face checkpoint"
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: give the directory of a Hugging "
+        "Face checkpoint"
     )
 
 
@@ -249,6 +293,7 @@ def _indexed_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def open_file(path: pathlib.Path) -> Any:
+    """Map a safetensors file. Raises UserError where it is damaged."""
     refuse_pointer(path)
     try:
         return safe_open(path, framework="numpy")

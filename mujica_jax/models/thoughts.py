@@ -15,7 +15,8 @@ second: `inference/stops.py` uses the same tags and is told whether the prompt l
 
 import re
 
-OPEN_THOUGHT, CLOSE_THOUGHT = "<think>", "</think>"
+OPEN_THOUGHT = "<think>"
+CLOSE_THOUGHT = "</think>"
 _TAG = r"<(\s?/)?\s?think\s?>"
 # ASCII: a character that merely looks like one of these letters in another case makes no tag, as in
 # bytes.

@@ -23,7 +23,9 @@ from mujica_jax.models.companions import read_json, refuse_pointer, stop_tokens
 from mujica_jax.models.thoughts import within_opened_thought
 
 PROTOCOL_TAGS = ("think", "search", "action", "answer", "select", "sentence", "information")
-END_OF_TEXT, START_OF_TURN, END_OF_TURN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+END_OF_TEXT = "<|endoftext|>"
+START_OF_TURN = "<|im_start|>"
+END_OF_TURN = "<|im_end|>"
 CHATML_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
     "{{ message['content'] }}<|im_end|>\n"
@@ -57,15 +59,26 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def neutralise(text: str) -> str:
-    """Untrusted text with the angle brackets of our protocol's tags replaced: `< Answer >` becomes
-    `‹ Answer ›`."""
+    """Return untrusted text with the angle brackets of our protocol's tags replaced: `< Answer >`
+    becomes `‹ Answer ›`."""
     return TAG_PATTERN.sub(r"‹\1›", text)
 
 
 # GPT-2's words, except that a number in brackets is one word: a small model that names line [2]
 # then copies a token that stands once in its context, where "[", "2" and "]" would each look like
 # those of every other line.
-WORDS = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\[-?\d{1,2}\]| ?\p{L}+| ?\p{N}+| ?\[| ?[^\s\p{L}\p{N}\[]+|\s+(?!\S)|\s+"""
+WORDS = "|".join(
+    (
+        r"'s|'t|'re|'ve|'m|'ll|'d",
+        r" ?\[-?\d{1,2}\]",
+        r" ?\p{L}+",
+        r" ?\p{N}+",
+        r" ?\[",
+        r" ?[^\s\p{L}\p{N}\[]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
 
 
 class Tokenizer:
@@ -78,39 +91,35 @@ class Tokenizer:
         stop_token_ids: Sequence[int] = (),
         template_place: str = "the chat template",
     ) -> None:
-        """`wrapped` is a transformers PreTrainedTokenizerFast. Without stop tokens given: its end
+        """`wrapped` is a transformers PreTrainedTokenizerFast. The default stop tokens are its end
         of text and end of turn. `template_place` says where the chat template stands, for errors.
         """
         self._wrapped = wrapped
         self._template_place = template_place
         self._backend: tokenizers.Tokenizer = wrapped.backend_tokenizer
-        added = {
-            token.content: id for id, token in self._backend.get_added_tokens_decoder().items()
-        }
+
+        # The three encoders: all added tokens, protocol tags alone, no added token.
+        added_tokens = self._backend.get_added_tokens_decoder().items()
+        added = {token.content: id for id, token in added_tokens}
         self._added_ids = frozenset(added.values())
         self._added = _TokenSplitter(added)
-        tags = {f"<{slash}{tag}>" for tag in PROTOCOL_TAGS for slash in ("", "/")}
-        self._tags = _TokenSplitter(
-            {content: id for content, id in added.items() if content in tags}
-        )
+        tags = set(_tag_texts(PROTOCOL_TAGS))
+        tag_ids = {content: id for content, id in added.items() if content in tags}
+        self._tags = _TokenSplitter(tag_ids)
         self._plain = _without_added_tokens(self._backend, added)
         self.vocab_size = 1 + max(self._backend.get_vocab(with_added_tokens=True).values())
-        defaults = (
-            (self.end_of_turn_id, wrapped.eos_token_id)
-            if wrapped.chat_template
-            else (wrapped.eos_token_id,)
-        )
-        stops = tuple(stop_token_ids) or tuple(
-            dict.fromkeys(id for id in defaults if id is not None)
-        )
-        self.stop_token_ids: tuple[int, ...] = stops
-        self.pad_token_id: int = next(
-            id for id in (wrapped.pad_token_id, wrapped.eos_token_id, 0) if id is not None
-        )
+
+        # Also where stop tokens are given: this takes the chat template apart and so checks it.
+        end_ids = [self.end_of_turn_id] if wrapped.chat_template else []
+        end_ids.append(wrapped.eos_token_id)
+        default_stops = dict.fromkeys(id for id in end_ids if id is not None)
+        self.stop_token_ids: tuple[int, ...] = tuple(stop_token_ids) or tuple(default_stops)
+        pad_ids = (wrapped.pad_token_id, wrapped.eos_token_id, 0)
+        self.pad_token_id: int = next(id for id in pad_ids if id is not None)
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> "Tokenizer":
-        """From a Hugging Face directory with tokenizer.json; stop tokens are those of
+        """Load a Hugging Face directory with tokenizer.json; stop tokens are those of
         generation_config.json, if it has any."""
         from transformers import PreTrainedTokenizerFast
 
@@ -127,9 +136,8 @@ class Tokenizer:
             return cls(wrapped, stop_token_ids=stops, template_place=template_place)
         except UserError:
             raise
-        except (
-            Exception
-        ) as error:  # transformers raises whatever its parsing of a damaged file meets
+        # transformers raises whatever its parsing of a damaged file meets.
+        except Exception as error:
             raise UserError(_damage(folder, error)) from error
 
     def save(self, directory: str | os.PathLike[str]) -> None:
@@ -141,8 +149,8 @@ class Tokenizer:
     def train(
         cls, texts: Iterable[str], vocab_tokens: int, tags: Sequence[str] = PROTOCOL_TAGS
     ) -> "Tokenizer":
-        """Of at most `vocab_tokens` ids, special tokens and two tokens a tag (<tag>, </tag>)
-        included.
+        """Train a tokenizer of at most `vocab_tokens` ids, special tokens and two tokens a tag
+        (<tag>, </tag>) included.
 
         If there is room for every word of the texts, each is one token, and any other word is its
         bytes: what a small model has to copy then has no pieces that other words share. Otherwise a
@@ -150,42 +158,21 @@ class Tokenizer:
         from transformers import PreTrainedTokenizerFast
 
         special = [END_OF_TEXT, START_OF_TURN, END_OF_TURN]
-        added = special + [f"<{slash}{tag}>" for tag in tags for slash in ("", "/")]
+        tag_texts = _tag_texts(tags)
         alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-        if vocab_tokens < len(added) + len(alphabet):
+        added_count = len(special) + len(tag_texts)
+        if vocab_tokens < added_count + len(alphabet):
             raise UserError(
-                f"vocab_tokens is {vocab_tokens} but {len(alphabet)} bytes and {len(added)} "
-                f"special tokens need {len(added) + len(alphabet)}: choose at least that many"
+                f"vocab_tokens is {vocab_tokens} but {len(alphabet)} bytes and {added_count} "
+                f"special tokens need {added_count + len(alphabet)}: choose at least that many"
             )
-        split = tokenizers.pre_tokenizers.Sequence(
-            [
-                tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated"),
-                tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-        texts = list(texts)
-        room = vocab_tokens - len(added)
-        found = (word for text in texts for word, _ in split.pre_tokenize_str(text))
-        words = dict.fromkeys([*sorted(alphabet), *found])
-        if len(words) <= room:
-            vocabulary = {word: id for id, word in enumerate(words)}
-            backend = tokenizers.Tokenizer(
-                tokenizers.models.BPE(vocabulary, [], ignore_merges=True)
-            )
-        else:
-            backend = tokenizers.Tokenizer(tokenizers.models.BPE())
-        backend.pre_tokenizer, backend.decoder = split, tokenizers.decoders.ByteLevel()
-        if len(words) > room:
-            trainer = tokenizers.trainers.BpeTrainer(
-                vocab_size=room, initial_alphabet=alphabet, show_progress=False
-            )
-            backend.train_from_iterator(texts, trainer)
+
+        backend = _trained_backend(list(texts), vocab_tokens - added_count, alphabet)
         backend.add_special_tokens(special)
         # Tags are added but not special: decoding must show them even where special tokens are
         # skipped.
-        backend.add_tokens(
-            [tokenizers.AddedToken(tag, normalized=False) for tag in added[len(special) :]]
-        )
+        backend.add_tokens([tokenizers.AddedToken(tag, normalized=False) for tag in tag_texts])
+
         wrapped = PreTrainedTokenizerFast(
             tokenizer_object=backend,
             eos_token=END_OF_TURN,
@@ -196,13 +183,13 @@ class Tokenizer:
         return cls(wrapped)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Untrusted text: protocol tags are neutralised, and no special or added token comes
+        """Encode untrusted text: protocol tags are neutralised, and no special or added token comes
         out."""
         return self.encode_trusted(neutralise(text))
 
     def encode_trusted(self, text: str) -> list[int]:
-        """Our own prose, such as a system prompt: tags stay readable as text; still no special or
-        added token comes out."""
+        """Encode our own prose, such as a system prompt: tags stay readable as text, and no special
+        or added token comes out."""
         ids = self._plain.encode(text, add_special_tokens=False).ids
         assert self._added_ids.isdisjoint(ids), (
             f"plain text was encoded to the added tokens {self._added_ids & set(ids)}"
@@ -210,32 +197,39 @@ class Tokenizer:
         return ids
 
     def encode_model(self, text: str) -> list[int]:
-        """What a model would have written: protocol tags become their tokens where the vocabulary
-        has such tokens."""
+        """Encode what a model would have written: protocol tags become their tokens where the
+        vocabulary has such tokens."""
         return self._encode(self._tags.split(text))
 
     def encode_turn(self, text: str) -> list[int]:
         """Encode a model's whole turn. If the template opens its thought, the text goes on inside
         of the thought."""
-        return self.encode_model(within_opened_thought(text) if self.opened_thought else text)
+        if self.opened_thought:
+            text = within_opened_thought(text)
+        return self.encode_model(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text with special tokens visible and no white space changed."""
+        """Return the text, with special tokens visible and no white space changed."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, id: int) -> bytes:
-        """What one token adds to a text, as bytes: a character may be spread over several
+        """Return what one token adds to a text, as bytes: a character may be spread over several
         tokens."""
-        return self._bytes_of_tokens[id] if 0 <= id < len(self._bytes_of_tokens) else b""
+        if 0 <= id < len(self._bytes_of_tokens):
+            return self._bytes_of_tokens[id]
+        return b""
 
     @functools.cached_property
     def _bytes_of_tokens(self) -> list[bytes]:
-        tokens = (self._backend.id_to_token(id) for id in range(self.vocab_size))
-        byte_level = '"ByteLevel"' in json.dumps(json.loads(self._backend.to_str())["decoder"])
-        return [
-            _bytes_of(token, byte_level and id not in self._added_ids)
-            for id, token in enumerate(tokens)
-        ]
+        """The bytes of every token id."""
+        decoder = json.loads(self._backend.to_str())["decoder"]
+        has_byte_decoder = '"ByteLevel"' in json.dumps(decoder)
+        bytes_of_tokens = []
+        for id in range(self.vocab_size):
+            token = self._backend.id_to_token(id)
+            is_byte_level = has_byte_decoder and id not in self._added_ids
+            bytes_of_tokens.append(_bytes_of(token, is_byte_level=is_byte_level))
+        return bytes_of_tokens
 
     def open_conversation(
         self, system: str, user: str, examples: Sequence[tuple[str, str]] = ()
@@ -248,83 +242,87 @@ class Tokenizer:
         `examples` are ours."""
         if not examples:
             return self._open(system, user)
-        ids = self._open(system, examples[0][0])
+
         # The messages of examples are ours, with the tags that we put into messages.
-        following = [self._tags.split(self._content(message)) for message, _ in examples[1:]]
-        following.append([self._content(neutralise(user))])
-        for (_, reply), content in zip(examples, following, strict=True):
+        first_message, _ = examples[0]
+        ids = self._open(system, first_message)
+        next_contents = [self._tags.split(self._content(message)) for message, _ in examples[1:]]
+        next_contents.append([self._content(neutralise(user))])
+
+        for (_, reply), next_content in zip(examples, next_contents, strict=True):
             ids += self.encode_turn(reply)
-            ids += self._continue(content, stopped=False)
+            ids += self._continue(next_content, stopped=False)
         return ids
 
     def _open(self, system: str, user: str) -> list[int]:
         """Return the ids of the system prompt, the first user message and the generation prompt."""
         pieces = self._pieces
         user = self._content(neutralise(user))
+        before_user = self._added.split(pieces.before_user)
+        before_model = self._added.split(pieces.before_model)
         if pieces.before_system is None:
-            opening = [*self._added.split(pieces.before_user), f"{system}\n\n{user}"]
-        else:
-            head = [*self._added.split(pieces.before_system), self._content(system)]
-            opening = [*head, *self._added.split(pieces.before_user), user]
-        return self._encode([*opening, *self._added.split(pieces.before_model)])
+            return self._encode([*before_user, f"{system}\n\n{user}", *before_model])
+
+        before_system = self._added.split(pieces.before_system)
+        system = self._content(system)
+        return self._encode([*before_system, system, *before_user, user, *before_model])
 
     def continue_conversation(
         self, user: str, stopped: bool, *, tag: str | None = None
     ) -> list[int]:
-        """Ids after a model turn: end of turn (unless the model `stopped` by writing it), user
-        message, generation prompt.
+        """Return the ids after a model turn: end of turn (unless the model `stopped` by writing
+        it), user message, generation prompt.
 
         The message is untrusted. With `tag` it stands between that tag and its end, which are ours.
         """
         content: list[int | str] = [self._content(neutralise(user))]
         if tag is not None:
-            content = [*self._tags.split(f"<{tag}>\n"), *content, *self._tags.split(f"\n</{tag}>")]
+            opening = self._tags.split(f"<{tag}>\n")
+            closing = self._tags.split(f"\n</{tag}>")
+            content = [*opening, *content, *closing]
         return self._continue(content, stopped)
 
     def _continue(self, content: Sequence[int | str], stopped: bool) -> list[int]:
+        """Return the ids after a model turn, with the parts of the next user message."""
         after_model = self._added.split(self._pieces.after_model)
-        scaffold = after_model[1:] if stopped else after_model
-        return self._encode([*scaffold, *content, *self._added.split(self._pieces.before_model)])
+        if stopped:
+            after_model = after_model[1:]
+        before_model = self._added.split(self._pieces.before_model)
+        return self._encode([*after_model, *content, *before_model])
 
     def messages(self, ids: Sequence[int]) -> list[dict[str, str]]:
-        """The inverse of the two above: the messages of a conversation that ends where the model
-        writes next, for a chat API.
+        """Read back the messages of a conversation that ends where the model writes next, for a
+        chat API: the inverse of `open_conversation` and `continue_conversation`.
 
-        Contents are as the conversation holds them: of untrusted text that is what `neutralise`
-        left."""
-        symbols: dict[int, str] = {}
+        Contents are as the conversation holds them: untrusted text is neutralised."""
+        symbols = _TokenSymbols()
+        pieces: dict[str, Any] = {}
+        for name, piece in vars(self._pieces).items():
+            is_text = isinstance(piece, str)
+            pieces[name] = symbols.write(self._added.split(piece)) if is_text else piece
 
-        def written(parts: Iterable[int | str]) -> str:
-            """Added tokens as symbols, numbered as they come."""
-            return "".join(
-                part
-                if isinstance(part, str)
-                else symbols.setdefault(part, chr(FIRST_SURROGATE + len(symbols)))
-                for part in parts
-            )
+        # The conversation as text, its added tokens as symbols.
+        texts = []
+        for is_added, run in itertools.groupby(ids, self._added_ids.__contains__):
+            run_ids = list(run)
+            texts.append(symbols.write(run_ids) if is_added else self.decode(run_ids))
+        turn_ends = [symbols.write([id]) for id in self.stop_token_ids]
 
-        pieces: dict[str, Any] = {
-            name: written(self._added.split(piece)) if isinstance(piece, str) else piece
-            for name, piece in vars(self._pieces).items()
-        }
-        runs = itertools.groupby(ids, self._added_ids.__contains__)
-        conversation = "".join(
-            written(run) if added else self.decode(list(run)) for added, run in runs
-        )
-        turn_ends = [written([id]) for id in self.stop_token_ids]
-        spelled = {ord(symbol): self.decode([id]) for id, symbol in symbols.items()}
+        spellings = {ord(symbol): self.decode([id]) for id, symbol in symbols.of_ids.items()}
         return read_messages(
-            conversation,
+            "".join(texts),
             ChatPieces(**pieces),
             turn_ends,
-            spell=lambda text: text.translate(spelled),
+            spell=lambda text: text.translate(spellings),
         )
 
     @property
     def opened_thought(self) -> str:
-        """How the template's generation prompt opens a thought; empty where the model opens its
-        own."""
-        return self._pieces.opened_thought if self._wrapped.chat_template else ""
+        """The end of the template's generation prompt that opens a thought; empty where the model
+        opens its own."""
+        if not self._wrapped.chat_template:
+            return ""
+        return self._pieces.opened_thought
 
     @property
     def end_of_turn_id(self) -> int:
@@ -337,6 +335,7 @@ class Tokenizer:
 
     @functools.cached_property
     def _pieces(self) -> ChatPieces:
+        """The chat template taken apart. Raises UserError where it cannot be used."""
         try:
             pieces = take_apart(self._render)
         except UserError:
@@ -346,8 +345,8 @@ class Tokenizer:
                 f"{self._template_place} cannot be used ({one_line_reason(error)}): correct the "
                 "chat template, or download it again"
             ) from error
-        first = self._added.split(pieces.after_model)[:1]
-        if not first or not isinstance(first[0], int):
+        after_model = self._added.split(pieces.after_model)
+        if not after_model or not isinstance(after_model[0], int):
             raise UserError(
                 f"{self._template_place}: the chat template closes a model turn with "
                 f"{pieces.after_model!r}, which does not begin with a special token: use a "
@@ -369,8 +368,10 @@ class Tokenizer:
         return text.strip() if self._pieces.strips_contents else text
 
     def _encode(self, parts: Sequence[int | str]) -> list[int]:
-        """Token ids stay; text between two of them is encoded in one run, so that word boundaries
-        fall as in the whole text."""
+        """Encode text between token ids, which stay.
+
+        Text between two ids is encoded in one run, so that word boundaries fall as in the whole
+        text."""
         ids: list[int] = []
         run = ""
         for part in [*parts, None]:
@@ -383,6 +384,47 @@ class Tokenizer:
             if part is not None:
                 ids.append(part)
         return ids
+
+
+def _tag_texts(tags: Iterable[str]) -> list[str]:
+    """Return <tag> and </tag> of each tag."""
+    texts = []
+    for tag in tags:
+        texts += [f"<{tag}>", f"</{tag}>"]
+    return texts
+
+
+def _trained_backend(
+    texts: Sequence[str], vocab_tokens: int, alphabet: Sequence[str]
+) -> tokenizers.Tokenizer:
+    """Train a vocabulary of at most `vocab_tokens` entries: all words, or a byte-level BPE."""
+    split = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(WORDS), "isolated"),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    words = dict.fromkeys(sorted(alphabet))
+    for text in texts:
+        for word, _ in split.pre_tokenize_str(text):
+            words[word] = None
+
+    has_room = len(words) <= vocab_tokens
+    if has_room:
+        vocabulary = {word: id for id, word in enumerate(words)}
+        model = tokenizers.models.BPE(vocabulary, [], ignore_merges=True)
+    else:
+        model = tokenizers.models.BPE()
+    backend = tokenizers.Tokenizer(model)
+    backend.pre_tokenizer = split
+    backend.decoder = tokenizers.decoders.ByteLevel()
+
+    if not has_room:
+        trainer = tokenizers.trainers.BpeTrainer(
+            vocab_size=vocab_tokens, initial_alphabet=alphabet, show_progress=False
+        )
+        backend.train_from_iterator(texts, trainer)
+    return backend
 
 
 def _check_companions(folder: pathlib.Path) -> str:
@@ -398,6 +440,7 @@ def _check_companions(folder: pathlib.Path) -> str:
                     f"{file} sets {name} to {token!r} and the text of a token is needed: download "
                     "it again"
                 )
+
     templates = [
         folder / "chat_template.jinja",
         *sorted((folder / "additional_chat_templates").glob("*.jinja")),
@@ -405,9 +448,12 @@ def _check_companions(folder: pathlib.Path) -> str:
     for file in templates:
         if file.exists():
             refuse_pointer(file)
-    names = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
-    place = next((folder / name for name in names if (folder / name).exists()), folder / names[-1])
-    return str(place)
+
+    template_files = ("chat_template.jinja", "chat_template.json", "tokenizer_config.json")
+    for name in template_files:
+        if (folder / name).exists():
+            return str(folder / name)
+    return str(folder / template_files[-1])
 
 
 def _damage(folder: pathlib.Path, error: Exception) -> str:
@@ -430,18 +476,37 @@ def _damage(folder: pathlib.Path, error: Exception) -> str:
 
 
 def one_line_reason(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [""])[0] or type(error).__name__
+    """Return the first line of an error's text, or the name of its class."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+class _TokenSymbols:
+    """Writes token ids as symbols that no text holds, numbered in their order of appearance."""
+
+    def __init__(self) -> None:
+        self.of_ids: dict[int, str] = {}
+
+    def write(self, parts: Iterable[int | str]) -> str:
+        """Return the parts as one text, with a symbol for each id."""
+        written = []
+        for part in parts:
+            if not isinstance(part, str):
+                next_symbol = chr(FIRST_SURROGATE + len(self.of_ids))
+                part = self.of_ids.setdefault(part, next_symbol)
+            written.append(part)
+        return "".join(written)
 
 
 class _TokenSplitter:
-    """Cuts text at the given tokens: "a<t>b" becomes ["a", id of <t>, "b"]."""
+    """Cuts text at its tokens: "a<t>b" becomes ["a", id of <t>, "b"]."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self.tokens = dict(tokens)
-        longest_first = sorted(self.tokens, key=len, reverse=True)
-        self.pattern = (
-            re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if self.tokens else None
-        )
+        self.pattern: re.Pattern[str] | None = None
+        if self.tokens:
+            longest_first = sorted(self.tokens, key=len, reverse=True)
+            self.pattern = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")")
 
     def split(self, text: str) -> list[int | str]:
         if self.pattern is None:
@@ -449,15 +514,17 @@ class _TokenSplitter:
         return [self.tokens.get(part, part) for part in self.pattern.split(text) if part]
 
 
-def _bytes_of(token: str | None, byte_level: bool) -> bytes:
-    """A vocabulary entry as bytes. Byte-level vocabularies write every byte as one printable
-    character (GPT-2), others write a space as U+2581 and bytes outside their alphabet as <0x0A>."""
+def _bytes_of(token: str | None, *, is_byte_level: bool) -> bytes:
+    """Return a vocabulary entry as bytes.
+
+    Byte-level vocabularies write every byte as one printable character (GPT-2). Others write a
+    space as U+2581 and bytes outside their alphabet as <0x0A>."""
     if token is None:  # a gap in the ids
         return b""
-    if byte_level and all(
-        character in _byte_of_character() for character in token
-    ):  # a stray entry stands for itself
-        return bytes(_byte_of_character()[character] for character in token)
+    byte_of_character = _byte_of_character()
+    # An entry with another character stands for itself.
+    if is_byte_level and all(character in byte_of_character for character in token):
+        return bytes(byte_of_character[character] for character in token)
     if BYTE_TOKEN.fullmatch(token):
         return bytes([int(token[3:5], 16)])
     return token.replace("\u2581", " ").encode()
@@ -465,25 +532,28 @@ def _bytes_of(token: str | None, byte_level: bool) -> bytes:
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for the characters from
-    U+0100 on."""
+    """Return GPT-2's table: printable bytes stand for themselves, the characters from U+0100 on
+    for the others."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {
-        chr(256 + place): byte for place, byte in enumerate(others)
-    }
+    table = {chr(byte): byte for byte in printable}
+    for number, byte in enumerate(others):
+        table[chr(256 + number)] = byte
+    return table
 
 
 def _without_added_tokens(
     backend: tokenizers.Tokenizer, added: Mapping[str, int]
 ) -> tokenizers.Tokenizer:
-    """A copy that knows no added token and adds none of its own accord."""
+    """Return a copy that knows no added token and adds none of its own accord."""
     description = json.loads(backend.to_str())
-    description |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
+    description["added_tokens"] = []
+    for name in ("post_processor", "truncation", "padding"):
+        description[name] = None
+
+    # Some tokenizers keep their special tokens in the model's vocabulary as well.
     vocabulary = description["model"].get("vocab")
-    if isinstance(
-        vocabulary, dict
-    ):  # some tokenizers keep their special tokens in the model's vocabulary as well
+    if isinstance(vocabulary, dict):
         description["model"]["vocab"] = {
             token: id for token, id in vocabulary.items() if token not in added
         }

@@ -25,63 +25,77 @@ COPY = "copy"
 
 
 def sync_weights(weights: nnx.State, mesh: Mesh | None) -> nnx.State:
-    """The same weights over `mesh`, devices of this process, or on its first device. Those that are
-    there already are not copied."""
+    """Return the same weights over `mesh`, devices of this process, or on its first device. Those
+    that are there already are not copied."""
     if mesh is None:
-        whole = SingleDeviceSharding(jax.local_devices()[0])
-        targets = jax.tree.map(lambda array: whole, weights)
+        first_device = SingleDeviceSharding(jax.local_devices()[0])
+        targets = jax.tree.map(lambda array: first_device, weights)
     else:
         targets = shardings_of(weights, mesh)
-    return jax.tree.map(_to, weights, targets)
+    return jax.tree.map(_move, weights, targets)
 
 
-def _to(array: Array, target: Sharding) -> Array:
+def _move(array: Array, target: Sharding) -> Array:
+    """Return an array laid out as `target`, on devices of this process."""
     if array.sharding.is_equivalent_to(target, array.ndim):
         return array
     if array.is_fully_addressable:
         return jax.device_put(array, target)
-    by_host: dict[int, list[Any]] = {}
-    for device in sorted(array.sharding.device_set, key=lambda device: device.id):
-        by_host.setdefault(device.process_index, []).append(device)
-    counts, wanted = {len(devices) for devices in by_host.values()}, len(_devices(target))
-    if len(counts) > 1 or max(counts) % wanted:
+
+    host_devices = _devices_by_host(array)
+    host_sizes = {len(devices) for devices in host_devices}
+    target_size = len(_devices(target))
+    if len(host_sizes) > 1 or max(host_sizes) % target_size:
+        # Groups of the target's size do not fill the hosts: the array comes whole to every device.
         assert isinstance(array.sharding, NamedSharding), (
             "an array over several hosts lies on the trainer's mesh"
         )
-        whole = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
-        return jax.device_put(whole.addressable_shards[0].data, target)
+        replicated = jax.device_put(array, NamedSharding(array.sharding.mesh, PartitionSpec()))
+        return jax.device_put(replicated.addressable_shards[0].data, target)
+
+    # One transfer to groups of devices on every host, of which the target's devices are one.
     spec = target.spec if isinstance(target, NamedSharding) else PartitionSpec()
-    spread = jax.device_put(
-        array, NamedSharding(_on_every_host(list(by_host.values()), target), spec)
-    )
-    parts = {part.device: part.data for part in spread.addressable_shards}
-    own = [parts[device] for device in _devices(target)]
-    return jax.make_array_from_single_device_arrays(array.shape, target, own)
+    all_groups = NamedSharding(_mesh_of_all_groups(host_devices, target), spec)
+    copies = jax.device_put(array, all_groups)
+    shards = {shard.device: shard.data for shard in copies.addressable_shards}
+    own_shards = [shards[device] for device in _devices(target)]
+    return jax.make_array_from_single_device_arrays(array.shape, target, own_shards)
 
 
-def _on_every_host(by_host: list[list[Any]], target: Sharding) -> Mesh:
-    """All devices in groups like the target's, those of one host beside each other; the target
-    itself is one of them."""
-    places = [device.local_hardware_id for device in _devices(target)]
-    shape = (
-        tuple(target.mesh.shape.values())
-        if isinstance(target, NamedSharding)
-        else (1,) * len(MESH_AXES)
-    )
-    ordered = [device for devices in by_host for device in _first(devices, places)]
-    return Mesh(
-        np.array(ordered).reshape(len(ordered) // math.prod(shape), *shape), (COPY, *MESH_AXES)
-    )
+def _devices_by_host(array: Array) -> list[list[Any]]:
+    """Return the devices that hold an array, those of each host in a list, in order of their
+    ids."""
+    by_host: dict[int, list[Any]] = {}
+    for device in sorted(array.sharding.device_set, key=lambda device: device.id):
+        by_host.setdefault(device.process_index, []).append(device)
+    return list(by_host.values())
 
 
-def _first(devices: list[Any], places: list[int | None]) -> list[Any]:
-    """A host's devices with those at the engine's places in front, in its order: every host's
-    engine sits at the same places."""
-    rank = {place: number for number, place in enumerate(places)}
-    return sorted(devices, key=lambda device: rank.get(device.local_hardware_id, len(rank)))
+def _mesh_of_all_groups(host_devices: list[list[Any]], target: Sharding) -> Mesh:
+    """Return all devices in groups like the target's, those of one host beside each other; the
+    target itself is one of them."""
+    target_ids = [device.local_hardware_id for device in _devices(target)]
+    if isinstance(target, NamedSharding):
+        group_shape = tuple(target.mesh.shape.values())
+    else:
+        group_shape = (1,) * len(MESH_AXES)
+
+    ordered: list[Any] = []
+    for devices in host_devices:
+        ordered += _target_first(devices, target_ids)
+    num_groups = len(ordered) // math.prod(group_shape)
+    return Mesh(np.array(ordered).reshape(num_groups, *group_shape), (COPY, *MESH_AXES))
+
+
+def _target_first(devices: list[Any], target_ids: list[int | None]) -> list[Any]:
+    """Return a host's devices with those that have the target's local ids in front, in its order:
+    every host's engine has the same local ids."""
+    ranks = {local_id: rank for rank, local_id in enumerate(target_ids)}
+    return sorted(devices, key=lambda device: ranks.get(device.local_hardware_id, len(ranks)))
 
 
 def _devices(sharding: Sharding) -> list[Any]:
+    """Return the devices of a sharding, in the order of its mesh."""
     if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
         return list(sharding.mesh.devices.flat)
     return list(sharding.device_set)

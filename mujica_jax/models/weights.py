@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,9 +32,8 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.storage.local import write_folder
 
 MAX_FILE_BYTES = 5 * 10**9  # the size at which transformers splits a checkpoint, too
-IGNORED = re.compile(
-    r"(^|\.)rotary_emb\.inv_freq$"
-)  # a buffer that old exports carry; we compute it
+# A buffer that old exports carry; we compute it.
+IGNORED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
@@ -43,34 +42,40 @@ def load_config(directory: Folder) -> DecoderConfig:
     it names some."""
     folder = pathlib.Path(directory)
     config = from_hugging_face(read_json(folder / "config.json"))
-    stops = stop_tokens(folder)
-    return dataclasses.replace(config, eos_token_ids=stops) if stops else config
+    stop_token_ids = stop_tokens(folder)
+    if stop_token_ids:
+        config = dataclasses.replace(config, eos_token_ids=stop_token_ids)
+    return config
 
 
 def load_checkpoint(
     directory: Folder, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> Decoder:
-    """A decoder with float32 parameters that computes in `dtype`, laid out over `mesh` if one is
-    given."""
-    return open_checkpoint(directory, dtype=dtype)[1](mesh)
+    """Load a decoder with float32 parameters that computes in `dtype`, laid out over `mesh` if one
+    is given."""
+    _, load = open_checkpoint(directory, dtype=dtype)
+    return load(mesh)
 
 
 def open_checkpoint(
     directory: Folder, *, dtype: DTypeLike = jnp.float32
 ) -> tuple[Decoder, Callable[..., Decoder]]:
-    """The decoder without its arrays, and what reads them: `load(mesh, parameter_dtype)`. What the
-    files lack is refused here, before the first tensor is read."""
+    """Return the decoder without its arrays, and the function that reads them:
+    `load(mesh, parameter_dtype)`.
+
+    A missing or foreign tensor is refused here, before the first one is read."""
     folder = pathlib.Path(directory)
     config = load_config(folder)
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
+    tied = None
+    if config.tie_word_embeddings:
+        tied = ("lm_head.weight", "model.embed_tokens.weight")
     tensors = Tensors(
         folder,
         _table(config),
-        wanted=f"a checkpoint of one of {', '.join(FAMILIES)}, adapters merged",
+        needed=f"a checkpoint of one of {', '.join(FAMILIES)}, adapters merged",
         ignored=IGNORED,
-        tied=("lm_head.weight", "model.embed_tokens.weight")
-        if config.tie_word_embeddings
-        else None,
+        tied=tied,
     )
 
     def load(mesh: Mesh | None = None, parameter_dtype: DTypeLike = jnp.float32) -> Decoder:
@@ -102,14 +107,7 @@ def save_checkpoint(
 
     def write(folder: pathlib.Path) -> None:
         _write_tensors(decoder, folder, jnp.dtype(dtype))
-        config = decoder.config
-        generation = {
-            "bos_token_id": config.bos_token_id,
-            "eos_token_id": list(config.eos_token_ids) or None,
-        }
-        named = to_hugging_face(config) | {"torch_dtype": jnp.dtype(dtype).name}
-        for name, fields in (("config", named), ("generation_config", generation)):
-            (folder / f"{name}.json").write_text(json.dumps(fields, indent=2) + "\n")
+        _write_configs(decoder.config, folder, jnp.dtype(dtype))
         if tokenizer is not None:
             tokenizer.save(folder)
 
@@ -118,8 +116,9 @@ def save_checkpoint(
 
 
 def gather_checkpoint(decoder: Decoder) -> None:
-    """What the other processes do while one saves a decoder that lies on the devices of all: they
-    take part in gathering each tensor, and keep none."""
+    """Take part in gathering each tensor, and keep none.
+
+    The other processes call this while one saves a decoder that lies on the devices of all."""
     for name, weight in _table(decoder.config).names():
         _exported(decoder, weight, name)
 
@@ -127,9 +126,8 @@ def gather_checkpoint(decoder: Decoder) -> None:
 def export_tensors(decoder: Decoder) -> dict[str, np.ndarray]:
     """Return the tensors of a Hugging Face checkpoint by name, float32, in the layout that
     transformers has."""
-    return {
-        name: _exported(decoder, weight, name) for name, weight in _table(decoder.config).names()
-    }
+    table = _table(decoder.config)
+    return {name: _exported(decoder, weight, name) for name, weight in table.names()}
 
 
 def _table(config: DecoderConfig) -> WeightTable:
@@ -143,7 +141,7 @@ def _table(config: DecoderConfig) -> WeightTable:
 
 
 def _files(weights: dict[str, Weight], itemsize: int) -> Any:
-    """Which tensors each safetensors file holds: one, or several where one would exceed
+    """Assign the tensors to safetensors files: one, or several where one would exceed
     MAX_FILE_BYTES."""
     from huggingface_hub import split_state_dict_into_shards_factory
 
@@ -156,6 +154,7 @@ def _files(weights: dict[str, Weight], itemsize: int) -> Any:
 
 
 def _write_tensors(decoder: Decoder, folder: pathlib.Path, dtype: np.dtype) -> None:
+    """Write the safetensors files, one at a time, and their index if there are several."""
     weights = dict(_table(decoder.config).names())
     files = _files(weights, dtype.itemsize)
     for file_name, names in files.filename_to_tensors.items():
@@ -163,16 +162,38 @@ def _write_tensors(decoder: Decoder, folder: pathlib.Path, dtype: np.dtype) -> N
         save_file(tensors, folder / file_name, metadata={"format": "pt"})
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+        _write_json(index, folder / INDEX_FILE)
+
+
+def _write_configs(config: DecoderConfig, folder: pathlib.Path, dtype: np.dtype) -> None:
+    """Write `config.json` and `generation_config.json`."""
+    fields = to_hugging_face(config)
+    fields["torch_dtype"] = dtype.name
+    _write_json(fields, folder / "config.json")
+
+    generation_fields = {
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": list(config.eos_token_ids) or None,
+    }
+    _write_json(generation_fields, folder / "generation_config.json")
+
+
+def _write_json(fields: Mapping[str, Any], file: pathlib.Path) -> None:
+    file.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def _exported(decoder: Decoder, weight: Weight, name: str) -> np.ndarray:
-    """One tensor in the layout of transformers."""
+    """Return one tensor in the layout of transformers."""
     layer = LAYER.match(name)
-    module, index = (decoder, ...) if layer is None else (decoder.layers, int(layer[1]))
-    values = getattr(module, weight.name)[index]
-    host = on_host(values).astype(np.float32, copy=False)
-    theirs = weight.hugging_face_shape
-    return np.ascontiguousarray(
-        host.reshape(theirs[::-1]).T if weight.inputs else host.reshape(theirs)
-    )
+    if layer is None:
+        values = getattr(decoder, weight.name)[...]
+    else:
+        values = getattr(decoder.layers, weight.name)[int(layer[1])]
+
+    host_values = on_host(values).astype(np.float32, copy=False)
+    shape = weight.hugging_face_shape
+    if weight.inputs:  # transformers stores such a matrix as [outputs, inputs]
+        host_values = host_values.reshape(shape[::-1]).T
+    else:
+        host_values = host_values.reshape(shape)
+    return np.ascontiguousarray(host_values)

@@ -32,17 +32,19 @@ class Loss:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the extra columns that batches have to carry (`PackedRows.columns`)."""
+        """The names of the extra columns that batches have to carry (`PackedRows.columns`)."""
         return ()
 
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
-        """Of the whole batch; `trained_tokens` is among them."""
+        """Count what sums are divided by, in the whole batch; `trained_tokens` is among the
+        counts."""
         return {"trained_tokens": jnp.sum(jnp.asarray(batch.loss_mask), dtype=jnp.int32)}
 
     def of(
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
     ) -> LossAndMetrics:
-        """Loss and metrics, from the log-probabilities of the trained tokens (0 elsewhere)."""
+        """Return loss and metrics, from the log-probabilities of the trained tokens (0
+        elsewhere)."""
         raise NotImplementedError
 
     def __call__(
@@ -54,22 +56,29 @@ class Loss:
         attention: Implementation = "auto",
         remat: Remat | Literal["auto"] = "auto",
     ) -> LossAndMetrics:
-        """`batch` is the whole one that was counted (None: count it here) or a part of it."""
+        """Return loss and metrics of a decoder on `batch`.
+
+        `counts` are those of the whole batch, of which `batch` may be a part (None: of `batch`)."""
         log_probs = token_log_probs(
             decoder, batch, jnp.asarray(batch.loss_mask), attention=attention, remat=remat
         )
-        return self.of(log_probs, batch, self.counts(batch) if counts is None else counts)
+        if counts is None:
+            counts = self.counts(batch)
+        return self.of(log_probs, batch, counts)
 
 
 def divided(total: Num[Array, ""], count: Int[Array, ""]) -> Float[Array, ""]:
-    """A sum over a part by a count of the whole; 0 where there is nothing to count."""
+    """Divide a sum over a part by a count of the whole; 0 where there is nothing to count."""
     return total / jnp.maximum(count, 1)
 
 
 def sum_by_id(
     values: Num[Array, "rows time"], ids: Int[Array, "rows time"]
 ) -> Num[Array, "rows ids"]:
-    """Sums of each row's values by their ids, which are between 0 and `time`."""
-    return jax.vmap(lambda row, of_row: jax.ops.segment_sum(row, of_row, ids.shape[1] + 1))(
-        values, ids
-    )
+    """Sum each row's values by their ids, which are between 0 and `time`."""
+    num_ids = ids.shape[1] + 1
+
+    def sum_row(row_values: Array, row_ids: Array) -> Array:
+        return jax.ops.segment_sum(row_values, row_ids, num_ids)
+
+    return jax.vmap(sum_row)(values, ids)

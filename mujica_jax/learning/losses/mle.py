@@ -1,10 +1,11 @@
 """Maximum likelihood.
 
-    loss = - sum over trained t of log p(x_t | x_<t) / number of trained t    (over the whole batch, never over padding)
+    loss = - sum over trained t of log p(x_t | x_<t) / number of trained t
          + z_loss * sum over trained t of logsumexp(logits_t-1)^2 / number of trained t
 
-The second line, off by default, keeps logits from drifting by a constant, which log p does not see
-and bfloat16 does (ST-MoE, arXiv 2202.08906, equation 5).
+Sums and numbers are over the whole batch, never over padding. The second line, off by default,
+keeps logits from drifting by a constant, which log p does not see and bfloat16 does (ST-MoE, arXiv
+2202.08906, equation 5).
 """
 
 import dataclasses
@@ -34,20 +35,23 @@ class MLE(Loss):
         attention: Implementation = "auto",
         remat: Remat | Literal["auto"] = "auto",
     ) -> LossAndMetrics:
-        trained, normalized = jnp.asarray(batch.loss_mask), self.z_loss > 0
-        found = token_scores(
+        has_z_loss = self.z_loss > 0
+        scores = token_scores(
             decoder,
             batch,
-            trained,
+            jnp.asarray(batch.loss_mask),
             attention=attention,
             remat=remat,
-            normalized=normalized,
-            uniform=not normalized,
+            normalized=has_z_loss,
+            uniform=not has_z_loss,
         )
-        count = (self.counts(batch) if counts is None else counts)["trained_tokens"]
-        loss = -divided(
-            jnp.sum(found.log_probs), count
-        )  # log_probs is 0 outside the mask, and so are the normalizers
-        if normalized:
-            loss += divided(self.z_loss * jnp.sum(jnp.square(found.log_normalizers)), count)
+        if counts is None:
+            counts = self.counts(batch)
+        trained_tokens = counts["trained_tokens"]
+
+        # Outside of the mask log-probabilities and normalizers are 0.
+        loss = -divided(jnp.sum(scores.log_probs), trained_tokens)
+        if has_z_loss:
+            squares = jnp.sum(jnp.square(scores.log_normalizers))
+            loss += divided(self.z_loss * squares, trained_tokens)
         return loss, {}

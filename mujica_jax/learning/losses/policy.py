@@ -1,16 +1,20 @@
 """The clipped policy-gradient losses GRPO and DAPO.
 
-    ratio_t     = exp(log p(x_t) - log p_sampled(x_t))              p_sampled: the policy that wrote the token
+    ratio_t     = exp(log p(x_t) - log p_sampled(x_t))
     objective_t = w_t min(ratio_t A, clip(ratio_t, 1 - clip_low, 1 + clip_high) A)
-    w_t         = min(p_trainer(x_t) / p_engine(x_t), cap), or 1     (truncated importance sampling, below)
-    A           = (reward - mean of its group) / std of its group   (Mujica-MyGO, section 3.2;
-                                                                     "Learning When to Search", section 5)
-    KL_t        = r - log r - 1,  r = p_reference(x_t) / p(x_t)     (DeepSeekMath, equation 4)
+    w_t         = min(p_trainer(x_t) / p_engine(x_t), cap), or 1
+    A           = (reward - mean of its group) / std of its group
+    KL_t        = r - log r - 1,  r = p_reference(x_t) / p(x_t)
 
-    GRPO: loss = - mean over conversations of the mean over their trained tokens of (objective_t - kl_coefficient KL_t)
-                                                                               (DeepSeekMath, equation 3)
-    DAPO: loss = - sum over all trained tokens of (objective_t - kl_coefficient KL_t) / number of them
-                                                                               (DAPO, equation 8, which has no KL term)
+    GRPO: loss = - mean over conversations of the mean over their trained tokens of
+                   (objective_t - kl_coefficient KL_t)
+    DAPO: loss = - sum over all trained tokens of (objective_t - kl_coefficient KL_t)
+                   / number of them
+
+p_sampled is the policy that wrote the token. w_t is truncated importance sampling, see below.
+Sources: A is that of Mujica-MyGO, section 3.2, and of "Learning When to Search", section 5; KL_t is
+DeepSeekMath, equation 4; GRPO is DeepSeekMath, equation 3; DAPO is DAPO, equation 8, which has no
+KL term.
 
 Differences from the papers. GRPO has two clip bounds instead of one (give the same number twice for
 the printed form), and its mean is over conversations: an attempt with several workers counts as
@@ -50,8 +54,8 @@ from mujica_jax.trajectories.packing import Batch
 def importance_weights(
     trainer: Float[np.ndarray, "rows time"], engine: Float[np.ndarray, "rows time"], *, cap: float
 ) -> Float[np.ndarray, "rows time"]:
-    """w_t from the log-probabilities of the same tokens. The exponent is bounded, so that nothing
-    overflows."""
+    """Return w_t from the log-probabilities of the same tokens. The exponent is bounded, so that
+    nothing overflows."""
     difference = np.minimum(trainer - engine, np.log(cap) + 1.0)
     return np.minimum(np.exp(difference), cap).astype(np.float32)
 
@@ -59,13 +63,13 @@ def importance_weights(
 def group_advantages(
     rewards: Float[np.ndarray, "groups members"],
 ) -> Float[np.ndarray, "groups members"]:
-    """How much better each attempt is than its group, all attempts at one question. Where all are
-    equal it is 0."""
-    above = rewards - rewards.mean(axis=1, keepdims=True)
-    equal = (
-        np.ptp(rewards, axis=1, keepdims=True) == 0
-    )  # a mean of equal numbers may be off by rounding
-    return np.where(equal, 0.0, above / np.where(equal, 1.0, rewards.std(axis=1, keepdims=True)))
+    """Return how much better each attempt is than its group, all attempts at one question. Where
+    all are equal it is 0."""
+    above_mean = rewards - rewards.mean(axis=1, keepdims=True)
+    # By the range: a mean of equal numbers may be off by rounding.
+    is_equal = np.ptp(rewards, axis=1, keepdims=True) == 0
+    deviation = np.where(is_equal, 1.0, rewards.std(axis=1, keepdims=True))
+    return np.where(is_equal, 0.0, above_mean / deviation)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,31 +93,40 @@ class _Clipped(Loss):
     def _objective(
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
     ) -> tuple[Float[Array, "rows time"], Metrics]:
-        """Of each trained token, 0 elsewhere. Written so that a ratio on a bound is inside: its
-        gradient is the ratio's own."""
-        trained, advantages = jnp.asarray(batch.loss_mask), jnp.asarray(batch.columns["advantages"])
-        # Chosen before the exponential: what an untrained token holds, even NaN, reaches neither
+        """Return the objective of each trained token, 0 elsewhere, and the metrics.
+
+        A ratio on a bound counts as inside: its gradient is the ratio's own."""
+        trained = jnp.asarray(batch.loss_mask)
+        advantages = jnp.asarray(batch.columns["advantages"])
+
+        # Selected before the exponential: what an untrained token holds, even NaN, reaches neither
         # value nor gradient.
         log_ratio = jnp.where(trained, log_probs - batch.columns["sampled_log_probs"], 0.0)
         ratio = jnp.exp(log_ratio)
-        above, below = ratio > 1 + self.clip_high, ratio < 1 - self.clip_low
-        clipped = ((above & (advantages > 0)) | (below & (advantages < 0))) & trained
-        bound = jnp.where(above, 1 + self.clip_high, 1 - self.clip_low)
-        objective = jnp.where(trained, jnp.where(clipped, bound, ratio) * advantages, 0.0)
+        is_above = ratio > 1 + self.clip_high
+        is_below = ratio < 1 - self.clip_low
+        is_worse = (is_above & (advantages > 0)) | (is_below & (advantages < 0))
+        is_clipped = is_worse & trained
+        bound = jnp.where(is_above, 1 + self.clip_high, 1 - self.clip_low)
+        clipped_ratio = jnp.where(is_clipped, bound, ratio)
+        objective = jnp.where(trained, clipped_ratio * advantages, 0.0)
         if self.importance_weighted:
             objective *= jnp.where(trained, batch.columns["importance_weights"], 0.0)
-        sums = {
-            "clipped_share": clipped,
+
+        token_metrics = {
+            "clipped_share": is_clipped,
             "mean_ratio": jnp.where(trained, ratio, 0.0),
             "advantage_log_ratio": jnp.where(trained, advantages * log_ratio, 0.0),
         }
         if self.kl_coefficient:
             log_r = jnp.where(trained, batch.columns["reference_log_probs"] - log_probs, 0.0)
-            sums["reference_kl"] = jnp.expm1(log_r) - log_r
-            objective -= self.kl_coefficient * sums["reference_kl"]
-        return objective, {
-            name: divided(jnp.sum(each), counts["trained_tokens"]) for name, each in sums.items()
-        }
+            token_metrics["reference_kl"] = jnp.expm1(log_r) - log_r
+            objective -= self.kl_coefficient * token_metrics["reference_kl"]
+
+        metrics = {}
+        for name, values in token_metrics.items():
+            metrics[name] = divided(jnp.sum(values), counts["trained_tokens"])
+        return objective, metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,20 +135,18 @@ class GRPO(_Clipped):
     none."""
 
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
-        return super().counts(batch) | {
-            "conversations": jnp.sum(_tokens_of_segments(batch) > 0, dtype=jnp.int32)
-        }
+        counts = super().counts(batch)
+        counts["conversations"] = jnp.sum(_trained_tokens(batch) > 0, dtype=jnp.int32)
+        return counts
 
     def of(
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
     ) -> LossAndMetrics:
         objective, metrics = self._objective(log_probs, batch, counts)
-        tokens = jnp.take_along_axis(
-            _tokens_of_segments(batch), jnp.asarray(batch.segment_ids), axis=1
-        )
-        return -divided(
-            jnp.sum(objective / jnp.maximum(tokens, 1)), counts["conversations"]
-        ), metrics
+        # The trained tokens of the conversation that each token belongs to.
+        tokens = jnp.take_along_axis(_trained_tokens(batch), jnp.asarray(batch.segment_ids), axis=1)
+        total = jnp.sum(objective / jnp.maximum(tokens, 1))
+        return -divided(total, counts["conversations"]), metrics
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,6 +160,7 @@ class DAPO(_Clipped):
         return -divided(jnp.sum(objective), counts["trained_tokens"]), metrics
 
 
-def _tokens_of_segments(batch: Batch) -> Int[Array, "rows segments"]:
-    """How many trained tokens each conversation of a row has."""
-    return sum_by_id(jnp.asarray(batch.loss_mask).astype(jnp.int32), jnp.asarray(batch.segment_ids))
+def _trained_tokens(batch: Batch) -> Int[Array, "rows segments"]:
+    """Count the trained tokens of each conversation of a row."""
+    is_trained = jnp.asarray(batch.loss_mask).astype(jnp.int32)
+    return sum_by_id(is_trained, jnp.asarray(batch.segment_ids))

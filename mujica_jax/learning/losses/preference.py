@@ -32,34 +32,39 @@ class DPO(Loss):
         return ("pairs", "reference_log_probs")
 
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
-        return super().counts(batch) | {"pairs": jnp.sum(_is_pair(_pairs(batch)), dtype=jnp.int32)}
+        counts = super().counts(batch)
+        counts["pairs"] = jnp.sum(_is_pair(_pairs(batch)), dtype=jnp.int32)
+        return counts
 
     def of(
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
     ) -> LossAndMetrics:
-        # Chosen before the difference is summed: what an untrained token holds reaches neither
+        # Selected before the difference is summed: what an untrained token holds reaches neither
         # value nor gradient.
-        gains = jnp.where(
-            jnp.asarray(batch.loss_mask), log_probs - batch.columns["reference_log_probs"], 0.0
-        )
+        trained = jnp.asarray(batch.loss_mask)
+        gains = jnp.where(trained, log_probs - batch.columns["reference_log_probs"], 0.0)
+
+        # beta (gain(chosen) - gain(rejected)) of each pair.
         pairs = _pairs(batch)
-        margin, is_pair = (
-            self.beta * sum_by_id(jnp.sign(pairs) * gains, jnp.abs(pairs)),
-            _is_pair(pairs),
-        )
+        margin = self.beta * sum_by_id(jnp.sign(pairs) * gains, jnp.abs(pairs))
+        is_pair = _is_pair(pairs)
+
         # log sigmoid(x) as JAX has it: log(1 / (1 + exp(-x))) overflows where the rejected one is
         # far ahead.
-        of_pairs = jnp.where(is_pair, jax.nn.log_sigmoid(margin), 0.0)
-        return -divided(jnp.sum(of_pairs), counts["pairs"]), {
+        log_likelihoods = jnp.where(is_pair, jax.nn.log_sigmoid(margin), 0.0)
+        loss = -divided(jnp.sum(log_likelihoods), counts["pairs"])
+        return loss, {
             "margin": divided(jnp.sum(jnp.where(is_pair, margin, 0.0)), counts["pairs"]),
             "accuracy": divided(jnp.sum(is_pair & (margin > 0)), counts["pairs"]),
         }
 
 
 def _pairs(batch: Batch) -> Int[Array, "rows time"]:
+    """Return the pair number of each token, negative for rejected ones."""
     return jnp.asarray(batch.columns["pairs"]).astype(jnp.int32)
 
 
 def _is_pair(pairs: Int[Array, "rows time"]) -> Array:
-    """Which of a row's pair numbers are taken; 0 is padding."""
-    return (sum_by_id(jnp.ones_like(pairs), jnp.abs(pairs)) > 0).at[:, 0].set(False)
+    """Return which of a row's pair numbers belong to a pair; 0 is padding."""
+    token_counts = sum_by_id(jnp.ones_like(pairs), jnp.abs(pairs))
+    return (token_counts > 0).at[:, 0].set(False)
