@@ -59,14 +59,18 @@ SORT_OF_SUBJECT: dict[str, Sort] = {
 # Words that give a name its form and stay: articles and particles, ranks, kinds of institutions and
 # places.
 KEPT_WORDS = frozenset(
-    """a an the of and in on at to for from by with or vs n o und et y e de la le les l' du des d' del della di da do
-    dos das das el al los las il lo i gli der die das den dem von van zu zur ten ter af av ibn bin bint abu ben bat st
-    st. saint san santa sir dame lord lady king queen emperor empress prince princess duke duchess count countess earl
-    baron baroness baronet viscount viscountess marquess marquis margrave landgrave landgravine elector archduke
-    archduchess grand infante infanta sultan sultana shah khan pasha bey tsar pope bishop archbishop cardinal jr jr. sr
-    sr. dr. mr. mrs. miss elder younger university college school academy institute conservatory museum library company
-    records pictures studios press corporation kingdom empire republic dynasty sultanate lake river mount mountain
-    island airport station railway village county district city church abbey cathedral cemetery film song album magazine
+    """
+    a an the of and in on at to for from by with or vs n o und et y e de la le les l' du des d'
+    del della di da do dos das das el al los las il lo i gli der die das den dem von van zu zur
+    ten ter af av ibn bin bint abu ben bat st st. saint san santa sir dame lord lady king queen
+    emperor empress prince princess duke duchess count countess earl baron baroness baronet
+    viscount viscountess marquess marquis margrave landgrave landgravine elector archduke
+    archduchess grand infante infanta sultan sultana shah khan pasha bey tsar pope bishop
+    archbishop cardinal jr jr. sr sr. dr. mr. mrs. miss elder younger university college school
+    academy institute conservatory museum library company records pictures studios press
+    corporation kingdom empire republic dynasty sultanate lake river mount mountain island
+    airport station railway village county district city church abbey cathedral cemetery film
+    song album magazine
     """.split()
 )
 ROMAN_NUMERALS = ("II", "III", "IV", "V", "VI", "VII", "VIII", "IX", "X", "XI", "XII")
