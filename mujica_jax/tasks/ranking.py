@@ -29,7 +29,10 @@ MAX_KEPT_ROWS = 65_536  # embeddings of triples that are kept: 256 MiB of bge-la
 # Question words that the lists of bm25s lack.
 MORE_STOP_WORDS = {
     "en": "could many may might much would",
-    "de": "gibt wann warum welche welchem welchen welcher welches wem wen wer wessen wie wieso wo woher wurde wurden",
+    "de": (
+        "gibt wann warum welche welchem welchen welcher welches wem wen wer wessen wie wieso wo "
+        "woher wurde wurden"
+    ),
     "ru": "где какая какие какое какой каком кем ком сколько чего чем",
     "zh": "",
 }

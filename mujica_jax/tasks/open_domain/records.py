@@ -1,17 +1,18 @@
 """Records of open-domain and multi-hop question sets as their official files hold them.
 
-| kind | files | question, answers |
+| kind | files | question, answers; passages |
 |---|---|---|
 | hotpotqa | `hotpot_{train,dev}_*.json` | `question`, `answer`; `supporting_facts`, `context` |
-| musique | `musique_ans_*_{train,dev}.jsonl` | `question`, `answer`, `answer_aliases`; `paragraphs` |
+| musique | `musique_ans_*.jsonl` | `question`, `answer`, `answer_aliases`; `paragraphs` |
 | nq | `NQ-open.{train,dev}.jsonl` | `question`, `answer`: a list |
 | triviaqa | `*-{train,dev}.json`: `{"Data": [...]}` | `Question`, `Answer`: `Value` and `Aliases` |
 | popqa | `popQA.tsv` | `question`, `possible_answers`: a JSON list |
 | ambigqa | `{train,dev}_light.json` | `question`, `annotations` |
 | bamboogle | `*.csv` | `Question`, `Answer` |
 
-MuSiQue's questions are read if they are answerable. An annotation of AmbigQA is one answer with its
-aliases, or several such answers.
+MuSiQue's files are `musique_ans_*_train.jsonl` and `musique_ans_*_dev.jsonl`. Its questions are read
+if they are answerable. An annotation of AmbigQA is one answer with its aliases, or several such
+answers.
 
 A question that stands in several places with the same id and text is one question with all of its
 answers. One id for two different questions is refused with both places.

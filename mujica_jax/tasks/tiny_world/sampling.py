@@ -107,7 +107,7 @@ class _Pool:
                     self._topics_by_word[word].append(topic)
 
     def draw(self, draw: random.Random) -> tuple[int, ...]:
-        """Return the topics of one question, or nothing where the two that were drawn do not fit."""
+        """Return the topics of one question, or none where the two that were drawn do not fit."""
         first = draw.choice(self._topics)
         if self.template.topics == 1:
             return (first,)
