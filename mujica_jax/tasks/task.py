@@ -19,36 +19,42 @@ EnvironmentKind = Literal["graph", "text"]
 
 
 def hash_of(question_id: str) -> int:
-    """What splits and orders questions: the same everywhere, and when files are added."""
+    """Return a hash of an id, by which questions are split and ordered.
+
+    It is the same on every machine, and does not change when files are added.
+    """
     return int(hashlib.sha256(question_id.encode()).hexdigest(), 16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Material:
-    """One thing a search returned: the line shown to the worker, and the entities it names (graphs
-    only)."""
+    """One thing a search returned: the line shown to the worker, and the entities it names."""
 
-    text: str  # "subject, relation, object", or "title: passage"
-    entities: tuple[
-        Entity, ...
-    ] = ()  # subject and object of a triple; literals (dates) are no entities
-    title: str = ""  # passage title (text environments)
+    # "subject, relation, object", or "title: passage".
+    text: str
+    # Subject and object of a triple. Literals (dates) are no entities. Passages have none.
+    entities: tuple[Entity, ...] = ()
+    # The title of a passage. Triples have none.
+    title: str = ""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Subject, relation and object of a triple; of a passage, or a line that was cut, the text.
-        Subject and object may hold commas, the relation none."""
+        """Subject, relation and object of a triple.
+
+        For a passage, and for a line that was cut, it is the text alone. Subject and object may
+        have commas, and the relation none.
+        """
         subject = self.entities[0].label if self.entities else ""
-        if subject and self.text.startswith(f"{subject}, "):
-            relation, comma, value = self.text[len(subject) + 2 :].partition(", ")
-            return (subject, relation, value) if comma else (self.text,)
-        return (self.text,)
+        if not subject or not self.text.startswith(f"{subject}, "):
+            return (self.text,)
+        relation_and_object = self.text.removeprefix(f"{subject}, ")
+        relation, comma, triple_object = relation_and_object.partition(", ")
+        return (subject, relation, triple_object) if comma else (self.text,)
 
     def shows(self, passage: GoldPassage, *, cut: bool = False) -> bool:
-        """Whether this is the passage: one of its title and, where its text is known, with the same
-        text.
+        """Whether this is the passage: it has the same title, and the same text where it is known.
 
-        `cut`: it may be the beginning of a longer passage.
+        With `cut` it may be the beginning of a longer passage.
         """
         same_title = " ".join(self.title.split()) == " ".join(passage.title.split())
         return same_title and passage.is_shown_by(self.text, cut=cut)

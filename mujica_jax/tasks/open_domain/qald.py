@@ -82,7 +82,7 @@ def build(config: QaldConfig) -> OpenDomain:
             "give Wikidata's"
         )
     environment = GraphEnvironment(graph, config.top_k, triple_ranking)
-    return OpenDomain(config, questions, environment, own={}, left_out=left_out)
+    return OpenDomain(config, questions, environment, own_environments={}, left_out=left_out)
 
 
 def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:

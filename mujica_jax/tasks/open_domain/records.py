@@ -10,9 +10,9 @@
 | ambigqa | `{train,dev}_light.json` | `question`, `annotations` |
 | bamboogle | `*.csv` | `Question`, `Answer` |
 
-MuSiQue's files are `musique_ans_*_train.jsonl` and `musique_ans_*_dev.jsonl`. Its questions are read
-if they are answerable. An annotation of AmbigQA is one answer with its aliases, or several such
-answers.
+MuSiQue's files are `musique_ans_*_train.jsonl` and `musique_ans_*_dev.jsonl`. Its questions are
+read if they are answerable. An annotation of AmbigQA is one answer with its aliases, or several
+such answers.
 
 A question that stands in several places with the same id and text is one question with all of its
 answers. One id for two different questions is refused with both places.

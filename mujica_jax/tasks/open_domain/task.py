@@ -44,12 +44,15 @@ class OpenDomain:
         config: OpenDomainConfig | QaldConfig,
         questions: Mapping[Split, Sequence[Question]],
         environment: Environment | None,
-        own: Mapping[str, Environment],
+        own_environments: Mapping[str, Environment],
         left_out: Collection[str] = (),
         notes: Sequence[str] = (),
         shown: str = "",
     ) -> None:
-        """`environment` serves all questions; None: each question has its `own`, by id.
+        """Take the questions, and the environments in which they are answered.
+
+        `environment` serves all questions. Where it is None, `own_environments` has one for each
+        question, by id.
 
         `left_out` are ids of questions that cannot be asked, `notes` are sentences about the
         questions, and `shown` says how many of a question's own passages a search shows.
@@ -62,7 +65,7 @@ class OpenDomain:
         self.environment_kind: EnvironmentKind = config.environment
         self._questions = questions
         self._environment = environment
-        self._own_environments = own
+        self._own_environments = own_environments
         self._config = config
 
     def questions(self, split: Split) -> Sequence[Question]:
@@ -120,7 +123,9 @@ def build(config: OpenDomainConfig) -> OpenDomain:
     titles = {title for record in records for title in record.titles}
     corpus = GoldInCorpus(passages, titles, by_title=is_service(config.index))
     questions = _questions(split_records, corpus)
-    return OpenDomain(config, questions, TextEnvironment(retriever, config.top_k), own={})
+    return OpenDomain(
+        config, questions, TextEnvironment(retriever, config.top_k), own_environments={}
+    )
 
 
 def _distractor_task(
@@ -148,7 +153,7 @@ def _distractor_task(
         config,
         _questions(chosen_records, corpus=None),
         environment=None,
-        own=own_passages,
+        own_environments=own_passages,
         left_out=left_out,
         notes=notes,
         shown=own_passages.describe(),

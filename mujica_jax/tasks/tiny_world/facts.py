@@ -110,13 +110,13 @@ class WorldPart:
         self._limit_facts()
         self.inverse = self._inverse_facts()
         self.hidden = self._hidden_facts()
-        self._known = self._known_entities()
+        self._known_numbers = self._known_entities()
 
     def knows(self, topics: Sequence[int], chains: Sequence[Sequence[Value]]) -> bool:
         """Whether all subjects on the way from the topics to the ends are common knowledge."""
         for topic, chain in zip(topics, chains, strict=True):
             subjects = (topic, *chain[:-1])
-            if not all(subject in self._known for subject in subjects):
+            if not all(subject in self._known_numbers for subject in subjects):
                 return False
         return True
 

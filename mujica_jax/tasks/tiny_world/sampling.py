@@ -20,15 +20,15 @@ ATTEMPTS = 500
 class Plan:
     """A question before it is written out.
 
-    `chains` has the values along the template's path, for each topic. `known` says that every fact
-    that leads to the answer stands in the pre-training text.
+    `chains` has the values along the template's path, for each topic. `is_known` says that every
+    fact that leads to the answer stands in the pre-training text.
     """
 
     template: Template
     topics: tuple[int, ...]
     chains: tuple[tuple[Value, ...], ...]
     wording: int
-    known: bool
+    is_known: bool
 
 
 def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Plan]:
@@ -76,7 +76,7 @@ def draw_plans(part: WorldPart, config: TinyWorldConfig, count: int) -> list[Pla
             topics=topics,
             chains=chains,
             wording=int(wording_draw.random() * config.paraphrases),
-            known=is_known,
+            is_known=is_known,
         )
         plans.append(plan)
     return plans

@@ -328,7 +328,7 @@ def _question(part: WorldPart, number: int, plan: Plan) -> Question:
     if part.copy:
         id += f"-{part.copy}"
     kind = template.kind
-    if plan.known and not part.copy:
+    if plan.is_known and not part.copy:
         kind += KNOWN
 
     topics = [part.labels[topic] for topic in plan.topics]

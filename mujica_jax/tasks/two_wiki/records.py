@@ -320,19 +320,7 @@ def _record(value: object, place: str, source: Source) -> Record | None:
         )
     fields: Mapping[str, Any] = value
     check_characters(fields, place)
-    identifier = fields.get("_id", fields.get("id"))
-    question = fields.get("question")
-    try:
-        id = read_id(identifier)
-        text = read_question(question)
-    except (TypeError, ValueError):
-        id = ""
-        text = ""
-    if not text:
-        raise UserError(
-            f"{place}: _id is {identifier!r} and question {question!r}; both are needed, as in the "
-            "official 2WikiMultihopQA format"
-        )
+    id, text = _id_and_text(fields, place)
     if is_missing(fields.get("answer")):
         return None
 
@@ -367,6 +355,24 @@ def _record(value: object, place: str, source: Source) -> Record | None:
         split=split,
         source=source,
     )
+
+
+def _id_and_text(fields: Mapping[str, Any], place: str) -> tuple[str, str]:
+    """Return the id and the text of a question. Raises UserError where one is missing."""
+    identifier = fields.get("_id", fields.get("id"))
+    question = fields.get("question")
+    try:
+        id = read_id(identifier)
+        text = read_question(question)
+    except (TypeError, ValueError):
+        id = ""
+        text = ""
+    if not text:
+        raise UserError(
+            f"{place}: _id is {identifier!r} and question {question!r}; both are needed, as in the "
+            "official 2WikiMultihopQA format"
+        )
+    return id, text
 
 
 def _answers(fields: Mapping[str, Any], place: str) -> tuple[str, ...]:

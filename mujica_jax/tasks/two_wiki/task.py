@@ -462,43 +462,28 @@ def _text_task(
     corpus_ids = {record.id for record in read_corpus_questions(config.data_dir) or records}
 
     # The questions made for the corpus, and training questions whose gold passages it has.
-    questions: list[Question] = []
-    lacking_records: list[Record] = []  # training questions whose gold passages it lacks
-    for record in records:
-        is_training = splits[record.id] == "train"
-        gold = corpus.find_all(record.gold)
-        if gold is not None and (record.id in corpus_ids or is_training):
-            questions.append(_question(record, gold))
-        if gold is None and is_training:
-            lacking_records.append(record)
+    supported_questions, unsupported_records = _with_gold_passages(records, corpus)
+    questions = [
+        question
+        for question in supported_questions
+        if question.id in corpus_ids or splits[question.id] == "train"
+    ]
 
     # Training questions whose gold passages are among those that training questions come with.
     training_records = [record for record in records if splits[record.id] == "train"]
     training_passages = passages_of(training_records)
     all_passages = GoldInCorpus([*titled(passages, titles), *training_passages], titles)
-    questions_elsewhere: list[Question] = []
-    unsupported_records: list[Record] = []  # training questions whose gold passages no file has
-    for record in lacking_records:
-        gold = all_passages.find_all(record.gold)
-        if gold is not None:
-            questions_elsewhere.append(_question(record, gold))
-        elif record.triples:
-            unsupported_records.append(record)
+    lacking_records = [record for record in unsupported_records if splits[record.id] == "train"]
+    questions_elsewhere, unread_records = _with_gold_passages(lacking_records, all_passages)
     questions += questions_elsewhere
     elsewhere: dict[str, TextEnvironment] = {}
     if questions_elsewhere:
         environment = TextEnvironment(_bm25_retriever(training_passages), config.top_k)
-        for question in questions_elsewhere:
-            elsewhere[question.id] = environment
+        elsewhere |= dict.fromkeys([question.id for question in questions_elsewhere], environment)
 
-    # Those without gold passages are for demonstrations alone.
-    written_passages = _written_passages(unsupported_records)
-    environment = WrittenPassages(_bm25_retriever(written_passages), config.top_k)
-    unsupported_records.sort(key=lambda record: hash_of(record.id))
-    demonstration_records = unsupported_records[: config.triple_demonstrations]
-    demonstration_questions = [_question(record, gold=()) for record in demonstration_records]
-    for question in demonstration_questions:
-        elsewhere[question.id] = environment
+    # Training questions whose gold passages no file has are for demonstrations alone.
+    demonstration_questions, environment = _triple_demonstrations(config, unread_records)
+    elsewhere |= dict.fromkeys([question.id for question in demonstration_questions], environment)
 
     left_out = _left_out(
         records, questions, config, "name no supporting_facts, or a title that no passage has"
@@ -511,6 +496,34 @@ def _text_task(
         Remarks(left_out=left_out, notes=notes),
         demonstrated=demonstration_questions,
     )
+
+
+def _with_gold_passages(
+    records: Sequence[Record], corpus: GoldInCorpus
+) -> tuple[list[Question], list[Record]]:
+    """Return the questions whose gold passages the corpus has, and the records of the others."""
+    questions: list[Question] = []
+    other_records: list[Record] = []
+    for record in records:
+        gold = corpus.find_all(record.gold)
+        if gold is None:
+            other_records.append(record)
+        else:
+            questions.append(_question(record, gold))
+    return questions, other_records
+
+
+def _triple_demonstrations(
+    config: TwoWikiConfig, records: Sequence[Record]
+) -> tuple[list[Question], WrittenPassages]:
+    """Return questions to demonstrate over passages that are written of the records' triples."""
+    records_with_triples = [record for record in records if record.triples]
+    written_passages = _written_passages(records_with_triples)
+    environment = WrittenPassages(_bm25_retriever(written_passages), config.top_k)
+
+    records_with_triples.sort(key=lambda record: hash_of(record.id))
+    demonstrated_records = records_with_triples[: config.triple_demonstrations]
+    return [_question(record, gold=()) for record in demonstrated_records], environment
 
 
 def _bm25_retriever(passages: Sequence[Passage]) -> IndexRetriever:
