@@ -123,8 +123,9 @@ ORDINALS = ("1st", "2nd", "3rd", *(f"{number}th" for number in range(4, 20)))
 YEARS = tuple(str(year) for year in range(1900, 2020))
 MAX_YEAR_SHIFT = 80
 LAST_YEAR = 2020
-# A replacement is drawn again while another word has it, as often as this.
+# How often a word is drawn again while it already replaces another one.
 WORD_DRAWS = 8
+# How many countries are drawn at once. The first that replaces no other one is used.
 COUNTRY_DRAWS = 20
 
 # What is before the core of a word, the core, and what is after it.
