@@ -67,12 +67,14 @@ class Environment(Protocol):
 
     @property
     def statistics(self) -> RetrievalStatistics:
-        """Of all searches so far; environments that share a retriever share its statistics."""
+        """Statistics of all searches so far. Environments with one retriever share them."""
         ...
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        """Materials for one sub-question, best first; `entity` is given for graphs only. Raises
-        RetrievalError."""
+        """Return the materials for one sub-question, best first.
+
+        `entity` is given for graphs only. Raises RetrievalError.
+        """
         ...
 
 
@@ -102,19 +104,24 @@ class ParagraphTask(Protocol):
     """A task whose data set gives paragraphs with its questions."""
 
     def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
-        """Return the paragraphs that the data set gives with this question, gold and others. Empty:
-        it gives none."""
+        """Return the paragraphs that the data set gives with this question, gold and others.
+
+        The result is empty where it gives none.
+        """
         ...
 
 
 @runtime_checkable
 class FromScratchTask(Protocol):
-    """What a model that starts from scratch needs besides. All of it is of the training side, never
-    of dev or test."""
+    """What a model that starts from scratch needs besides.
+
+    All of it comes from the training side, never from dev or test.
+    """
 
     def demonstrations(self) -> Iterable[tuple[Question, Environment]]:
-        """Questions with gold evidence for scripted demonstrations, each with the environment it is
-        answered in. Read once.
+        """Return questions with gold evidence for scripted demonstrations. They are read once.
+
+        Each comes with the environment in which it is answered.
         """
         ...
 

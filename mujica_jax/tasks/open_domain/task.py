@@ -1,5 +1,7 @@
-"""Open-domain and multi-hop questions over passages: of one index for all, or of those given with
-each question."""
+"""Open-domain and multi-hop questions over passages.
+
+The passages are those of one index for all questions, or those given with each question.
+"""
 
 import dataclasses
 import functools

@@ -1,7 +1,7 @@
-"""One part of the tiny world: countries, cities, five generations of people, their films, and the
-facts that each of them carries.
+"""One part of the tiny world: its entities and their facts.
 
-Everything is drawn from generators seeded with the world's seed and the part's name, one a purpose:
+The entities are countries, cities, five generations of people, and their films. Everything is drawn
+from generators that are seeded with the world's seed and the part's name, one for each purpose. So
 leaving facts out of the graph changes no name, and a longer training side changes no test entity.
 """
 

@@ -1,5 +1,8 @@
-"""Which questions a part of the tiny world asks: kinds in 2Wiki's shares, none twice, half of
-yes/no are yes."""
+"""Draw the questions that a part of the tiny world asks.
+
+Their kinds have the shares of 2Wiki, and no question is asked twice. Half of the answers to yes/no
+questions are yes.
+"""
 
 import dataclasses
 import random
