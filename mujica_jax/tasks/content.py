@@ -35,15 +35,18 @@ def fingerprint_of_paragraphs(task: Task, questions: Sequence[Question]) -> str:
     digest = hashlib.sha256()
     if isinstance(task, ParagraphTask):
         for question in questions:
-            digest.update(
-                repr((question.id, *task.own_paragraphs(question))).encode(errors="surrogatepass")
-            )
+            fields = (question.id, *task.own_paragraphs(question))
+            digest.update(repr(fields).encode(errors="surrogatepass"))
     return digest.hexdigest()[:16]
 
 
 def content_version(environment: Environment) -> str:
-    """Return the version of an environment's index, service or graph, or "" where it does not say
-    one."""
+    """Return the version of an environment's index, service or graph.
+
+    It is empty where none of these says a version.
+    """
     retriever = getattr(environment, "retriever", None)
-    searched = getattr(retriever, "index", None) or getattr(environment, "graph", None) or retriever
+    index = getattr(retriever, "index", None)
+    graph = getattr(environment, "graph", None)
+    searched = index or graph or retriever
     return getattr(searched, "version", None) or ""

@@ -1,5 +1,6 @@
-"""Find the folder that `task.data_dir` names: a folder of files, or a data set of TensorFlow
-Datasets.
+"""Find the folder that `task.data_dir` names.
+
+It is a folder of files, or a data set of TensorFlow Datasets.
 
 `tfds:NAME` is a data set that `python -m mujica_jax.tasks.prepare` has prepared in the folder of
 TensorFlow Datasets: `$TFDS_DATA_DIR`, or else `~/tensorflow_datasets`. `tfds:FOLDER/NAME` is one in
@@ -28,17 +29,22 @@ from mujica_jax.storage.run_directory import local_folder, run_path
 from mujica_jax.tasks.official_files import OFFICIAL_FILES
 
 PREFIX = "tfds:"
-BUILDER_PREFIX = "mujica_"  # of the names that the data sets have in TensorFlow Datasets
-VERSION = "2.1.0"  # of the data sets that this program prepares
-PREPARED = "dataset_info.json"  # written last, so a folder that has it is complete
+# The names of the data sets in TensorFlow Datasets begin with it.
+BUILDER_PREFIX = "mujica_"
+# Version of the data sets that this program prepares.
+VERSION = "2.1.0"
+# This file is written last, so a folder that has it is complete.
+PREPARED = "dataset_info.json"
 FEATURES = "features.json"
-TFRECORD_BYTES = 16  # length and checksums of a record in a TFRecord file
-# in a prepared folder: size and checksum of each file that it was made of
+# Length and checksums of a record in a TFRecord file.
+TFRECORD_BYTES = 16
+# This file of a prepared folder lists size and checksum of each file that it was made of.
 SOURCES_FILE = "official_files.json"
 PREPARE = "python -m mujica_jax.tasks.prepare"
 # As requirements.txt lists them.
 REQUIREMENTS = ("tensorflow~=2.20.0", "tensorflow-datasets>=4.9.9,<5", "importlib_resources>=6")
-OTHER_NAMES = {  # what people also call a set, without its capitals and punctuation
+# Other names of the sets, without capitals and punctuation.
+OTHER_NAMES = {
     "2wiki": "two_wiki",
     "2wikimultihop": "two_wiki",
     "2wikimultihopqa": "two_wiki",
@@ -89,10 +95,9 @@ def data_folder(data_dir: str, kind: str) -> Path:
 
 
 def check_data_dir(task: object) -> None:
-    """Check what a task's `data_dir` says of TensorFlow Datasets, before anything is loaded. Raises
-    UserError.
+    """Check a `data_dir` that names a data set of TensorFlow Datasets, before anything is loaded.
 
-    A data set in a bucket is fetched and checked when the task is built.
+    Raises UserError. A data set in a bucket is fetched and checked when the task is built.
     """
     data_dir = getattr(task, "data_dir", None)
     kind = getattr(task, "kind", "")
@@ -112,8 +117,10 @@ def is_prepared(folder: Path) -> bool:
 
 
 def sources_of(folder: Path, kind: str) -> dict[str, dict[str, Any]]:
-    """Return the official files that a prepared folder was made of, by name. Downloaded sets list
-    none."""
+    """Return the official files that a prepared folder was made of, by name.
+
+    Downloaded sets list none.
+    """
     try:
         sources = json.loads((folder / SOURCES_FILE).read_text())
         return {name: {**source} for name, source in sources.items()}
@@ -130,14 +137,17 @@ def builder_name(kind: str) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of the data set with this name, `hotpotqa` or `mujica_hotpotqa`. Raises
-    UserError."""
-    plain = re.sub(r"[^a-z0-9]", "", name.lower().removeprefix(BUILDER_PREFIX))
-    kinds = {re.sub("_", "", kind): kind for kind in OFFICIAL_FILES} | OTHER_NAMES
-    if plain in kinds:
-        return kinds[plain]
-    near = difflib.get_close_matches(plain, kinds, n=1)
-    hint = f"did you mean {kinds[near[0]]}? " if near else ""
+    """Return the kind of the data set with this name, such as `hotpotqa` or `mujica_hotpotqa`.
+
+    Raises UserError for an unknown name.
+    """
+    plain_name = re.sub(r"[^a-z0-9]", "", name.lower().removeprefix(BUILDER_PREFIX))
+    kinds = {kind.replace("_", ""): kind for kind in OFFICIAL_FILES}
+    kinds |= OTHER_NAMES
+    if plain_name in kinds:
+        return kinds[plain_name]
+    close_names = difflib.get_close_matches(plain_name, kinds, n=1)
+    hint = f"did you mean {kinds[close_names[0]]}? " if close_names else ""
     raise UserError(f"unknown data set {name!r}: {hint}choose from {', '.join(OFFICIAL_FILES)}")
 
 
@@ -147,16 +157,18 @@ def default_folder() -> str:
 
 
 def parse_name(data_dir: str) -> PreparedName:
-    """Split `tfds:FOLDER/NAME:VERSION`. The version may also stand behind a slash. Raises
-    UserError."""
-    folder, _, last = data_dir.removeprefix(PREFIX).rpartition("/")
+    """Split `tfds:FOLDER/NAME:VERSION`. The version may also stand behind a slash.
+
+    Raises UserError for an unknown name.
+    """
+    folder, _, last_part = data_dir.removeprefix(PREFIX).rpartition("/")
     version: str | None
-    if _version.fullmatch(last) and folder:
-        version = last
+    if _version.fullmatch(last_part) and folder:
+        version = last_part
         folder, _, name = folder.rpartition("/")
     else:
-        name, has_version, version = last.partition(":")
-        if not has_version:
+        name, colon, version = last_part.partition(":")
+        if not colon:
             version = None
     try:
         kind = kind_of(name)
@@ -168,15 +180,14 @@ def parse_name(data_dir: str) -> PreparedName:
 
 
 def check_prepared(folder: Path, kind: str) -> dict[str, int]:
-    """Check that a folder of TensorFlow Datasets holds this data set, and that its files have their
-    sizes.
+    """Check a prepared folder: its data set, and the sizes of its files.
 
     Return the number of examples of each split. What the files hold is checked when they are read.
     """
     try:
-        about = json.loads((folder / PREPARED).read_text())
-        name = about["name"]
-        splits = [_read_split(name, about["fileFormat"], split) for split in about["splits"]]
+        info = json.loads((folder / PREPARED).read_text())
+        name = info["name"]
+        splits = [_read_split(name, info["fileFormat"], split) for split in info["splits"]]
     except FileNotFoundError as error:
         raise damaged(folder, kind, f"{PREPARED} is missing") from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -184,22 +195,26 @@ def check_prepared(folder: Path, kind: str) -> dict[str, int]:
             folder, kind, f"{PREPARED} cannot be read: {type(error).__name__}: {error}"
         ) from error
     if name != builder_name(kind):
-        known = str(name).removeprefix(BUILDER_PREFIX)
-        advice = (
-            f"or --task.kind {known}" if known in OFFICIAL_FILES else f"as `{PREPARE}` makes it"
-        )
+        kind_of_folder = str(name).removeprefix(BUILDER_PREFIX)
+        if kind_of_folder in OFFICIAL_FILES:
+            advice = f"or --task.kind {kind_of_folder}"
+        else:
+            advice = f"as `{PREPARE}` makes it"
         raise UserError(
             f"{folder} holds the data set {name} of TensorFlow Datasets and task.kind is {kind}: "
             f"give the folder of {builder_name(kind)}, {advice}"
         )
     if not splits:
         raise damaged(folder, kind, f"{PREPARED} lists no examples")
+
     _size_of(folder / FEATURES, kind)
     for split in splits:
-        written = sum(_size_of(folder / file, kind) for file in split.files)
-        if split.bytes is not None and written != split.bytes:
+        bytes_on_disk = sum(_size_of(folder / file, kind) for file in split.files)
+        if split.bytes is not None and bytes_on_disk != split.bytes:
             raise damaged(
-                folder, kind, f"{split.name} has {written:,} bytes and should have {split.bytes:,}"
+                folder,
+                kind,
+                f"{split.name} has {bytes_on_disk:,} bytes and should have {split.bytes:,}",
             )
     for file, source in sources_of(folder, kind).items():
         if source.get("is_copied") and _size_of(folder / file, kind) != source.get("bytes"):
@@ -245,8 +260,10 @@ def require_tensorflow(purpose: str) -> None:
 
 @contextlib.contextmanager
 def without_root_handler() -> Iterator[None]:
-    """Keep absl from giving the root logger a handler, which would print the debug lines of all
-    libraries."""
+    """Keep absl from giving the root logger a handler.
+
+    That handler would print the debug lines of all libraries.
+    """
     handler = logging.NullHandler()
     logging.root.addHandler(handler)
     try:
@@ -256,6 +273,10 @@ def without_root_handler() -> Iterator[None]:
 
 
 def _prepared_folder(data_dir: str, kind: str) -> Path:
+    """Return the local folder of `tfds:FOLDER/NAME:VERSION`. One in a bucket is fetched.
+
+    Raises UserError.
+    """
     name = parse_name(data_dir)
     if name.kind != kind:
         raise UserError(
@@ -269,33 +290,41 @@ def _prepared_folder(data_dir: str, kind: str) -> Path:
         )
     if "://" not in root:
         root = str(Path(root).expanduser())
+
+    # Choose the version.
     home = f"{root.rstrip('/')}/{builder_name(kind)}"
     versions = _versions(home)
     if not versions:
-        command = f"{PREPARE} {kind} --from DIR"
-        further_step = ""
-        if root.startswith("gs://"):
-            command += " --data-dir FOLDER"
-            further_step = f" and copy FOLDER to {root}"
-        elif not name.is_default_folder:
-            command += f" --data-dir {shlex.quote(root)}"
-        raise UserError(
-            f"task.data_dir is {data_dir} and {root} holds no prepared {builder_name(kind)}: "
-            f"prepare it with `{command}`{further_step}, where DIR holds "
-            f"{OFFICIAL_FILES[kind].summary}; to use another folder, set TFDS_DATA_DIR or give "
-            f"{PREFIX}FOLDER/{kind}"
-        )
+        raise _not_prepared(data_dir, name, root)
     if name.version is not None and name.version not in versions:
         raise UserError(
             f"task.data_dir is {data_dir} and {home} has no version {name.version!r}: choose from "
             f"{', '.join(versions)}, or leave the version out"
         )
     folder = f"{home}/{name.version or versions[-1]}"
+
     if folder.startswith("gs://"):
         return distributed.primary_first("the data set", lambda: local_folder(folder))
     if not is_prepared(Path(folder)):
         raise damaged(Path(folder), kind, f"{PREPARED} is missing")
     return Path(folder)
+
+
+def _not_prepared(data_dir: str, name: PreparedName, root: str) -> UserError:
+    """Return the error for a data set that `root` has in no version."""
+    command = f"{PREPARE} {name.kind} --from DIR"
+    further_step = ""
+    if root.startswith("gs://"):
+        command += " --data-dir FOLDER"
+        further_step = f" and copy FOLDER to {root}"
+    elif not name.is_default_folder:
+        command += f" --data-dir {shlex.quote(root)}"
+    return UserError(
+        f"task.data_dir is {data_dir} and {root} holds no prepared {builder_name(name.kind)}: "
+        f"prepare it with `{command}`{further_step}, where DIR holds "
+        f"{OFFICIAL_FILES[name.kind].summary}; to use another folder, set TFDS_DATA_DIR or give "
+        f"{PREFIX}FOLDER/{name.kind}"
+    )
 
 
 def _versions(home: str) -> list[str]:
@@ -313,26 +342,33 @@ def _versions(home: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Split:
+    """A split of a prepared data set."""
+
     name: str
     files: list[str]
     examples: int
     bytes: int | None  # of all files together, where the format says it
 
 
-def _read_split(name: str, file_format: str, about: dict[str, Any]) -> _Split:
+def _read_split(name: str, file_format: str, split_info: dict[str, Any]) -> _Split:
     """Return what `dataset_info.json` says about a split."""
-    lengths = [int(length) for length in about["shardLengths"]]
-    prefix = f"{name}-{about['name']}.{file_format}"
-    is_tfrecord = file_format == "tfrecord"
+    shard_lengths = [int(length) for length in split_info["shardLengths"]]
+    shard_count = len(shard_lengths)
+    example_count = sum(shard_lengths)
+    prefix = f"{name}-{split_info['name']}.{file_format}"
+    bytes_on_disk = None
+    if file_format == "tfrecord":
+        bytes_on_disk = int(split_info["numBytes"]) + TFRECORD_BYTES * example_count
     return _Split(
-        name=about["name"],
-        files=[f"{prefix}-{number:05}-of-{len(lengths):05}" for number in range(len(lengths))],
-        examples=sum(lengths),
-        bytes=int(about["numBytes"]) + TFRECORD_BYTES * sum(lengths) if is_tfrecord else None,
+        name=split_info["name"],
+        files=[f"{prefix}-{number:05}-of-{shard_count:05}" for number in range(shard_count)],
+        examples=example_count,
+        bytes=bytes_on_disk,
     )
 
 
 def _size_of(file: Path, kind: str) -> int:
+    """Return the size of a file in bytes. Raises UserError if it is missing."""
     try:
         return file.stat().st_size
     except FileNotFoundError as error:

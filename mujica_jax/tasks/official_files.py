@@ -1,5 +1,4 @@
-"""The official files of each question set: their names, where they come from, and how large they
-are."""
+"""The official files of each question set: names, origin and size."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -7,14 +6,20 @@ from collections.abc import Mapping
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfficialFiles:
+    """The official files of one question set."""
+
     names: tuple[str, ...]
-    origin: str  # as the paper names it
+    # As the paper names it.
+    origin: str
     page: str
-    size: str  # roughly, of all files together
-    optional: str = ""  # what is read too where it lies beside them
+    # Roughly, of all files together.
+    size: str
+    # Files that are read too where they lie beside the others.
+    optional: str = ""
 
     @property
     def summary(self) -> str:
+        """The files and their origin, for messages."""
         return f"{' and '.join(self.names)} from {self.origin}"
 
 
@@ -99,5 +104,8 @@ DOWNLOADS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "train": (_TRIVIA, "unfiltered-web-train.json"),
         "validation": (_TRIVIA, "unfiltered-web-dev.json"),
     },
-    "ambigqa": {"train": (_AMBIG, "train_light.json"), "validation": (_AMBIG, "dev_light.json")},
+    "ambigqa": {
+        "train": (_AMBIG, "train_light.json"),
+        "validation": (_AMBIG, "dev_light.json"),
+    },
 }

@@ -22,35 +22,40 @@ class OwnParagraphs:
     each query.
 
     `fit` says which of the first materials have room. Gold paragraphs come first, those that the
-    query names before the others. A paragraph is gold by its title and text; where no paragraph has
-    a gold passage's text, by its title."""
+    query names before the others. A paragraph is gold by its title and text, or by its title alone
+    where no paragraph has the text of the gold passage.
+    """
 
     kind: Literal["graph", "text"] = "text"
 
     def __init__(self, question: Question, paragraphs: Sequence[GoldPassage], fit: Fit) -> None:
         self._question = question
         self._fit = fit
-        distinct = list(dict.fromkeys(paragraphs))
-        gold: dict[GoldPassage, None] = {}
+        distinct_paragraphs = list(dict.fromkeys(paragraphs))
+        gold: dict[GoldPassage, None] = {}  # an ordered set
         for passage in question.gold_passages:
-            same_title = [paragraph for paragraph in distinct if paragraph.title == passage.title]
-            if passage in distinct:
+            same_title = [
+                paragraph for paragraph in distinct_paragraphs if paragraph.title == passage.title
+            ]
+            if passage in distinct_paragraphs:
                 gold[passage] = None
             elif same_title:
                 gold |= dict.fromkeys(same_title)
             elif passage.text:
                 gold[passage] = None
         self._gold = list(gold)
-        self._others = [paragraph for paragraph in distinct if paragraph not in gold]
-        self.statistics = RetrievalStatistics()  # nothing is searched
+        self._others = [paragraph for paragraph in distinct_paragraphs if paragraph not in gold]
+        # Nothing is searched, so this stays empty.
+        self.statistics = RetrievalStatistics()
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        del entity  # texts have no candidates
+        """Return the question's paragraphs. Texts have no candidates, so `entity` is not read."""
+        del entity
         gold = sorted(self._gold, key=lambda paragraph: not is_named_by(query, paragraph.title))
-        ordered = [
+        materials = [
             passage_material(paragraph.title, paragraph.text)
             for paragraph in [*gold, *self._others]
         ]
-        pool = list(self._fit(ordered))
-        random.Random(f"{self._question.id} {query}").shuffle(pool)
-        return tuple(pool)
+        shown_materials = list(self._fit(materials))
+        random.Random(f"{self._question.id} {query}").shuffle(shown_materials)
+        return tuple(shown_materials)

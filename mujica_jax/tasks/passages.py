@@ -1,4 +1,4 @@
-"""What tasks over passages search: an index on disk, a service, or BM25 over a corpus in memory."""
+"""Open what tasks over passages search: an index on disk, a service, or BM25 in memory."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -32,15 +32,16 @@ Corpus = Callable[[], Sequence[Passage]]
 
 
 def fetched_index(index: str | None) -> str | None:
-    """An index in a bucket is copied to this host once."""
+    """Return the local folder of an index. An index in a bucket is copied to this host once."""
     if index is None or not index.startswith("gs://"):
         return index
     return str(distributed.primary_first("the index", lambda: local_folder(index)))
 
 
 def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Sequence[Passage]]:
-    """What is searched, and the passages in which questions have their gold ones. `corpus` is what
-    is searched where the configuration names no index.
+    """Return what is searched, and the passages in which questions have their gold ones.
+
+    `corpus` returns the passages that are searched where the configuration names no index.
     """
     if config.index_rows == "job" and (config.index is None or "://" in config.index):
         raise UserError(
@@ -49,10 +50,13 @@ def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Seq
         )
     if config.index is not None and config.index.startswith(HTTP):
         return open_remote(config.index, config.retriever, config.top_k), corpus()
+
     index = _index(config, corpus)
-    in_memory = config.index is None
-    cache = None if in_memory else SearchCache(cache_folder("searches"), index.version)
-    return IndexRetriever(index, inline=in_memory, cache=cache), index.passages
+    is_in_memory = config.index is None
+    cache = None
+    if not is_in_memory:
+        cache = SearchCache(cache_folder("searches"), index.version)
+    return IndexRetriever(index, inline=is_in_memory, cache=cache), index.passages
 
 
 def is_service(index: str | None) -> bool:
@@ -61,30 +65,34 @@ def is_service(index: str | None) -> bool:
 
 
 class OwnPassages(Mapping[str, TextEnvironment]):
-    """Of each question, by id, the passages that are given with it: searched by BM25, and read in
-    when they are."""
+    """The passages that are given with each question, by the question's id.
 
-    def __init__(self, given: Mapping[str, Collection[GoldPassage]], top_k: int) -> None:
-        self._given, self._top_k = given, top_k
-        self._made: dict[str, TextEnvironment] = {}
+    They are searched by BM25. The index of a question is made on first use.
+    """
+
+    def __init__(self, contexts: Mapping[str, Collection[GoldPassage]], top_k: int) -> None:
+        self._contexts = contexts
+        self._top_k = top_k
+        self._environments: dict[str, TextEnvironment] = {}
 
     def __getitem__(self, id: str) -> TextEnvironment:
-        if id not in self._made:
-            index = Bm25Index(as_passages(self._given[id]), "default")
-            self._made[id] = TextEnvironment(IndexRetriever(index, inline=True), self._top_k)
-        return self._made[id]
+        if id not in self._environments:
+            index = Bm25Index(as_passages(self._contexts[id]), "default")
+            retriever = IndexRetriever(index, inline=True)
+            self._environments[id] = TextEnvironment(retriever, self._top_k)
+        return self._environments[id]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._given)
+        return iter(self._contexts)
 
     def __len__(self) -> int:
-        return len(self._given)
+        return len(self._contexts)
 
     def describe(self) -> str:
         """Say how many of a question's passages one search shows at most."""
-        sizes = sorted({len(passages) for passages in self._given.values()})
-        own_passages = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
-        return f"{self._top_k} of {own_passages} passages"
+        sizes = sorted({len(passages) for passages in self._contexts.values()})
+        size_range = str(sizes[0]) if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
+        return f"{self._top_k} of {size_range} passages"
 
 
 def leave_incomplete_out(
@@ -101,7 +109,8 @@ def leave_incomplete_out(
         f"{len(incomplete):,} of {questions:,} questions have not all gold passages among their own"
     )
     if config.keep_incomplete:
-        return (), (f"{missing} and are asked all the same (task.keep_incomplete is True)",)
+        note = f"{missing} and are asked all the same (task.keep_incomplete is True)"
+        return (), (note,)
     if len(incomplete) == questions:
         raise UserError(
             f"none of the {questions:,} questions in {config.data_dir} has all of its gold "
@@ -109,9 +118,8 @@ def leave_incomplete_out(
             "is such a file): give files with them, set --task.setting open, or keep these "
             "questions with --task.keep-incomplete True"
         )
-    return tuple(incomplete), (
-        f"{missing} and are left out (--task.keep-incomplete True keeps them)",
-    )
+    note = f"{missing} and are left out (--task.keep-incomplete True keeps them)"
+    return tuple(incomplete), (note,)
 
 
 class GoldInCorpus:
@@ -129,48 +137,62 @@ class GoldInCorpus:
         self._by_title = by_title
         self._passages: dict[str, dict[tuple[str, str], GoldPassage]] = {}
         for passage in titled(passages, titles):
-            gold = GoldPassage(title=passage.title, text=passage.text)
-            self._passages.setdefault(title_key(passage.title), {}).setdefault(
-                passage_key(gold), gold
-            )
+            gold_passage = GoldPassage(title=passage.title, text=passage.text)
+            same_title = self._passages.setdefault(title_key(passage.title), {})
+            same_title.setdefault(passage_key(gold_passage), gold_passage)
 
     def find(self, passage: GoldPassage) -> GoldPassage | None:
         """Return the gold passage as it is searched, or None where the corpus lacks it."""
-        of_title = self._passages.get(title_key(passage.title), {})
+        same_title = self._passages.get(title_key(passage.title), {})
+        candidates = list(same_title.values())
         if self._by_title:
-            text = passage.text or next((other.text for other in of_title.values()), "")
+            text = passage.text
+            if not text and candidates:
+                text = candidates[0].text
             return dataclasses.replace(passage, text=text, by_title=True) if text else None
-        if not of_title:
+        if not candidates:
             return None
+
+        # Where nothing says which of several passages is meant, each of them counts.
         if not passage.text.strip():
-            # Nothing says which of several passages is meant, so each of them counts.
-            return (
-                next(iter(of_title.values()))
-                if len(of_title) == 1
-                else GoldPassage(title=passage.title)
-            )
-        if passage_key(passage) in of_title:
-            return of_title[passage_key(passage)]
-        likest = max(of_title.values(), key=lambda other: _shared_words(passage.text, other.text))
-        return likest if _shared_words(passage.text, likest.text) >= SAME_PARAGRAPH else None
+            return candidates[0] if len(candidates) == 1 else GoldPassage(title=passage.title)
+
+        if passage_key(passage) in same_title:
+            return same_title[passage_key(passage)]
+        most_similar = max(candidates, key=lambda other: _shared_words(passage.text, other.text))
+        if _shared_words(passage.text, most_similar.text) < SAME_PARAGRAPH:
+            return None
+        return most_similar
 
     def find_all(self, passages: Collection[GoldPassage]) -> tuple[GoldPassage, ...] | None:
-        """Return all of them as they are searched. None where there are none, or where the corpus
-        lacks one."""
-        searched = [self.find(passage) for passage in passages]
-        known = tuple(dict.fromkeys(passage for passage in searched if passage is not None))
-        return known if passages and None not in searched else None
+        """Return all passages as they are searched, each once.
+
+        The result is None where there are none, or where the corpus lacks one.
+        """
+        if not passages:
+            return None
+        corpus_passages: dict[GoldPassage, None] = {}
+        for passage in passages:
+            corpus_passage = self.find(passage)
+            if corpus_passage is None:
+                return None
+            corpus_passages[corpus_passage] = None
+        return tuple(corpus_passages)
 
 
-def as_passages(given: Collection[GoldPassage]) -> list[Passage]:
+def as_passages(gold_passages: Collection[GoldPassage]) -> list[Passage]:
+    """Return the passages as an index takes them."""
     return [
-        Passage(id=str(number), title=of.title, text=of.text) for number, of in enumerate(given)
+        Passage(id=str(number), title=passage.title, text=passage.text)
+        for number, passage in enumerate(gold_passages)
     ]
 
 
 def titled(passages: Iterable[Passage], titles: Collection[str]) -> list[Passage]:
-    """Return the passages with one of these titles, however its accents, spaces and entities are
-    written."""
+    """Return the passages with one of these titles.
+
+    Accents, spaces and HTML entities of a title may be written in any way.
+    """
     keys = {title_key(title) for title in titles}
     if not isinstance(passages, PassageFile):
         return [passage for passage in passages if title_key(passage.title) in keys]
@@ -181,12 +203,14 @@ def _shared_words(first: str, second: str) -> float:
     """Return the share of the different words of the shorter text that the longer one has too."""
     first_words = words(first)
     second_words = words(second)
-    smaller = min(len(first_words), len(second_words))
-    return len(first_words & second_words) / smaller if smaller else 0.0
+    word_count = min(len(first_words), len(second_words))
+    if not word_count:
+        return 0.0
+    return len(first_words & second_words) / word_count
 
 
 def _index(config: PassageSearch, corpus: Corpus) -> Index:
-    """The index that the configuration names; without one, BM25 over the corpus."""
+    """Return the index that the configuration names, or else BM25 over the corpus."""
     if config.index is None:
         if config.retriever == "dense":
             raise UserError(
@@ -195,6 +219,7 @@ def _index(config: PassageSearch, corpus: Corpus) -> Index:
                 "give --task.index DIR"
             )
         return Bm25Index(corpus(), "default")
+
     kind = KIND if config.index.startswith(SCHEME) else read_kind(config.index)
     if kind == KIND:
         raise UserError(
@@ -206,6 +231,7 @@ def _index(config: PassageSearch, corpus: Corpus) -> Index:
             f"retriever is {config.retriever} and the index {config.index} is of kind {kind}: give "
             f"--task.retriever {'bm25' if kind == 'bm25' else 'dense'} or another index"
         )
+
     embedder = config.embedder if config.retriever == "dense" else None
     index = open_index(config.index, embedder, rows=config.index_rows)
     if config.top_k > len(index.passages):

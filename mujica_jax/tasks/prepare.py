@@ -24,17 +24,22 @@ from mujica_jax.tasks.official_files import DOWNLOADS, OFFICIAL_FILES
 from mujica_jax.tasks.sources import describe_sources, question_files
 
 LOCK = ".lock"
-INCOMPLETE = "incomplete.*"  # what TensorFlow Datasets calls a folder that it is still writing
-MAX_REASON_CHARACTERS = 200  # of an error of another library
+# What TensorFlow Datasets calls a folder that it is still writing.
+INCOMPLETE = "incomplete.*"
+# The message of another library's error is cut to this length.
+MAX_REASON_CHARACTERS = 200
 ARCHIVES = ("*.zip", "*.tar", "*.tar.gz", "*.tgz")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done or there already, 2 a user's mistake, 130 interrupted."""
-    given = _parser().parse_args(arguments)
+    """Prepare the set that the arguments name.
+
+    Return the exit status: 0 done or there already, 2 a user's mistake, 130 interrupted.
+    """
+    options = _parser().parse_args(arguments)
     try:
-        kind = data_folder.kind_of(given.name)
-        print(prepare(kind, official_folder=given.official_folder, data_dir=given.data_dir))
+        kind = data_folder.kind_of(options.name)
+        print(prepare(kind, official_folder=options.official_folder, data_dir=options.data_dir))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -59,19 +64,22 @@ def prepare(kind: str, *, official_folder: str | None, data_dir: str | None) -> 
     home = root / data_folder.builder_name(kind)
     folder = home / data_folder.VERSION
     with _errors_of_disk(kind, root):
-        was_there = folder.exists()
-        if not was_there:
+        existed_before = folder.exists()
+        if not existed_before:
             data_folder.require_tensorflow(f"preparing {kind}")
             with _locked(home):
                 _download_and_prepare(kind, source, root)
         sizes = data_folder.check_prepared(folder, kind)
-        if was_there and source is not None:
+        if existed_before and source is not None:
             _check_same_sources(folder, source, kind)
+
+    # Say what there is, and how a run reads it.
     examples = ", ".join(f"{size:,} in {split}" for split, size in sizes.items())
-    name = (
-        f"{data_folder.PREFIX}{kind}" if data_dir is None else f"{data_folder.PREFIX}{root}/{kind}"
-    )
-    state = "is there already" if was_there else "is prepared"
+    if data_dir is None:
+        name = f"{data_folder.PREFIX}{kind}"
+    else:
+        name = f"{data_folder.PREFIX}{root}/{kind}"
+    state = "is there already" if existed_before else "is prepared"
     return f"{folder} {state} ({examples}): --task.kind {kind} --task.data-dir {name}"
 
 
@@ -106,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _help_of_sets() -> str:
+    """Return the part of the help text that lists the sets."""
     lines = ["official files:"]
     for kind, official in OFFICIAL_FILES.items():
         lines.append(f"  {kind}: {' and '.join(official.names)} (about {official.size})")
@@ -135,7 +144,10 @@ def _check_official_folder(folder: Path, kind: str) -> None:
         problem = f"has no file with questions of {kind}"
     else:
         return
-    archives = [file.name for pattern in ARCHIVES for file in visible_files(folder, pattern)]
+
+    archives: list[str] = []
+    for pattern in ARCHIVES:
+        archives += [file.name for file in visible_files(folder, pattern)]
     if archives:
         advice = f"unpack {', '.join(archives)} there"
     else:
@@ -145,8 +157,7 @@ def _check_official_folder(folder: Path, kind: str) -> None:
 
 @contextlib.contextmanager
 def _locked(home: Path) -> Iterator[None]:
-    """Hold the folder of a data set for one process, and remove what a killed one has left
-    there."""
+    """Lock the folder of a data set for one process. Remove what a killed process left there."""
     home.mkdir(parents=True, exist_ok=True)
     with (home / LOCK).open("ab") as lock:
         try:
@@ -223,12 +234,11 @@ def _shortened(error: Exception) -> str:
 
 def _check_same_sources(folder: Path, source: Path, kind: str) -> None:
     """Check that a set which is there already was made of the same files."""
-    before = data_folder.sources_of(folder, kind)
-    now = describe_sources(source, kind)
-    different = sorted(
-        name for name in before.keys() | now.keys() if before.get(name) != now.get(name)
-    )
-    if before and different:
+    prepared_sources = data_folder.sources_of(folder, kind)
+    new_sources = describe_sources(source, kind)
+    names = sorted(prepared_sources.keys() | new_sources.keys())
+    different = [name for name in names if prepared_sources.get(name) != new_sources.get(name)]
+    if prepared_sources and different:
         raise UserError(
             f"{folder} is there already and was prepared from other files than those in {source} "
             f"({', '.join(different)}): remove that folder first, or give another --data-dir"

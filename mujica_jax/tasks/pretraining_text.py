@@ -1,25 +1,29 @@
 """Pre-training documents: what a from-scratch decoder learns to read on, in place of the web.
 
-A language model that has read nothing copies no name and finds no line in a list; a demonstration
+A language model that has read nothing cannot copy a name or find a line in a list. A demonstration
 shows it one look-up among a hundred tokens, and a few hundred demonstrations are learnt by heart
-before they are understood. A document here lists some facts of one entity, as materials look, and
-reads them off again in another order, each with the number of its line. All of it is trained, as a
-text is in pre-training: a label that every line repeats is a lesson in copying too. Facts are drawn
-again for every document (any label of a kind with any value of a relation), so that there is
-nothing to remember and all to look up. Other documents put years in order, which is all a reader
-needs to know of dates.
+before they are understood.
 
-No question, plan or answer stands in them: how to search is learnt from demonstrations and from
-MyGO alone.
+A document here lists some facts of one entity, as materials look, and reads them off again in
+another order, each with the number of its line. The loss is on all of it, as in pre-training: a
+label that every line repeats is a lesson in copying too. Facts are drawn again for every document,
+any label of a kind with any value of a relation. So there is nothing to remember and all to look
+up. Other documents put years in order, which is all that a reader needs to know about dates.
+
+They have no question, plan or answer. How to search is learnt from demonstrations and from MyGO
+alone.
 """
 
 import dataclasses
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
-YEARS_SHARE = 0.15  # of the documents
-ABSENT_SHARE = 0.3  # of the documents read a relation that is not there
-REVERSED_SHARE = 0.2  # of the lines name the entity as their object
+# The share of the documents that put years in order.
+YEARS_SHARE = 0.15
+# The share of the other documents that read a relation which they do not list.
+ABSENT_SHARE = 0.3
+# The share of the lines that name the entity as their object.
+REVERSED_SHARE = 0.2
 MAX_YEARS = 6
 
 
@@ -27,16 +31,18 @@ MAX_YEARS = 6
 class Vocabulary:
     """What documents are made of, from the training side of a task."""
 
-    labels: Mapping[str, Sequence[str]]  # kind of entity -> labels
-    values: Mapping[
-        str, Mapping[str, Sequence[str]]
-    ]  # kind -> relation -> objects that were seen with it
-    years: tuple[int, int]  # first and last year
-    max_facts: int  # lines a document lists
+    # Labels of entities by kind.
+    labels: Mapping[str, Sequence[str]]
+    # Objects by kind of entity and relation.
+    values: Mapping[str, Mapping[str, Sequence[str]]]
+    # First and last year.
+    years: tuple[int, int]
+    # How many lines a document lists at most.
+    max_facts: int
 
 
 def documents(vocabulary: Vocabulary, seed: int) -> Iterator[str]:
-    """Endless documents: what is listed, a line break, and what is read off it."""
+    """Yield endless documents: a list, a line break, and what is read off the list."""
     draw = random.Random(f"reading {seed}")
     kinds = sorted(kind for kind, relations in vocabulary.values.items() if relations)
     # Kinds with many relations make long lists, and long lists are what there is to learn from.
@@ -45,41 +51,52 @@ def documents(vocabulary: Vocabulary, seed: int) -> Iterator[str]:
         if draw.random() < YEARS_SHARE:
             yield _years(draw, vocabulary.years)
         else:
-            yield _materials(draw, draw.choices(kinds, weights)[0], vocabulary)
+            kind = draw.choices(kinds, weights)[0]
+            yield _materials(draw, kind, vocabulary)
 
 
 def _years(draw: random.Random, years: tuple[int, int]) -> str:
-    chosen = draw.sample(range(years[0], years[1] + 1), draw.randint(2, MAX_YEARS))
-    listed, ordered = (
-        " and ".join(str(year) for year in some) for some in (chosen, sorted(chosen))
-    )
-    return f"Years: {listed}\nin order: {ordered}."
+    """Return a document that puts years in order."""
+    first_year, last_year = years
+    year_count = draw.randint(2, MAX_YEARS)
+    drawn_years = draw.sample(range(first_year, last_year + 1), year_count)
+    drawn_text = " and ".join(str(year) for year in drawn_years)
+    ordered_text = " and ".join(str(year) for year in sorted(drawn_years))
+    return f"Years: {drawn_text}\nin order: {ordered_text}."
 
 
 def _materials(draw: random.Random, kind: str, vocabulary: Vocabulary) -> str:
+    """Return a document that lists facts of an entity of this kind, and reads them off."""
     relations = sorted(vocabulary.values[kind])
     label = draw.choice(vocabulary.labels[kind])
-    count = min(len(relations), draw.randint(2, vocabulary.max_facts))
-    present = draw.sample(relations, count)
-    facts = []
+    fact_count = min(len(relations), draw.randint(2, vocabulary.max_facts))
+    listed_relations = draw.sample(relations, fact_count)
+
+    # List the facts. In some lines the entity is the object, and such lines are not read off.
+    facts: list[tuple[str, str, int]] = []  # relation, value and number of the line
     lines = []
-    for index, relation in enumerate(present):
+    for number, relation in enumerate(listed_relations):
         value = draw.choice(vocabulary.values[kind][relation])
         if draw.random() < REVERSED_SHARE:
-            lines.append(
-                f"[{index}] {draw.choice(vocabulary.labels[kind])}, {relation} [{index}] {label}"
-            )
+            subject = draw.choice(vocabulary.labels[kind])
+            lines.append(f"[{number}] {subject}, {relation} [{number}] {label}")
         else:
-            lines.append(f"[{index}] {label}, {relation} [{index}] {value}")
-            facts.append((relation, value, index))
+            lines.append(f"[{number}] {label}, {relation} [{number}] {value}")
+            facts.append((relation, value, number))
+
+    # Read them off in another order, sometimes with a relation that no line has.
     draw.shuffle(facts)
-    absent = [relation for relation in relations if relation not in {fact[0] for fact in facts}]
-    if absent and draw.random() < ABSENT_SHARE:
-        facts.insert(draw.randint(0, len(facts)), (draw.choice(absent), "none", -1))
-    read = [
-        f"{relation} [{index}] {value}"
-        + (f" The {relation} of {label} is {value}." if draw.random() < 0.5 else "")
-        for relation, value, index in facts
-    ]
-    # Read off on one line: a word is then the same token here and above, with a space before it.
-    return "\n".join(["Materials:", *lines, f"Read: {'; '.join(read)}"])
+    relations_of_facts = {relation for relation, _, _ in facts}
+    absent_relations = [relation for relation in relations if relation not in relations_of_facts]
+    if absent_relations and draw.random() < ABSENT_SHARE:
+        position = draw.randint(0, len(facts))
+        facts.insert(position, (draw.choice(absent_relations), "none", -1))
+    readings = []
+    for relation, value, number in facts:
+        reading = f"{relation} [{number}] {value}"
+        if draw.random() < 0.5:
+            reading += f" The {relation} of {label} is {value}."
+        readings.append(reading)
+
+    # They stand on one line. So a word is the same token here and above, with a space before it.
+    return "\n".join(["Materials:", *lines, f"Read: {'; '.join(readings)}"])

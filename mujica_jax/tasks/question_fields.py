@@ -1,10 +1,9 @@
-"""Read the fields of question records as files give them: ids, answers, paragraphs, supporting
-facts.
+"""Read the fields of question records: ids, answers, paragraphs, supporting facts.
 
-A value with only one possible meaning is read: a number is its text, `true` and `false` are the
-answers "yes" and "no", HTML entities (`&amp;`, which HotpotQA's files are full of) are the
-characters that they stand for. Everything else raises TypeError or ValueError, which the readers
-turn into one sentence with file and line.
+A value with only one possible meaning is read. A number is read as its text, and `true` and `false`
+as the answers "yes" and "no". HTML entities are read as their characters (HotpotQA's files are full
+of `&amp;`). Everything else raises TypeError or ValueError, which the readers turn into one
+sentence with file and line.
 """
 
 import json
@@ -17,13 +16,14 @@ from mujica_jax.errors import UserError
 from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.text.corpus_records import check_text, in_one_form, open_text
 
-MAX_WHOLE_NUMBER = 2**53  # above it a float does not say which whole number was meant
+# Above it a float does not say which whole number was meant.
+MAX_WHOLE_NUMBER = 2**53
 READ_CHARACTERS = 2**16
 
-Fact = tuple[
-    str, int | None
-]  # a gold title, and the number of a sentence where the record gives one
-Paragraph = tuple[GoldPassage, int]  # a passage, and how many sentences it has
+# A gold title, and the number of a sentence where the record gives one.
+Fact = tuple[str, int | None]
+# A passage, and how many sentences it has.
+Paragraph = tuple[GoldPassage, int]
 
 
 def read_id(value: object) -> str:
@@ -36,6 +36,7 @@ def read_id(value: object) -> str:
 
 
 def read_question(value: object) -> str:
+    """Return the text of a question."""
     if not isinstance(value, str):
         raise TypeError(f"the question is {value!r} and must be a text")
     return in_one_form(value).strip()
@@ -56,17 +57,19 @@ def read_answers(values: object) -> tuple[str, ...]:
     """
     if not isinstance(values, list | tuple):
         raise TypeError(f"answer is {_kind(values)} and must be a list")
-    written = [_answer(value) for value in values]
-    answers = [*map(in_one_form, written), *written]
-    distinct = tuple(dict.fromkeys(answer for answer in answers if answer.strip()))
-    if not distinct:
+    written_answers = [_answer(value) for value in values]
+    plain_answers = [in_one_form(answer) for answer in written_answers]
+    answers = [answer for answer in (*plain_answers, *written_answers) if answer.strip()]
+    if not answers:
         raise ValueError("there is no answer")
-    return distinct
+    return tuple(dict.fromkeys(answers))
 
 
 def read_aliases(values: object) -> list[object]:
-    """Return the aliases of an answer, which may be missing. One text is no list: its letters are
-    not aliases."""
+    """Return the aliases of an answer, which may be missing.
+
+    A single text is refused: its letters are not aliases.
+    """
     if values is None:
         return []
     if not isinstance(values, list | tuple):
@@ -75,8 +78,10 @@ def read_aliases(values: object) -> list[object]:
 
 
 def is_missing(answer: object) -> bool:
-    """Whether a record has no answer, like those of official test files. 0 and false are
-    answers."""
+    """Whether a record has no answer, like those of official test files.
+
+    0 and false are answers.
+    """
     return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
@@ -87,14 +92,15 @@ def read_context(value: object) -> list[Paragraph]:
     "sentences": [...]}`.
     """
     if isinstance(value, Mapping):
-        value = list(zip(value["title"], value.get("sentences", value.get("content")), strict=True))
+        sentence_lists = value.get("sentences", value.get("content"))
+        value = list(zip(value["title"], sentence_lists, strict=True))
     if not isinstance(value, list):
         raise TypeError(f"context is {_kind(value)} and must be a list")
     paragraphs: dict[tuple[str, str], Paragraph] = {}
     for title, sentences in value:
         passage = GoldPassage(title=read_title(title), text=read_passage_text(sentences))
-        count = 1 if isinstance(sentences, str) else len(sentences)
-        paragraphs.setdefault(passage_key(passage), (passage, count))
+        sentence_count = 1 if isinstance(sentences, str) else len(sentences)
+        paragraphs.setdefault(passage_key(passage), (passage, sentence_count))
     return list(paragraphs.values())
 
 
@@ -111,8 +117,8 @@ def read_facts(value: object) -> list[Fact]:
     facts: list[Fact] = []
     for fact in value:
         if isinstance(fact, list):
-            sentence = fact[1] if len(fact) > 1 and isinstance(fact[1], int) else None
-            facts.append((read_title(fact[0]), sentence))
+            has_sentence = len(fact) > 1 and isinstance(fact[1], int)
+            facts.append((read_title(fact[0]), fact[1] if has_sentence else None))
         elif isinstance(fact, str):
             facts.append((read_title(fact), None))
         else:
@@ -124,6 +130,7 @@ def read_facts(value: object) -> list[Fact]:
 
 
 def read_title(value: object) -> str:
+    """Return a title, which may be missing."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -141,23 +148,25 @@ def read_passage_text(value: object) -> str:
 
 
 def gold_passages(facts: Sequence[Fact], context: Sequence[Paragraph]) -> tuple[GoldPassage, ...]:
-    """Return the paragraphs that the facts name. A title that no paragraph has is returned without
-    a text.
+    """Return the paragraphs that the facts name.
 
     If several paragraphs have the title, those that are long enough for the named sentences count.
+    A title that no paragraph has is returned without a text.
     """
-    last_sentence: dict[str, int] = {}
+    last_sentences: dict[str, int] = {}  # by title
     for title, sentence in facts:
-        last_sentence[title] = max(last_sentence.get(title, 0), sentence or 0)
+        last_sentences[title] = max(last_sentences.get(title, 0), sentence or 0)
+
     gold: list[GoldPassage] = []
-    for title, last in last_sentence.items():
-        named = [
-            (passage, count)
-            for passage, count in context
-            if title_key(passage.title) == title_key(title)
-        ]
-        long_enough = [passage for passage, count in named if count > last]
-        gold += long_enough or [passage for passage, _ in named] or [GoldPassage(title=title)]
+    for title, last_sentence in last_sentences.items():
+        same_title: list[GoldPassage] = []
+        long_enough: list[GoldPassage] = []
+        for passage, sentence_count in context:
+            if title_key(passage.title) == title_key(title):
+                same_title.append(passage)
+                if sentence_count > last_sentence:
+                    long_enough.append(passage)
+        gold += long_enough or same_title or [GoldPassage(title=title)]
     return tuple(dict.fromkeys(gold))
 
 
@@ -169,22 +178,30 @@ def with_texts(
     A title alone is replaced by the passages with that title among the other gold ones, or else in
     the context.
     """
-    listed = list(dict.fromkeys(gold))
-    by_title: dict[str, list[GoldPassage]] = {}
-    for passage in listed:
+    distinct_gold = list(dict.fromkeys(gold))
+
+    # Find the passages that a title alone can stand for.
+    passages_by_title: dict[str, list[GoldPassage]] = {}
+    for passage in distinct_gold:
         if passage.text:
-            by_title.setdefault(title_key(passage.title), []).append(passage)
-    known_titles = set(by_title)
+            passages_by_title.setdefault(title_key(passage.title), []).append(passage)
+    titles_of_gold = set(passages_by_title)
     for passage in context:
-        if title_key(passage.title) not in known_titles:
-            by_title.setdefault(title_key(passage.title), []).append(passage)
-    complete: list[GoldPassage] = []
-    for passage in listed:
-        complete += [passage] if passage.text else by_title.get(title_key(passage.title), [passage])
-    distinct: dict[tuple[str, str], GoldPassage] = {}
-    for passage in complete:
-        distinct.setdefault(passage_key(passage), passage)
-    return tuple(distinct.values())
+        key = title_key(passage.title)
+        if key not in titles_of_gold:
+            passages_by_title.setdefault(key, []).append(passage)
+
+    # Put them in place of the titles.
+    complete_gold: list[GoldPassage] = []
+    for passage in distinct_gold:
+        if passage.text:
+            complete_gold.append(passage)
+        else:
+            complete_gold += passages_by_title.get(title_key(passage.title), [passage])
+    distinct_passages: dict[tuple[str, str], GoldPassage] = {}
+    for passage in complete_gold:
+        distinct_passages.setdefault(passage_key(passage), passage)
+    return tuple(distinct_passages.values())
 
 
 def title_key(title: str) -> str:
@@ -193,17 +210,21 @@ def title_key(title: str) -> str:
 
 
 def passage_key(passage: GoldPassage) -> tuple[str, str]:
-    """Return what tells a passage from all others: title and text, without spaces, which
-    segmentation changes."""
+    """Return what tells a passage from all others: its title and its text without spaces.
+
+    Splitting a text into sentences changes its spaces.
+    """
     return title_key(passage.title), "".join(in_one_form(passage.text).split())
 
 
 def check_characters(record: object, place: str) -> None:
-    """Raise UserError where a text of the record holds half of a surrogate pair, which nothing can
-    write down."""
-    written = json.dumps(record, ensure_ascii=False)
+    """Raise UserError where a text of the record holds half of a surrogate pair.
+
+    Nothing can write such a text down.
+    """
+    record_text = json.dumps(record, ensure_ascii=False)
     try:
-        check_text(written)
+        check_text(record_text)
     except UserError as error:
         raise UserError(f"{place}: {error}") from error
 
@@ -211,19 +232,21 @@ def check_characters(record: object, place: str) -> None:
 def check_not_blank(file: Path, *, holds: str = "question") -> None:
     """Raise UserError for a file of nothing but white space: most likely a download that failed."""
     with open_text(file) as text:
-        while read := text.read(READ_CHARACTERS):
-            if read.strip().strip("\ufeff"):
+        while chunk := text.read(READ_CHARACTERS):
+            if chunk.strip().strip("\ufeff"):
                 return
     raise UserError(f"{file} is blank, there is no {holds} in it: fetch it again, or take it away")
 
 
 def _answer(value: object) -> str:
+    """Return an answer as a text."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return value if isinstance(value, str) else _number(value)
 
 
 def _number(value: Any) -> str:
+    """Return a number as a text, a whole one without a point."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{value!r} must be a text or a number")
     if not math.isfinite(value):
@@ -234,6 +257,7 @@ def _number(value: Any) -> str:
 
 
 def _kind(value: object) -> str:
+    """Return what a value is, for messages."""
     names = {
         str: "a text",
         dict: "an object",

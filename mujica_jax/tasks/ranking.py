@@ -1,6 +1,6 @@
-"""Rank the triples of an entity that has more than fit: by the words of the query, or by an
-embedder.
+"""Rank the triples of an entity that has more than a search shows.
 
+They are ranked by the words of the query, or by an embedder.
 Both rankings return the positions of all texts, best first. Texts with equal scores keep their
 order.
 """
@@ -24,12 +24,16 @@ from mujica_jax.retrieval.text.dense import ranked
 if TYPE_CHECKING:
     from mujica_jax.models.embedder import Embedder
 
-MAX_KEPT_ROWS = 65_536  # embeddings of triples that are kept: 256 MiB of bge-large's
+# How many embeddings of triples are cached: 256 MiB of bge-large's.
+MAX_KEPT_ROWS = 65_536
 
 # Question words that the lists of bm25s lack.
 MORE_STOP_WORDS = {
     "en": "could many may might much would",
-    "de": "gibt wann warum welche welchem welchen welcher welches wem wen wer wessen wie wieso wo woher wurde wurden",
+    "de": (
+        "gibt wann warum welche welchem welchen welcher welches wem wen wer wessen wie wieso wo "
+        "woher wurde wurden"
+    ),
     "ru": "где какая какие какое какой каком кем ком сколько чего чем",
     "zh": "",
 }
@@ -40,7 +44,7 @@ _words = re.compile(rf"[{_CHARACTERS}]|[^\W{_CHARACTERS}]+")
 
 
 class Ranking(Protocol):
-    """What orders the triples of an entity."""
+    """Orders the triples of an entity."""
 
     async def __call__(self, query: str, texts: Sequence[str]) -> Sequence[int]:
         """Return the positions of `texts`, best first. Raises RetrievalError."""
@@ -48,7 +52,7 @@ class Ranking(Protocol):
 
 
 class WordRanking:
-    """Ranks texts by the words that they share with the query; stop words count nothing.
+    """Ranks texts by the words that they share with the query. Stop words do not count.
 
     A word weighs more if fewer texts have it, by BM25's formula over these texts alone:
 
@@ -63,30 +67,34 @@ class WordRanking:
         self._language = language
 
     async def __call__(self, query: str, texts: Sequence[str]) -> list[int]:
-        asked = _words_of(query) - stop_words(self._language) - stop_words("en")
-        matches = [asked & _words_of(text) for text in texts]
-        counts = Counter(word for match in matches for word in match)
-        weights = {
-            word: math.log1p((len(texts) - n + 0.5) / (n + 0.5)) for word, n in counts.items()
-        }
-        # Summed in a fixed order: sets of strings have none, and equal scores must stay equal.
-        scores = [sum(weights[word] for word in sorted(match)) for match in matches]
-        return sorted(range(len(texts)), key=lambda place: -scores[place])
+        query_words = _words_of(query) - stop_words(self._language) - stop_words("en")
+        shared_words = [query_words & _words_of(text) for text in texts]
+        counts: Counter[str] = Counter()  # n(w) of the formula
+        for words in shared_words:
+            counts.update(words)
+        weights: dict[str, float] = {}
+        for word, count in counts.items():
+            weights[word] = math.log1p((len(texts) - count + 0.5) / (count + 0.5))
+
+        # Sum in a fixed order. Sets of strings have none, and equal scores must stay equal.
+        scores = [sum(weights[word] for word in sorted(words)) for words in shared_words]
+        return sorted(range(len(texts)), key=lambda position: -scores[position])
 
 
 class DenseRanking:
     """Ranks texts by the inner product of their embeddings with the query's.
 
-    The texts of an entity are embedded together in batches, and their embeddings are kept for its
-    next search. Keeping them by entity makes a search independent of the searches before it. Any
-    thread may call it.
+    The texts of an entity are embedded together in batches, and their embeddings are cached for its
+    next search. They are cached by entity, so a search does not depend on the searches before it.
+    Any thread may call it.
     """
 
     def __init__(self, embedder: "Embedder") -> None:
         self._embedder = embedder
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, ...], np.ndarray] = OrderedDict()
-        self._kept_rows = 0
+        # By the texts of an entity. The entity that was searched last is at the end.
+        self._cached_vectors: OrderedDict[tuple[str, ...], np.ndarray] = OrderedDict()
+        self._cached_rows = 0
 
     async def __call__(self, query: str, texts: Sequence[str]) -> list[int]:
         try:
@@ -99,25 +107,29 @@ class DenseRanking:
         try:
             with self._lock:
                 return ranked(self._embedder, query, texts, self._vectors(texts))
-        except (OSError, RuntimeError) as error:  # a device that ran out of memory
+        # Such as a device that ran out of memory.
+        except (OSError, RuntimeError) as error:
             raise RetrieverUnavailable(f"the embedder failed ({error})") from error
 
     def _vectors(self, texts: tuple[str, ...]) -> np.ndarray:
-        vectors = self._kept.pop(texts, None)
+        """Return the embeddings of an entity's texts, from the cache if it has them."""
+        vectors = self._cached_vectors.pop(texts, None)
         if vectors is None:
             vectors = self._embedder.embed(texts, "passage")
-            self._kept_rows += len(texts)
-        self._kept[texts] = vectors  # at the end: the entity that was searched last
-        while self._kept_rows > MAX_KEPT_ROWS and len(self._kept) > 1:
-            dropped, _ = self._kept.popitem(last=False)
-            self._kept_rows -= len(dropped)
+            self._cached_rows += len(texts)
+        self._cached_vectors[texts] = vectors
+        while self._cached_rows > MAX_KEPT_ROWS and len(self._cached_vectors) > 1:
+            dropped_texts, _ = self._cached_vectors.popitem(last=False)
+            self._cached_rows -= len(dropped_texts)
         return vectors
 
 
 @functools.cache
 def stop_words(language: str) -> frozenset[str]:
-    """Return the words of a language that say nothing about what is asked: those of bm25s, and
-    question words."""
+    """Return the words of a language that do not tell what is asked.
+
+    They are the stop words of bm25s, and question words.
+    """
     from bm25s import stopwords
 
     lists = {

@@ -20,8 +20,10 @@ def question_files(folder: Path, kind: str) -> list[Path]:
 
 
 def further_files(folder: Path, kind: str) -> list[Path]:
-    """Return the files that the task reads beside the questions: of 2WikiMultihopQA aliases,
-    triples and passages."""
+    """Return the files that the task reads beside the questions.
+
+    Those of 2WikiMultihopQA are aliases, triples and passages. The other sets have none.
+    """
     if kind != "two_wiki":
         return []
     aliases = alias_file(folder)
@@ -30,14 +32,13 @@ def further_files(folder: Path, kind: str) -> list[Path]:
 
 
 def describe_sources(folder: Path, kind: str) -> dict[str, Any]:
-    """Return size and checksum of each file that the set is made of, by its name, and whether it is
-    copied."""
-    copied = further_files(folder, kind)
-    described: dict[str, Any] = {}
-    for file in (*question_files(folder, kind), *copied):
-        described[file.name] = {
+    """Return size and checksum of each file of the set by its name, and whether it is copied."""
+    copied_files = further_files(folder, kind)
+    descriptions: dict[str, Any] = {}
+    for file in (*question_files(folder, kind), *copied_files):
+        descriptions[file.name] = {
             "bytes": file.stat().st_size,
             "sha256": sha256_of(file),
-            "is_copied": file in copied,
+            "is_copied": file in copied_files,
         }
-    return described
+    return descriptions

@@ -19,36 +19,42 @@ EnvironmentKind = Literal["graph", "text"]
 
 
 def hash_of(question_id: str) -> int:
-    """What splits and orders questions: the same everywhere, and when files are added."""
+    """Return a hash of an id, by which questions are split and ordered.
+
+    It is the same on every machine, and does not change when files are added.
+    """
     return int(hashlib.sha256(question_id.encode()).hexdigest(), 16)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Material:
-    """One thing a search returned: the line shown to the worker, and the entities it names (graphs
-    only)."""
+    """One thing a search returned: the line shown to the worker, and the entities it names."""
 
-    text: str  # "subject, relation, object", or "title: passage"
-    entities: tuple[
-        Entity, ...
-    ] = ()  # subject and object of a triple; literals (dates) are no entities
-    title: str = ""  # passage title (text environments)
+    # "subject, relation, object", or "title: passage".
+    text: str
+    # Subject and object of a triple. Literals (dates) are no entities. Passages have none.
+    entities: tuple[Entity, ...] = ()
+    # The title of a passage. Triples have none.
+    title: str = ""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Subject, relation and object of a triple; of a passage, or a line that was cut, the text.
-        Subject and object may hold commas, the relation none."""
+        """Subject, relation and object of a triple.
+
+        For a passage, and for a line that was cut, it is the text alone. Subject and object may
+        have commas, and the relation none.
+        """
         subject = self.entities[0].label if self.entities else ""
-        if subject and self.text.startswith(f"{subject}, "):
-            relation, comma, value = self.text[len(subject) + 2 :].partition(", ")
-            return (subject, relation, value) if comma else (self.text,)
-        return (self.text,)
+        if not subject or not self.text.startswith(f"{subject}, "):
+            return (self.text,)
+        relation_and_object = self.text.removeprefix(f"{subject}, ")
+        relation, comma, triple_object = relation_and_object.partition(", ")
+        return (subject, relation, triple_object) if comma else (self.text,)
 
     def shows(self, passage: GoldPassage, *, cut: bool = False) -> bool:
-        """Whether this is the passage: one of its title and, where its text is known, with the same
-        text.
+        """Whether this is the passage: it has the same title, and the same text where it is known.
 
-        `cut`: it may be the beginning of a longer passage.
+        With `cut` it may be the beginning of a longer passage.
         """
         same_title = " ".join(self.title.split()) == " ".join(passage.title.split())
         return same_title and passage.is_shown_by(self.text, cut=cut)
@@ -61,12 +67,14 @@ class Environment(Protocol):
 
     @property
     def statistics(self) -> RetrievalStatistics:
-        """Of all searches so far; environments that share a retriever share its statistics."""
+        """Statistics of all searches so far. Environments with one retriever share them."""
         ...
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        """Materials for one sub-question, best first; `entity` is given for graphs only. Raises
-        RetrievalError."""
+        """Return the materials for one sub-question, best first.
+
+        `entity` is given for graphs only. Raises RetrievalError.
+        """
         ...
 
 
@@ -96,19 +104,24 @@ class ParagraphTask(Protocol):
     """A task whose data set gives paragraphs with its questions."""
 
     def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
-        """Return the paragraphs that the data set gives with this question, gold and others. Empty:
-        it gives none."""
+        """Return the paragraphs that the data set gives with this question, gold and others.
+
+        The result is empty where it gives none.
+        """
         ...
 
 
 @runtime_checkable
 class FromScratchTask(Protocol):
-    """What a model that starts from scratch needs besides. All of it is of the training side, never
-    of dev or test."""
+    """What a model that starts from scratch needs besides.
+
+    All of it comes from the training side, never from dev or test.
+    """
 
     def demonstrations(self) -> Iterable[tuple[Question, Environment]]:
-        """Questions with gold evidence for scripted demonstrations, each with the environment it is
-        answered in. Read once.
+        """Return questions with gold evidence for scripted demonstrations. They are read once.
+
+        Each comes with the environment in which it is answered.
         """
         ...
 

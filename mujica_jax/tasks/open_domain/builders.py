@@ -38,14 +38,14 @@ from mujica_jax.tasks.sources import describe_sources, further_files, question_f
 from mujica_jax.tasks.two_wiki.aliases import alias_file, official_aliases
 from mujica_jax.tasks.two_wiki.records import read_questions
 
-RECORD_KINDS = ("two_wiki", "qald10")  # tasks that read more of a record than an OpenRecord holds
+# Tasks that read more of a record than an OpenRecord holds.
+RECORD_KINDS = ("two_wiki", "qald10")
 
 Example = tuple[str, dict[str, Any]]  # key and fields
 
 
 class _Questions(tfds.core.GeneratorBasedBuilder):
-    """The questions of one set, by the files that they stand in: train, and all others as
-    validation."""
+    """Builds one question set. Training files fill the split `train`, all others `validation`."""
 
     VERSION = tfds.core.Version(VERSION)
     RELEASE_NOTES: ClassVar = {
@@ -56,101 +56,111 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
 
     def _info(self) -> tfds.core.DatasetInfo:
         text = tfds.features.Text()
-        features: dict[str, Any]
         if self._kind in RECORD_KINDS:
-            features = {"id": text, "record": text}  # JSON, as the official file has it
+            # `record` is JSON, as the official file has it.
+            features = {"id": text, "record": text}
         else:
+            # The columns of `records.as_row`, and the place of the question among all.
             features = {
-                name: text for name in ("id", "text", "answer_sets", "gold", "context", "kind")
-            }  # of `as_row`
-            features["answers"] = tfds.features.Sequence(text)
-            features["position"] = tfds.features.Scalar(np.int64)
+                "id": text,
+                "text": text,
+                "answer_sets": text,
+                "gold": text,
+                "context": text,
+                "kind": text,
+                "answers": tfds.features.Sequence(text),
+                "position": tfds.features.Scalar(np.int64),
+            }
         return self.dataset_info_from_configs(features=tfds.features.FeaturesDict(features))
 
     def _split_generators(
         self, dl_manager: tfds.download.DownloadManager
     ) -> dict[str, Iterator[Example]]:
-        try:
-            folder = Path(dl_manager.manual_dir)
-        except AssertionError:  # there is none, or it is empty
-            if self._kind not in DOWNLOADS:
-                raise
-            files, training_files = self._downloaded(dl_manager)
-        else:
-            files = question_files(folder, self._kind)
-            if not files:
-                raise UserError(
-                    f"{folder} has no file of questions: put {OFFICIAL_FILES[self._kind].summary} "
-                    "there"
-                )
-            training_files = [file for file in files if records.is_training_file(file.name)]
-            self._keep_beside(folder)
+        files, training_files = self._question_files(dl_manager)
 
         examples: dict[str, list[Example]] = {"train": [], "validation": []}
-        if self._kind in RECORD_KINDS:
-            for is_training, example in self._record_examples(files, training_files):
-                examples["train" if is_training else "validation"].append(example)
-        else:
-            read = records.read_question_files(files, self._kind, training_files)
-            for position, (is_training, record) in enumerate(read):
-                example = (record.id, records.as_row(record) | {"position": position})
-                examples["train" if is_training else "validation"].append(example)
+        for is_training, example in self._read_examples(files, training_files):
+            split = "train" if is_training else "validation"
+            examples[split].append(example)
         if not any(examples.values()):
             raise UserError(
                 f"{files[0].parent} has no question with an answer: give the official files"
             )
-        return {
-            split: self._generate_examples(of_split)
-            for split, of_split in examples.items()
-            if of_split
-        }
+
+        # A set of held-out questions alone has no split `train`.
+        generators: dict[str, Iterator[Example]] = {}
+        for split, split_examples in examples.items():
+            if split_examples:
+                generators[split] = self._generate_examples(split_examples)
+        return generators
 
     def _generate_examples(self, examples: Sequence[Example]) -> Iterator[Example]:
         yield from examples
 
-    def _record_examples(
-        self, files: Sequence[Path], training_files: Sequence[Path]
-    ) -> Iterator[tuple[bool, Example]]:
-        """Yield the official records as they are, each with whether it is for training. Malformed
-        ones are refused."""
-        if self._kind == "qald10":
-            folder = files[0].parent
-            for _ in read_qald(str(folder), "en"):
-                pass
-            for number, (place, value) in enumerate(official_records(folder)):
-                yield False, _record_example(number, place, value)
-            return
-        questions = read_questions(files)
-        aliases = alias_file(files[0].parent)
-        if aliases is not None:
-            official_aliases(aliases, questions)
-        number = 0
-        for file in files:
-            for place, value in records_of([file]):
-                yield file in training_files, _record_example(number, place, value)
-                number += 1
-
-    def _downloaded(
+    def _question_files(
         self, dl_manager: tfds.download.DownloadManager
     ) -> tuple[list[Path], list[Path]]:
+        """Return the official files, and those of them with training questions.
+
+        They come from the manual folder, or are downloaded where it is missing or empty.
+        """
+        try:
+            folder = Path(dl_manager.manual_dir)
+        except AssertionError:  # `manual_dir` asserts that the folder is there and not empty
+            if self._kind not in DOWNLOADS:
+                raise
+            return self._download(dl_manager)
+
+        files = question_files(folder, self._kind)
+        if not files:
+            raise UserError(
+                f"{folder} has no file of questions: put {OFFICIAL_FILES[self._kind].summary} there"
+            )
+        self._copy_further_files(folder)
+        training_files = [file for file in files if records.is_training_file(file.name)]
+        return files, training_files
+
+    def _download(self, dl_manager: tfds.download.DownloadManager) -> tuple[list[Path], list[Path]]:
         """Download the official files. Return all of them, and those with training questions."""
-        wanted = DOWNLOADS[self._kind]
-        places = dl_manager.download_and_extract(
-            {split: address for split, (address, _) in wanted.items()}
-        )
-        by_split: dict[str, list[Path]] = {}
-        for split, (address, member) in wanted.items():
-            place = Path(places[split])
-            by_split[split] = sorted(place.rglob(member)) if member else [place]
-            if not by_split[split]:
+        downloads = DOWNLOADS[self._kind]
+        addresses = {split: address for split, (address, _) in downloads.items()}
+        paths: Any = dl_manager.download_and_extract(addresses)
+
+        files: list[Path] = []
+        training_files: list[Path] = []
+        for split, (address, member) in downloads.items():
+            path = Path(paths[split])
+            split_files = sorted(path.rglob(member)) if member else [path]
+            if not split_files:
                 raise UserError(
                     f"{address} has no file {member}: put {OFFICIAL_FILES[self._kind].summary} "
                     "into a folder and give it with --from"
                 )
-        return [file for files in by_split.values() for file in files], by_split["train"]
+            files += split_files
+            if split == "train":
+                training_files = split_files
+        return files, training_files
 
-    def _keep_beside(self, folder: Path) -> None:
-        """Copy what the task reads beside the questions, and write down what the set is made of.
+    def _read_examples(
+        self, files: Sequence[Path], training_files: Sequence[Path]
+    ) -> Iterator[tuple[bool, Example]]:
+        """Yield the examples in the order of the files, each with whether it is for training.
+
+        Raises UserError for a malformed record.
+        """
+        if self._kind == "qald10":
+            yield from _qald_examples(files[0].parent)
+        elif self._kind == "two_wiki":
+            yield from _two_wiki_examples(files, training_files)
+        else:
+            questions = records.read_question_files(files, self._kind, training_files)
+            for position, (is_training, record) in enumerate(questions):
+                row = records.as_row(record)
+                row["position"] = position
+                yield is_training, (record.id, row)
+
+    def _copy_further_files(self, folder: Path) -> None:
+        """Copy the files that the task reads beside the questions, and list the set's sources.
 
         The folder has a temporary name here. TensorFlow Datasets renames it when it is complete.
         """
@@ -164,25 +174,107 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
         return self.name.removeprefix(BUILDER_PREFIX)
 
 
-def _builder(kind: str) -> type[_Questions]:
-    instructions = f"Put {OFFICIAL_FILES[kind].summary} into the manual folder, plain or .gz"
-    instructions += ", or leave it empty: they are downloaded." if kind in DOWNLOADS else "."
-    members = {
-        "__doc__": f"Questions of {kind}.",
-        "__module__": __name__,
-        "MANUAL_DOWNLOAD_INSTRUCTIONS": instructions,
-        "SKIP_REGISTERING": False,
-        "name": builder_name(kind),
-    }
-    return type(f"Mujica{kind.capitalize()}", (_Questions,), members)
+def _manual_instructions(kind: str) -> str:
+    """Say which files to put into the manual folder."""
+    files = OFFICIAL_FILES[kind].summary
+    if kind in DOWNLOADS:
+        return (
+            f"Put {files} into the manual folder, plain or .gz, or leave it empty: they are "
+            "downloaded."
+        )
+    return f"Put {files} into the manual folder, plain or .gz."
 
 
-BUILDERS = {kind: _builder(kind) for kind in OFFICIAL_FILES}
+class MujicaTwoWiki(_Questions):
+    """Questions of two_wiki."""
+
+    name = builder_name("two_wiki")
+    MANUAL_DOWNLOAD_INSTRUCTIONS = _manual_instructions("two_wiki")
+    SKIP_REGISTERING = False
+
+
+class MujicaHotpotqa(_Questions):
+    """Questions of hotpotqa."""
+
+    name = builder_name("hotpotqa")
+    MANUAL_DOWNLOAD_INSTRUCTIONS = _manual_instructions("hotpotqa")
+    SKIP_REGISTERING = False
+
+
+class MujicaMusique(_Questions):
+    """Questions of musique."""
+
+    name = builder_name("musique")
+    MANUAL_DOWNLOAD_INSTRUCTIONS = _manual_instructions("musique")
+    SKIP_REGISTERING = False
+
+
+class MujicaQald10(_Questions):
+    """Questions of qald10."""
+
+    name = builder_name("qald10")
+    MANUAL_DOWNLOAD_INSTRUCTIONS = _manual_instructions("qald10")
+    SKIP_REGISTERING = False
+
+
+class MujicaNq(_Questions):
+    """Questions of nq."""
+
+    name = builder_name("nq")
+    MANUAL_DOWNLOAD_INSTRUCTIONS = _manual_instructions("nq")
+    SKIP_REGISTERING = False
+
+
+class MujicaTriviaqa(_Questions):
+    """Questions of triviaqa."""
+
+    name = builder_name("triviaqa")
+    MANUAL_DOWNLOAD_INSTRUCTIONS = _manual_instructions("triviaqa")
+    SKIP_REGISTERING = False
+
+
+class MujicaPopqa(_Questions):
+    """Questions of popqa."""
+
+    name = builder_name("popqa")
+    MANUAL_DOWNLOAD_INSTRUCTIONS = _manual_instructions("popqa")
+    SKIP_REGISTERING = False
+
+
+class MujicaAmbigqa(_Questions):
+    """Questions of ambigqa."""
+
+    name = builder_name("ambigqa")
+    MANUAL_DOWNLOAD_INSTRUCTIONS = _manual_instructions("ambigqa")
+    SKIP_REGISTERING = False
+
+
+class MujicaBamboogle(_Questions):
+    """Questions of bamboogle."""
+
+    name = builder_name("bamboogle")
+    MANUAL_DOWNLOAD_INSTRUCTIONS = _manual_instructions("bamboogle")
+    SKIP_REGISTERING = False
+
+
+BUILDERS: dict[str, type[_Questions]] = {
+    "two_wiki": MujicaTwoWiki,
+    "hotpotqa": MujicaHotpotqa,
+    "musique": MujicaMusique,
+    "qald10": MujicaQald10,
+    "nq": MujicaNq,
+    "triviaqa": MujicaTriviaqa,
+    "popqa": MujicaPopqa,
+    "ambigqa": MujicaAmbigqa,
+    "bamboogle": MujicaBamboogle,
+}
 
 
 def read_prepared(folder: Path, kind: str) -> list[tuple[bool, records.OpenRecord]]:
-    """Return the questions of a prepared folder in the order of their files, each with whether it
-    is for training."""
+    """Return the questions of a prepared folder, each with whether it is for training.
+
+    They are in the order of the official files.
+    """
     positioned: list[tuple[int, bool, records.OpenRecord]] = []
     for is_training, row in prepared_rows(folder, kind):
         if "gold" not in row:
@@ -193,25 +285,31 @@ def read_prepared(folder: Path, kind: str) -> list[tuple[bool, records.OpenRecor
             )
         position = int(row.pop("position", 0))
         answers = [text.decode() for text in row.pop("answers")]
-        texts = {name: value.decode() for name, value in row.items()}
-        positioned.append((position, is_training, records.from_row({"answers": answers} | texts)))
+        fields: dict[str, Any] = {name: value.decode() for name, value in row.items()}
+        fields["answers"] = answers
+        positioned.append((position, is_training, records.from_row(fields)))
+
     positioned.sort(key=lambda entry: entry[0])
     return [(is_training, record) for _, is_training, record in positioned]
 
 
 def prepared_rows(folder: Path, kind: str) -> Iterator[tuple[bool, dict[str, Any]]]:
-    """Yield the rows of a prepared folder, each with whether it is for training. Raises UserError
-    for a damaged one."""
+    """Yield the rows of a prepared folder, each with whether it is for training.
+
+    Raises UserError for a damaged folder.
+    """
     try:
         with without_root_handler():
             builder = tfds.builder_from_directory(folder)
         for split, info in builder.info.splits.items():
             with without_root_handler():
-                dataset = builder.as_dataset(split=split)  # pyright: ignore[reportCallIssue] - a decorator hides it
+                # A decorator hides the parameter from pyright.
+                dataset = builder.as_dataset(split=split)  # pyright: ignore[reportCallIssue]
+            is_training = split == "train"
             count = 0
             for row in tfds.as_numpy(dataset):
                 count += 1
-                yield split == "train", row
+                yield is_training, row
             if count != info.num_examples:
                 raise ValueError(
                     f"{split} has {count:,} examples and should have {info.num_examples:,}"
@@ -221,8 +319,38 @@ def prepared_rows(folder: Path, kind: str) -> Iterator[tuple[bool, dict[str, Any
         raise damaged(folder, kind, f"{type(error).__name__}: {reason}") from error
 
 
+def _qald_examples(folder: Path) -> Iterator[tuple[bool, Example]]:
+    """Yield the official records of QALD-10 as they are. None is for training."""
+    # Read all questions once, so that a malformed record is refused before anything is written.
+    for _ in read_qald(str(folder), "en"):
+        pass
+    for number, (place, value) in enumerate(official_records(folder)):
+        yield False, _record_example(number, place, value)
+
+
+def _two_wiki_examples(
+    files: Sequence[Path], training_files: Sequence[Path]
+) -> Iterator[tuple[bool, Example]]:
+    """Yield the official records of 2WikiMultihopQA as they are."""
+    # Read questions and aliases once, so that malformed ones are refused before anything is
+    # written.
+    questions = read_questions(files)
+    aliases = alias_file(files[0].parent)
+    if aliases is not None:
+        official_aliases(aliases, questions)
+
+    number = 0
+    for file in files:
+        is_training = file in training_files
+        for place, value in records_of([file]):
+            yield is_training, _record_example(number, place, value)
+            number += 1
+
+
 def _record_example(number: int, place: str, value: object) -> Example:
-    """Return the example of an official record. Its key sorts as the files do, and ends in the
-    record's place."""
+    """Return the example of an official record.
+
+    Its key sorts as the files do, and ends in the record's place.
+    """
     key = f"{number:07} {Path(place).name}"
     return key, {"id": key, "record": json.dumps(value)}

@@ -39,7 +39,7 @@ from mujica_jax.tasks.task import Split, hash_of
 from mujica_jax.tasks.two_wiki.search import open_knowledge_graph, ranking
 
 PATTERNS = ("qald*.json", "qald*.json.gz")
-_named = re.compile(r"\bwd:(Q\d+)\b|<http://www\.wikidata\.org/entity/(Q\d+)>")
+_wikidata_entity = re.compile(r"\bwd:(Q\d+)\b|<http://www\.wikidata\.org/entity/(Q\d+)>")
 # An entity or a property of Wikidata, under its own address, as a page or as a predicate.
 _wikidata_key = re.compile(
     r"https?://www\.wikidata\.org/(?:entity|wiki|prop(?:/[a-z-]+)*)/(?:Property:)?([QP]\d+)",
@@ -54,36 +54,35 @@ def build(config: QaldConfig) -> OpenDomain:
             "task.kind qald10 is answered over Wikidata and task.index is None: give the directory "
             "of a graph or sparql+https://HOST/sparql (docs/graphs.md)"
         )
-    records = sorted(
-        read_qald(config.data_dir, config.language), key=lambda record: hash_of(record["id"])
-    )
-    ranked = ranking(config)
+    all_records = list(read_qald(config.data_dir, config.language))
+    all_records.sort(key=lambda record: hash_of(record["id"]))
+    records = all_records[: config.max_questions]
+
+    triple_ranking = ranking(config)
     graph = open_knowledge_graph(str(fetched_index(config.index)), config.queries_per_second)
     if not isinstance(graph, KnowledgeGraph):
         raise UserError(f"the index {config.index} is no knowledge graph: give one of kind graph")
     graph.prefer_language(config.language)
     try:
-        found = asyncio.run(_asked_of(graph, records[: config.max_questions]))
+        labelled_questions = asyncio.run(_label_questions(graph, records))
     except RetrievalError as error:
         raise UserError(f"the labels of QALD's entities could not be looked up: {error}") from error
+
     questions: dict[Split, list[Question]] = {"train": [], "dev": [], "test": []}
-    for question in (question for question in found if question is not None):
-        questions["dev" if hash_of(question.id) % 100 < config.dev_percent else "test"].append(
-            question
-        )
+    left_out: list[str] = []
+    for record, question in zip(records, labelled_questions, strict=True):
+        if question is None:
+            left_out.append(str(record["id"]))
+            continue
+        is_dev = hash_of(question.id) % 100 < config.dev_percent
+        questions["dev" if is_dev else "test"].append(question)
     if not any(questions.values()):
         raise UserError(
-            f"the graph {config.index} knows the entities of none of {len(records)} questions: "
+            f"the graph {config.index} knows the entities of none of {len(all_records)} questions: "
             "give Wikidata's"
         )
-    lost = [
-        str(record["id"])
-        for record, question in zip(records[: config.max_questions], found, strict=True)
-        if question is None
-    ]
-    return OpenDomain(
-        config, questions, GraphEnvironment(graph, config.top_k, ranked), {}, left_out=lost
-    )
+    environment = GraphEnvironment(graph, config.top_k, triple_ranking)
+    return OpenDomain(config, questions, environment, own_environments={}, left_out=left_out)
 
 
 def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
@@ -94,11 +93,13 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
     file and question.
     """
     folder = Path(data_dir)
-    first_places: dict[
-        str, tuple[dict[str, Any], str]
-    ] = {}  # of an id: its record and where it stands
-    placed = prepared_records(folder, "qald10") if is_prepared(folder) else official_records(folder)
-    for place, value in placed:
+    if is_prepared(folder):
+        placed_values = iter(prepared_records(folder, "qald10"))
+    else:
+        placed_values = official_records(folder)
+
+    first_records: dict[str, tuple[dict[str, Any], str]] = {}  # id -> record and its place
+    for place, value in placed_values:
         check_characters(value, place)
         try:
             record = _record(value, language)
@@ -107,11 +108,11 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
                 f"{place}: this is no question of QALD ({type(error).__name__}: {error}); use the "
                 "official format, and a task.language that it has"
             ) from error
-        if record["id"] not in first_places:
-            first_places[record["id"]] = (record, place)
+        if record["id"] not in first_records:
+            first_records[record["id"]] = (record, place)
             yield record
             continue
-        first, first_place = first_places[record["id"]]
+        first, first_place = first_records[record["id"]]
         if first != record:
             raise UserError(
                 f"{place}: the question {value['id']} is {record['text']!r} here and "
@@ -122,11 +123,14 @@ def read_qald(data_dir: str, language: str) -> Iterator[dict[str, Any]]:
 
 def qald_files(folder: Path) -> list[Path]:
     """Return the files with questions, in a fixed order."""
-    return [file for pattern in PATTERNS for file in visible_files(folder, pattern)]
+    files: list[Path] = []
+    for pattern in PATTERNS:
+        files += visible_files(folder, pattern)
+    return files
 
 
 def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Each question with the place it stands at."""
+    """Yield the questions as their files have them, each with its place."""
     files = qald_files(folder)
     if not files:
         raise UserError(
@@ -136,20 +140,23 @@ def official_records(folder: Path) -> Iterator[tuple[str, Any]]:
     for file in files:
         try:
             with open_text(file) as text:
-                listed = json.load(text)["questions"]
+                values = json.load(text)["questions"]
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{file} is no file of QALD ({type(error).__name__}: {error}): use the official "
                 "format"
             ) from error
-        yield from ((f"{file}, question {number}", value) for number, value in enumerate(listed))
+        for number, value in enumerate(values):
+            yield f"{file}, question {number}", value
 
 
 def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
+    """Return the fields of a question that `read_qald` lists."""
     texts = {entry["language"]: entry["string"] for entry in value["question"]}
     text = read_question(texts[language])
     if not text:
         raise ValueError(f"the question is blank in the language {language}")
+
     (answer,) = value["answers"]
     if "boolean" in answer:
         terms = [Literal(BOOLEANS[str(answer["boolean"]).lower()])]
@@ -158,69 +165,72 @@ def _record(value: Mapping[str, Any], language: str) -> dict[str, Any]:
         terms = [term_of(row[name]) for row in answer["results"]["bindings"]]
 
     answers: list[tuple[str, str]] = []
-    others: list[tuple[str, ...]] = []
+    other_spellings: list[tuple[str, ...]] = []
     for term in terms:
         if isinstance(term, Literal) and term.value.strip():
-            printed, *other_forms = spellings(term)
-            answers.append(("literal", printed))
-            others.append(tuple(other_forms))
+            printed_form, *other_forms = spellings(term)
+            answers.append(("literal", printed_form))
+            other_spellings.append(tuple(other_forms))
         elif isinstance(term, NamedNode):
             answers.append(("uri", term.value))
-            others.append(())
+            other_spellings.append(())
         else:
-            answers.append(
-                ("unknown", "")
-            )  # a blank node has no name, and a blank text is no answer
-            others.append(())
+            # A blank node has no name, and a blank text is no answer.
+            answers.append(("unknown", ""))
+            other_spellings.append(())
 
-    named = dict.fromkeys(short or long for short, long in _named.findall(value["query"]["sparql"]))
+    # The pattern matches a Q-id in one of two places, so one of the pair is empty.
+    matches = _wikidata_entity.findall(value["query"]["sparql"])
+    entities = dict.fromkeys(short or long for short, long in matches)
     return {
         "id": f"qald-{read_id(value['id'])}",
         "text": text,
-        "entities": tuple(named),
+        "entities": tuple(entities),
         "answers": tuple(answers),
-        "spellings": tuple(others),
+        "spellings": tuple(other_spellings),
     }
 
 
-async def _asked_of(
+async def _label_questions(
     graph: KnowledgeGraph, records: Sequence[Mapping[str, Any]]
 ) -> list[Question | None]:
-    """Return the question of each record, None where the graph does not know an answer or any
-    candidate."""
+    """Return the question of each record, with the graph's labels.
+
+    It is None where the graph does not know an answer, or knows no candidate.
+    """
     labels = _Labels(graph)
-    questions: list[Question | None] = []
-    for record in records:
-        written = [
-            await labels.answer(kind, value, other_forms)
-            for (kind, value), other_forms in zip(
-                record["answers"], record["spellings"], strict=True
-            )
-        ]
-        known = tuple(forms for forms in written if forms)
-        candidates = []
-        for key in record["entities"]:
-            label = await labels.of_key(key)
-            if label is not None:
-                candidates.append(Entity(id=key, label=label))
-        if not candidates or not known or len(known) < len(written):
-            questions.append(None)
-            continue
-        printed = [forms[0] for forms in known]
-        aliases = [alias for forms in known for alias in forms[1:]]
-        question = Question(
-            id=record["id"],
-            text=record["text"],
-            answers=tuple(dict.fromkeys((*printed, *aliases))),
-            answer_sets=(known,),
-            candidates=tuple(candidates),
-        )
-        questions.append(question)
-    return questions
+    return [await _label_question(labels, record) for record in records]
+
+
+async def _label_question(labels: "_Labels", record: Mapping[str, Any]) -> Question | None:
+    """Return the question of one record, or None as in `_label_questions`."""
+    # Look up the labels of all answers and of all candidates.
+    answers: list[tuple[str, ...]] = []  # for each answer its printed form and its aliases
+    for (kind, value), other_forms in zip(record["answers"], record["spellings"], strict=True):
+        answers.append(await labels.answer(kind, value, other_forms))
+    candidates: list[Entity] = []
+    for key in record["entities"]:
+        label = await labels.of_key(key)
+        if label is not None:
+            candidates.append(Entity(id=key, label=label))
+    if not candidates or not answers or not all(answers):
+        return None
+
+    # Printed forms come first, so that they are the gold answers.
+    names = [forms[0] for forms in answers]
+    for forms in answers:
+        names += forms[1:]
+    return Question(
+        id=record["id"],
+        text=record["text"],
+        answers=tuple(dict.fromkeys(names)),
+        answer_sets=(tuple(answers),),
+        candidates=tuple(candidates),
+    )
 
 
 class _Labels:
-    """Labels of a graph's entities, each looked up once."""
+    """Looks up the labels of a graph's entities, each once."""
 
     def __init__(self, graph: KnowledgeGraph) -> None:
         self._graph = graph
@@ -232,15 +242,18 @@ class _Labels:
         return self._labels[key]
 
     async def answer(self, kind: str, value: str, other_forms: tuple[str, ...]) -> tuple[str, ...]:
-        """Return an answer as the graph prints it, then its aliases. Empty: the graph does not know
-        it."""
+        """Return an answer as the graph prints it, then its aliases.
+
+        The result is empty where the graph does not know the answer.
+        """
         if kind == "literal":
             return (value, *other_forms)
         if kind != "uri":
             return ()
-        wikidata = _wikidata_key.fullmatch(value)
-        if wikidata is not None:
-            label = await self.of_key(wikidata[1])
+
+        wikidata_match = _wikidata_key.fullmatch(value)
+        if wikidata_match is not None:
+            label = await self.of_key(wikidata_match[1])
             return () if label is None else (label,)
         label = await self.of_key(value) or readable_iri(value)
         return (label, value) if label else ()

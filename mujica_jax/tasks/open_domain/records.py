@@ -1,14 +1,18 @@
 """Records of open-domain and multi-hop question sets as their official files hold them.
 
-| kind | files | question, answers |
+| kind | files | question, answers; passages |
 |---|---|---|
 | hotpotqa | `hotpot_{train,dev}_*.json` | `question`, `answer`; `supporting_facts`, `context` |
-| musique | `musique_ans_*_{train,dev}.jsonl` | `question`, `answer`, `answer_aliases`; `paragraphs`; if answerable |
+| musique | `musique_ans_*.jsonl` | `question`, `answer`, `answer_aliases`; `paragraphs` |
 | nq | `NQ-open.{train,dev}.jsonl` | `question`, `answer`: a list |
 | triviaqa | `*-{train,dev}.json`: `{"Data": [...]}` | `Question`, `Answer`: `Value` and `Aliases` |
 | popqa | `popQA.tsv` | `question`, `possible_answers`: a JSON list |
-| ambigqa | `{train,dev}_light.json` | `question`, `annotations`: each one answer with aliases, or several |
+| ambigqa | `{train,dev}_light.json` | `question`, `annotations` |
 | bamboogle | `*.csv` | `Question`, `Answer` |
+
+MuSiQue's files are `musique_ans_*_train.jsonl` and `musique_ans_*_dev.jsonl`. Its questions are
+read if they are answerable. An annotation of AmbigQA is one answer with its aliases, or several
+such answers.
 
 A question that stands in several places with the same id and text is one question with all of its
 answers. One id for two different questions is refused with both places.
@@ -53,25 +57,30 @@ from mujica_jax.tasks.question_fields import (
 _log = logging.getLogger(__name__)
 
 PATTERNS = ("*.json", "*.jsonl", "*.csv", "*.tsv")
-CACHE_FORMAT = 2  # of the Parquet files that are kept
-BYTE_ORDER_MARK = "\ufeff"  # that spreadsheets put before a table
+# Version of the layout of the cached Parquet files.
+CACHE_FORMAT = 2
+# Spreadsheets put it before a table.
+BYTE_ORDER_MARK = "\ufeff"
 # What to put where files are missing.
 SOURCES = {kind: official.summary for kind, official in OFFICIAL_FILES.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenRecord:
+    """One question with its answers and passages."""
+
     id: str
     text: str
-    answers: tuple[str, ...]  # gold answer first, aliases after it
-    answer_sets: tuple[
-        tuple[tuple[str, ...], ...], ...
-    ] = ()  # annotation, answer asked for, its aliases
-    gold: tuple[
-        GoldPassage, ...
-    ] = ()  # gold passages; without a text where the record names a title alone
-    context: tuple[GoldPassage, ...] = ()  # the passages given with the question, gold and others
-    kind: str = ""  # bridge, comparison, 2hop, ...
+    # The gold answer, then its aliases.
+    answers: tuple[str, ...]
+    # One entry an annotation: for each answer that it asks for, the names of that answer.
+    answer_sets: tuple[tuple[tuple[str, ...], ...], ...] = ()
+    # A gold passage has no text where the record names its title alone.
+    gold: tuple[GoldPassage, ...] = ()
+    # The passages given with the question, gold and others.
+    context: tuple[GoldPassage, ...] = ()
+    # Such as bridge, comparison or 2hop.
+    kind: str = ""
 
     @property
     def titles(self) -> tuple[str, ...]:
@@ -80,71 +89,87 @@ class OpenRecord:
 
     @property
     def has_gold_in_context(self) -> bool:
-        """Whether the record names gold passages and all of them are among the passages given with
-        the question."""
-        if self.gold and set(self.gold) <= set(self.context):  # by far the most records
+        """Whether the record names gold passages and its context holds all of them."""
+        if not self.gold:
+            return False
+        # Most records pass this quick test.
+        if set(self.gold) <= set(self.context):
             return True
+
         keys = {passage_key(passage) for passage in self.context}
         titles = {title_key(passage.title) for passage in self.context}
-        return bool(self.gold) and all(
-            passage_key(passage) in keys if passage.text else title_key(passage.title) in titles
-            for passage in self.gold
-        )
+        for passage in self.gold:
+            if passage.text:
+                is_in_context = passage_key(passage) in keys
+            else:
+                is_in_context = title_key(passage.title) in titles
+            if not is_in_context:
+                return False
+        return True
 
 
 def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
     """Return all questions, each with whether it is for training.
 
     They come from official files, or from a folder that TensorFlow Datasets has prepared
-    (`builders.py`). What was read is kept as Parquet in the user's cache and found again by the
-    content of the files: folders may agree in names, sizes and times.
+    (`builders.py`). The result is cached as Parquet in the user's cache folder. The cache goes by
+    the content of the files, because two folders may agree in names, sizes and times.
     """
-    prepared = is_prepared(folder)
-    files = sorted(folder.iterdir()) if prepared else question_files(folder, kind)
-    contents = [(file.name, sha256_of(file)) for file in files if file.is_file()]
-    key = hashlib.sha256(json.dumps([CACHE_FORMAT, kind, contents]).encode()).hexdigest()[:16]
-    kept = cache_folder("questions") / f"{kind}-{key}.parquet"
-    records = _read_kept(kept)
+    is_prepared_folder = is_prepared(folder)
+    if is_prepared_folder:
+        files = sorted(folder.iterdir())
+    else:
+        files = question_files(folder, kind)
+
+    checksums = [(file.name, sha256_of(file)) for file in files if file.is_file()]
+    identity = json.dumps([CACHE_FORMAT, kind, checksums])
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+    cache_file = cache_folder("questions") / f"{kind}-{key}.parquet"
+    records = _read_cached(cache_file)
     if records is not None:
         return records
-    if prepared:
+
+    if is_prepared_folder:
         require_tensorflow(f"reading {folder}")
         from mujica_jax.tasks.open_domain.builders import read_prepared
 
         records = read_prepared(folder, kind)
     else:
         records = read_question_files(files, kind)
-    _keep(kept, records)
+    _write_cache(cache_file, records)
     return records
 
 
-def _read_kept(kept: Path) -> list[tuple[bool, OpenRecord]] | None:
-    """Return what an earlier start has read, or None where nothing is kept or the file is
-    damaged."""
+def _read_cached(cache_file: Path) -> list[tuple[bool, OpenRecord]] | None:
+    """Return the cached questions, or None where the file is missing or damaged."""
     import pyarrow
     from pyarrow import parquet
 
-    if not kept.is_file():
+    if not cache_file.is_file():
         return None
     try:
-        return [(row["train"], from_row(row)) for row in parquet.read_table(kept).to_pylist()]
+        rows = parquet.read_table(cache_file).to_pylist()
+        return [(row["train"], from_row(row)) for row in rows]
     except (pyarrow.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         _log.warning(
-            "%s is damaged (%s): the questions are read from their files again", kept, error
+            "%s is damaged (%s): the questions are read from their files again", cache_file, error
         )
         return None
 
 
-def _keep(kept: Path, records: Sequence[tuple[bool, OpenRecord]]) -> None:
-    """Keep what was read. Where that fails (a full disk), the next start reads the files again."""
+def _write_cache(cache_file: Path, records: Sequence[tuple[bool, OpenRecord]]) -> None:
+    """Write the questions to the cache.
+
+    Where that fails (a full disk), the next start reads the official files again.
+    """
     import pyarrow
     from pyarrow import parquet
 
-    rows = [as_row(record) | {"train": training} for training, record in records]
+    rows = [as_row(record) | {"train": is_training} for is_training, record in records]
     try:
-        with beside(kept) as partial:
+        with beside(cache_file) as partial:
             parquet.write_table(pyarrow.Table.from_pylist(rows), partial)
-            partial.replace(kept)
+            partial.replace(cache_file)
     except (pyarrow.ArrowException, OSError, UserError) as error:
         _log.warning("the questions could not be kept for the next start (%s)", error)
 
@@ -159,12 +184,10 @@ def read_question_files(
     """
     if training_files is None:
         training_files = [file for file in files if is_training_file(file.name)]
-    merged: dict[tuple[bool, str], OpenRecord] = {}
-    first_places: dict[
-        str, tuple[str, str]
-    ] = {}  # of an id: the text of its question and where it stands
+    merged_records: dict[tuple[bool, str], OpenRecord] = {}  # by whether for training, and id
+    first_places: dict[str, tuple[str, str]] = {}  # id -> text of the question, and its place
     for file in files:
-        training = file in training_files
+        is_training = file in training_files
         for place, record in read_placed_records(file, kind):
             text, first_place = first_places.setdefault(record.id, (record.text, place))
             if _words_of(text) != _words_of(record.text):
@@ -172,9 +195,12 @@ def read_question_files(
                     f"{place}: the question {record.id} is {record.text!r} here and {text!r} in "
                     f"{first_place}; give each question its own id"
                 )
-            known = merged.get((training, record.id))
-            merged[training, record.id] = record if known is None else _merge(known, record)
-    return [(training, record) for (training, _), record in merged.items()]
+            key = (is_training, record.id)
+            if key in merged_records:
+                merged_records[key] = _merge(merged_records[key], record)
+            else:
+                merged_records[key] = record
+    return [(is_training, record) for (is_training, _), record in merged_records.items()]
 
 
 def is_training_file(name: str) -> bool:
@@ -186,11 +212,16 @@ def _words_of(text: str) -> list[str]:
 
 
 def _merge(first: OpenRecord, second: OpenRecord) -> OpenRecord:
-    """Join one question of two places: the answers of both, and the passages of the place that has
-    the gold ones."""
-    better = second if second.has_gold_in_context and not first.has_gold_in_context else first
+    """Join two records of one question.
+
+    The result has the answers of both, and the passages of the record that has the gold ones.
+    """
+    if second.has_gold_in_context and not first.has_gold_in_context:
+        with_passages = second
+    else:
+        with_passages = first
     return dataclasses.replace(
-        better,
+        with_passages,
         answers=tuple(dict.fromkeys(first.answers + second.answers)),
         answer_sets=tuple(dict.fromkeys(first.answer_sets + second.answer_sets)),
         kind=first.kind or second.kind,
@@ -198,8 +229,10 @@ def _merge(first: OpenRecord, second: OpenRecord) -> OpenRecord:
 
 
 def prepared_records(folder: Path, kind: str) -> list[tuple[str, Any]]:
-    """Return the official records of a prepared folder in the order of their files, each with its
-    place."""
+    """Return the official records of a prepared folder in the order of their files.
+
+    Each comes with its place.
+    """
     require_tensorflow(f"reading {folder}")
     from mujica_jax.tasks.open_domain.builders import prepared_rows
 
@@ -208,17 +241,23 @@ def prepared_records(folder: Path, kind: str) -> list[tuple[str, Any]]:
 
 
 def as_row(record: OpenRecord) -> dict[str, Any]:
-    """Texts and lists of texts: what is deeper is JSON."""
+    """Return the record as texts and lists of texts. Deeper fields are JSON."""
     row = dataclasses.asdict(record)
-    return row | {name: json.dumps(row[name]) for name in ("answer_sets", "gold", "context")}
+    for name in ("answer_sets", "gold", "context"):
+        row[name] = json.dumps(row[name])
+    return row
 
 
 def from_row(row: Mapping[str, Any]) -> OpenRecord:
+    """Return the record of which `as_row` made the row."""
+    answer_sets: list[tuple[tuple[str, ...], ...]] = []
+    for annotation in json.loads(row["answer_sets"]):
+        answer_sets.append(tuple(tuple(names) for names in annotation))
     return OpenRecord(
         id=row["id"],
         text=row["text"],
         answers=tuple(row["answers"]),
-        answer_sets=tuple(tuple(map(tuple, answers)) for answers in json.loads(row["answer_sets"])),
+        answer_sets=tuple(answer_sets),
         gold=tuple(GoldPassage(**passage) for passage in json.loads(row["gold"])),
         context=tuple(GoldPassage(**passage) for passage in json.loads(row["context"])),
         kind=row["kind"],
@@ -226,35 +265,42 @@ def from_row(row: Mapping[str, Any]) -> OpenRecord:
 
 
 def question_files(folder: Path, kind: str) -> list[Path]:
-    """Return the files with questions, in a fixed order. Raises UserError saying what to put
-    where."""
+    """Return the files with questions, in a fixed order.
+
+    Raises UserError where there are none, with the files to put there.
+    """
     files = find_question_files(folder)
     if not files:
-        what = "does not exist" if not folder.is_dir() else "has no file of questions"
-        raise UserError(f"task.data_dir {folder} {what}: put {SOURCES[kind]} there, plain or .gz")
+        problem = "has no file of questions" if folder.is_dir() else "does not exist"
+        raise UserError(
+            f"task.data_dir {folder} {problem}: put {SOURCES[kind]} there, plain or .gz"
+        )
     return files
 
 
 def find_question_files(folder: Path) -> list[Path]:
-    return [
-        file
-        for pattern in PATTERNS
-        for suffix in ("", ".gz")
-        for file in visible_files(folder, pattern + suffix)
-        if "corpus" not in file.name
-    ]
+    """Return the files with questions, in a fixed order, possibly none."""
+    files: list[Path] = []
+    for pattern in PATTERNS:
+        for suffix in ("", ".gz"):
+            files += visible_files(folder, pattern + suffix)
+    return [file for file in files if "corpus" not in file.name]
 
 
 def read_open_records(file: Path, kind: str) -> Iterator[OpenRecord]:
-    """Questions with an answer. Raises UserError naming file and place of a record that is not of
-    the kind."""
+    """Yield the questions with an answer.
+
+    Raises UserError with file and place of a record that is not of this kind.
+    """
     for _, record in read_placed_records(file, kind):
         yield record
 
 
 def read_placed_records(file: Path, kind: str) -> Iterator[tuple[str, OpenRecord]]:
-    """Read the questions with an answer, each with its file and place. Raises UserError as
-    `read_open_records` does."""
+    """Yield the questions with an answer, each with its file and place.
+
+    Raises UserError with file and place of a record that is not of this kind.
+    """
     with explained(file):
         check_not_blank(file)
     for number, value in _explained_values(file):
@@ -280,7 +326,7 @@ def read_placed_records(file: Path, kind: str) -> Iterator[tuple[str, OpenRecord
 
 
 def _explained_values(file: Path) -> Iterator[tuple[str, Any]]:
-    """What reading a damaged file may raise is one sentence."""
+    """Yield the values of a file with their places. Raises one UserError for a damaged file."""
     with explained(file):
         try:
             yield from _values(file)
@@ -289,16 +335,21 @@ def _explained_values(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _values(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the values of a file, each with its place. The name of the file tells its format."""
     name = file.name.removesuffix(".gz")
     if name.endswith((".csv", ".tsv")):
-        yield from _table_rows(file, delimiter="\t" if name.endswith("tsv") else ",")
+        delimiter = "\t" if name.endswith("tsv") else ","
+        yield from _table_rows(file, delimiter)
         return
+
     if name.endswith(".json"):
         with open_text(file) as text:
             is_object = _first_character(text) == "{"
-        if is_object and (whole := _whole_object(file)) is not None:
-            yield from _listed_in(file, whole)
+        whole_object = _whole_object(file) if is_object else None
+        if whole_object is not None:
+            yield from _listed_in(file, whole_object)
             return
+
     for number, value in read_records(file):
         yield f"line {number}", value
 
@@ -306,14 +357,14 @@ def _values(file: Path) -> Iterator[tuple[str, Any]]:
 def _table_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the rows of a table by the names in its first line, whatever the order of its columns.
 
-    Rows of empty cells, which spreadsheets leave at the end, are left out. `strict`: a quotation
-    mark without its partner would otherwise take the lines behind it into its cell.
+    Rows of empty cells, which spreadsheets leave at the end, are left out.
     """
     with open_text(file) as text:
         first_line = text.readline().removeprefix(BYTE_ORDER_MARK)
-        reader = csv.DictReader(
-            itertools.chain([first_line], text), delimiter=delimiter, strict=True
-        )
+        lines = itertools.chain([first_line], text)
+        # Without `strict`, a quotation mark without its partner takes the lines behind it into its
+        # cell.
+        reader = csv.DictReader(lines, delimiter=delimiter, strict=True)
         names = [name for name in reader.fieldnames or () if name.strip()]
         if len(set(names)) < len(names):
             raise UserError(
@@ -322,7 +373,8 @@ def _table_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str
         for row in _strict_rows(reader, file):
             place = f"line {reader.line_num}"
             surplus = [cell for cell in row.pop(None, ()) if cell.strip()]
-            if not surplus and not any((cell or "").strip() for cell in row.values()):
+            is_blank = not any((cell or "").strip() for cell in row.values())
+            if is_blank and not surplus:
                 continue
             if surplus:
                 raise UserError(
@@ -333,8 +385,8 @@ def _table_rows(file: Path, delimiter: str) -> Iterator[tuple[str, dict[str, str
 
 
 def _strict_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]:
-    """The rows of a reader that refuses quotation marks in wrong places."""
-    first_line = reader.line_num + 1
+    """Yield the rows of a reader that refuses quotation marks in wrong places."""
+    first_line = reader.line_num + 1  # of the next row
     try:
         for row in reader:
             yield row
@@ -348,10 +400,10 @@ def _strict_rows(reader: csv.DictReader, file: Path) -> Iterator[dict[Any, Any]]
 
 def _first_character(text: TextIO) -> str:
     """Return the first character that is neither white space nor a byte order mark."""
-    while read := text.read(1):
-        if not read.isspace() and read != BYTE_ORDER_MARK:
-            return read
-    return ""
+    character = text.read(1)
+    while character.isspace() or character == BYTE_ORDER_MARK:
+        character = text.read(1)
+    return character
 
 
 def _whole_object(file: Path) -> Any:
@@ -363,10 +415,11 @@ def _whole_object(file: Path) -> Any:
     except RecursionError:
         return None
     except ValueError as error:
-        is_record_a_line = isinstance(error, json.JSONDecodeError) and error.msg.startswith(
+        has_record_per_line = isinstance(error, json.JSONDecodeError) and error.msg.startswith(
             "Extra data"
         )
-        if is_record_a_line or not content.lstrip().startswith(("{\n", "{\r", '{"Data"')):
+        looks_like_one_object = content.lstrip().startswith(("{\n", "{\r", '{"Data"'))
+        if has_record_per_line or not looks_like_one_object:
             return None
         raise UserError(
             f"{file} is neither a list of records nor has it a field Data ({type(error).__name__}: "
@@ -374,19 +427,21 @@ def _whole_object(file: Path) -> Any:
         ) from error
 
 
-def _listed_in(file: Path, whole: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the records under `Data`, as TriviaQA's files have them, or the only record of a
-    file."""
-    if "question" in whole and "Data" not in whole:
-        yield "line 1", whole
+def _listed_in(file: Path, whole_object: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the records under `Data`, as TriviaQA's files have them, or the only record."""
+    if "question" in whole_object and "Data" not in whole_object:
+        yield "line 1", whole_object
         return
-    if not isinstance(whole.get("Data"), list):
+    values = whole_object.get("Data")
+    if not isinstance(values, list):
         raise UserError(f"{file} is neither a list of records nor has it a field Data with one")
-    yield from ((f"record {number}", value) for number, value in enumerate(whole["Data"]))
+    for number, value in enumerate(values):
+        yield f"record {number}", value
 
 
 def _hotpotqa(value: Mapping[str, Any]) -> OpenRecord | None:
-    if is_missing(value.get("answer")):  # the official test file
+    # The official test file has no answers.
+    if is_missing(value.get("answer")):
         return None
     paragraphs = read_context(value["context"])
     return OpenRecord(
@@ -405,6 +460,7 @@ def _musique(value: Mapping[str, Any]) -> OpenRecord | None:
         raise TypeError(f"answerable is {answerable!r} and must be true or false")
     if is_missing(value.get("answer")) or not answerable:
         return None
+
     context: dict[tuple[str, str], GoldPassage] = {}
     gold: dict[tuple[str, str], GoldPassage] = {}
     for entry in value["paragraphs"]:
@@ -418,6 +474,7 @@ def _musique(value: Mapping[str, Any]) -> OpenRecord | None:
             )
         if entry["is_supporting"]:
             gold[passage_key(passage)] = passage
+
     id = read_id(value["id"])
     return OpenRecord(
         id=id,
@@ -448,28 +505,38 @@ def _triviaqa(value: Mapping[str, Any]) -> OpenRecord | None:
 
 
 def _popqa(value: Mapping[str, Any]) -> OpenRecord:
+    question_id = read_id(value["id"])
+    text = read_question(value["question"])
     answers = value["possible_answers"]
+    if isinstance(answers, str):
+        answers = json.loads(answers)
     return OpenRecord(
-        id=read_id(value["id"]),
-        text=read_question(value["question"]),
-        answers=read_answers(json.loads(answers) if isinstance(answers, str) else answers),
+        id=question_id,
+        text=text,
+        answers=read_answers(answers),
         kind=read_label(value.get("prop")),
     )
 
 
 def _ambigqa(value: Mapping[str, Any]) -> OpenRecord:
-    sets = []
+    answer_sets: list[tuple[tuple[str, ...], ...]] = []
     for annotation in value["annotations"]:
         if annotation["type"] == "singleAnswer":
-            sets.append((read_answers(annotation["answer"]),))
+            answer_sets.append((read_answers(annotation["answer"]),))
         else:
-            sets.append(tuple(read_answers(pair["answer"]) for pair in annotation["qaPairs"]))
-    flat = read_answers([answer for answers in sets for aliases in answers for answer in aliases])
+            pairs = annotation["qaPairs"]
+            answer_sets.append(tuple(read_answers(pair["answer"]) for pair in pairs))
+
+    all_names: list[str] = []
+    for answer_set in answer_sets:
+        for names in answer_set:
+            all_names += names
+    answers = read_answers(all_names)
     return OpenRecord(
         id=read_id(value["id"]),
         text=read_question(value["question"]),
-        answers=flat,
-        answer_sets=tuple(sets),
+        answers=answers,
+        answer_sets=tuple(answer_sets),
     )
 
 
@@ -493,5 +560,5 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], OpenRecord | None]] = {
 
 
 def _id_of(question: str) -> str:
-    """Of a question whose file gives it none."""
+    """Return the id of a question whose file gives it none: a hash of its text."""
     return hashlib.sha256(question.encode()).hexdigest()[:16]

@@ -1,5 +1,7 @@
-"""Open-domain and multi-hop questions over passages: of one index for all, or of those given with
-each question."""
+"""Open-domain and multi-hop questions over passages.
+
+The passages are those of one index for all questions, or those given with each question.
+"""
 
 import dataclasses
 import functools
@@ -44,12 +46,15 @@ class OpenDomain:
         config: OpenDomainConfig | QaldConfig,
         questions: Mapping[Split, Sequence[Question]],
         environment: Environment | None,
-        own: Mapping[str, Environment],
+        own_environments: Mapping[str, Environment],
         left_out: Collection[str] = (),
         notes: Sequence[str] = (),
         shown: str = "",
     ) -> None:
-        """`environment` serves all questions; None: each question has its `own`, by id.
+        """Take the questions, and the environments in which they are answered.
+
+        `environment` serves all questions. Where it is None, `own_environments` has one for each
+        question, by id.
 
         `left_out` are ids of questions that cannot be asked, `notes` are sentences about the
         questions, and `shown` says how many of a question's own passages a search shows.
@@ -60,24 +65,34 @@ class OpenDomain:
         self.notes = tuple(notes)
         self.shown = shown
         self.environment_kind: EnvironmentKind = config.environment
-        self._questions, self._environment, self._own = questions, environment, own
+        self._questions = questions
+        self._environment = environment
+        self._own_environments = own_environments
         self._config = config
 
     def questions(self, split: Split) -> Sequence[Question]:
-        """In the order of the hash of their ids, so that a prefix is a random sample."""
+        """Return the questions in the order of the hash of their ids.
+
+        So a prefix is a random sample.
+        """
         return self._questions[split]
 
     def environment(self, question: Question) -> Environment:
-        return self._own[question.id] if self._environment is None else self._environment
+        """Return where this question is answered."""
+        if self._environment is None:
+            return self._own_environments[question.id]
+        return self._environment
 
     def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
-        """Return the paragraphs that HotpotQA or MuSiQue gives with the question. The other sets
-        give none."""
+        """Return the paragraphs that HotpotQA or MuSiQue gives with the question.
+
+        The other sets give none.
+        """
         return self._paragraphs.get(question.id, ())
 
     @functools.cached_property
     def _paragraphs(self) -> Mapping[str, Sequence[GoldPassage]]:
-        """The paragraphs of all questions. The files are read when the first is asked for."""
+        """The paragraphs of all questions by id, read from the files on first use."""
         if not isinstance(self._config, MultiHopConfig):
             return {}
         paragraphs: dict[str, Sequence[GoldPassage]] = {}
@@ -87,46 +102,18 @@ class OpenDomain:
 
 
 def build(config: OpenDomainConfig) -> OpenDomain:
+    """Return the task of a configuration. Raises UserError where its files do not allow it."""
     config = with_data_folder(config)
-    by_split: dict[Split, dict[str, OpenRecord]] = {"train": {}, "dev": {}, "test": {}}
-    for training, record in read_set(Path(config.data_dir), config.kind):
-        held_out: Split = "dev" if hash_of(record.id) % 100 < config.dev_percent else "test"
-        by_split["train" if training else held_out].setdefault(record.id, record)
-    for split in (
-        "dev",
-        "test",
-    ):  # a file that was given twice under two names does not train on what it tests
-        for id in by_split["train"].keys() & by_split[split].keys():
-            del by_split["train"][id]
-    if not any(by_split.values()):
-        raise UserError(
-            f"task.data_dir {config.data_dir} has no question with an answer: give the official "
-            "files"
-        )
+    split_records = _read_splits(config)
 
-    # In the distractor setting a question's gold passages are among its own: others are left out.
-    is_distractor = False
-    left_out: Sequence[str] = ()
-    notes: Sequence[str] = ()
     if isinstance(config, MultiHopConfig) and config.setting == "distractor":
-        is_distractor = True
-        records = [record for of_split in by_split.values() for record in of_split.values()]
-        incomplete = [record.id for record in records if not record.has_gold_in_context]
-        left_out, notes = leave_incomplete_out(config, incomplete, len(records))
-    is_left_out = set(left_out)
-    chosen: dict[Split, list[OpenRecord]] = {}
-    for split, of_split in by_split.items():
-        asked = [record for record in of_split.values() if record.id not in is_left_out]
-        chosen[split] = sorted(asked, key=lambda record: hash_of(record.id))[: config.max_questions]
-    records = [record for of_split in chosen.values() for record in of_split]
+        return _distractor_task(config, split_records)
 
-    if is_distractor:
-        own = OwnPassages({record.id: record.context for record in records}, config.top_k)
-        questions = _questions(chosen, None)
-        return OpenDomain(
-            config, questions, None, own, left_out=left_out, notes=notes, shown=own.describe()
-        )
+    # Choose the questions.
+    split_records = _first_by_hash(split_records, config.max_questions)
+    records = _all_records(split_records)
 
+    # Open what is searched, and find the gold passages in it.
     own_passages = [passage for record in records for passage in record.context]
     config = dataclasses.replace(config, index=fetched_index(config.index))
     if config.index is None and not own_passages:
@@ -137,25 +124,107 @@ def build(config: OpenDomainConfig) -> OpenDomain:
     retriever, passages = open_passages(config, lambda: as_passages(dict.fromkeys(own_passages)))
     titles = {title for record in records for title in record.titles}
     corpus = GoldInCorpus(passages, titles, by_title=is_service(config.index))
-    questions = _questions(chosen, corpus)
-    return OpenDomain(config, questions, TextEnvironment(retriever, config.top_k), {})
+    questions = _questions(split_records, corpus)
+    return OpenDomain(
+        config, questions, TextEnvironment(retriever, config.top_k), own_environments={}
+    )
+
+
+def _distractor_task(
+    config: MultiHopConfig, split_records: Mapping[Split, Mapping[str, OpenRecord]]
+) -> OpenDomain:
+    """Return the task in which each question is asked over its own passages.
+
+    Questions whose gold passages are not all among these are left out.
+    """
+    all_records = _all_records(split_records)
+    incomplete = [record.id for record in all_records if not record.has_gold_in_context]
+    left_out, notes = leave_incomplete_out(config, incomplete, len(all_records))
+
+    ids_left_out = set(left_out)
+    complete_records: dict[Split, dict[str, OpenRecord]] = {}
+    for split, records in split_records.items():
+        complete_records[split] = {
+            id: record for id, record in records.items() if id not in ids_left_out
+        }
+    chosen_records = _first_by_hash(complete_records, config.max_questions)
+
+    contexts = {record.id: record.context for record in _all_records(chosen_records)}
+    own_passages = OwnPassages(contexts, config.top_k)
+    return OpenDomain(
+        config,
+        _questions(chosen_records, corpus=None),
+        environment=None,
+        own_environments=own_passages,
+        left_out=left_out,
+        notes=notes,
+        shown=own_passages.describe(),
+    )
+
+
+def _read_splits(config: OpenDomainConfig) -> dict[Split, dict[str, OpenRecord]]:
+    """Return the records of each split by id. No record of dev or test is in train."""
+    split_records: dict[Split, dict[str, OpenRecord]] = {"train": {}, "dev": {}, "test": {}}
+    for is_training, record in read_set(Path(config.data_dir), config.kind):
+        split: Split
+        if is_training:
+            split = "train"
+        elif hash_of(record.id) % 100 < config.dev_percent:
+            split = "dev"
+        else:
+            split = "test"
+        split_records[split].setdefault(record.id, record)
+
+    # A file that is given under two names may be for training and held out.
+    training_records = split_records["train"]
+    for held_out_split in ("dev", "test"):
+        for id in training_records.keys() & split_records[held_out_split].keys():
+            del training_records[id]
+
+    if not any(split_records.values()):
+        raise UserError(
+            f"task.data_dir {config.data_dir} has no question with an answer: give the official "
+            "files"
+        )
+    return split_records
+
+
+def _first_by_hash(
+    split_records: Mapping[Split, Mapping[str, OpenRecord]], max_questions: int | None
+) -> dict[Split, dict[str, OpenRecord]]:
+    """Return the first records of each split by the hash of their ids, in this order."""
+    chosen_records: dict[Split, dict[str, OpenRecord]] = {}
+    for split, records in split_records.items():
+        ids = sorted(records, key=hash_of)[:max_questions]
+        chosen_records[split] = {id: records[id] for id in ids}
+    return chosen_records
+
+
+def _all_records(split_records: Mapping[Split, Mapping[str, OpenRecord]]) -> list[OpenRecord]:
+    """Return the records of all splits, one split after the other."""
+    return [record for records in split_records.values() for record in records.values()]
 
 
 def _questions(
-    chosen: Mapping[Split, Sequence[OpenRecord]], corpus: GoldInCorpus | None
+    split_records: Mapping[Split, Mapping[str, OpenRecord]], corpus: GoldInCorpus | None
 ) -> dict[Split, Sequence[Question]]:
+    """Return the questions of the records by split, in the order of the records."""
     questions: dict[Split, Sequence[Question]] = {}
-    for split, records in chosen.items():
-        questions[split] = [_question(record, corpus) for record in records]
+    for split, records in split_records.items():
+        questions[split] = [_question(record, corpus) for record in records.values()]
     return questions
 
 
 def _question(record: OpenRecord, corpus: GoldInCorpus | None) -> Question:
-    """Return the question with its gold passages as the corpus has them, or else as the record has
-    them."""
-    gold = [
-        passage if corpus is None else corpus.find(passage) or passage for passage in record.gold
-    ]
+    """Return the question of a record.
+
+    A gold passage is as the corpus has it, or as the record has it where there is no corpus or the
+    corpus lacks it.
+    """
+    gold: list[GoldPassage] = []
+    for passage in record.gold:
+        corpus_passage = None if corpus is None else corpus.find(passage)
+        gold.append(corpus_passage or passage)
     return Question(
         id=record.id,
         text=record.text,

@@ -1,7 +1,7 @@
-"""One part of the tiny world: countries, cities, five generations of people, their films, and the
-facts that each of them carries.
+"""One part of the tiny world: its entities and their facts.
 
-Everything is drawn from generators seeded with the world's seed and the part's name, one a purpose:
+The entities are countries, cities, five generations of people, and their films. Everything is drawn
+from generators that are seeded with the world's seed and the part's name, one for each purpose. So
 leaving facts out of the graph changes no name, and a longer training side changes no test entity.
 """
 
@@ -20,15 +20,19 @@ GENERATIONS = 5
 FIRST_BIRTH_YEAR = 1800
 GENERATION_YEARS = 35  # with births spread over BIRTH_SPREAD_YEARS, parents are 21 to 49 years old
 BIRTH_SPREAD_YEARS = 15
-LIFE_YEARS = (51, 95)  # everyone lives until the last child is born
-PRESENT_YEAR = 2020  # who would die later is alive
-FIRST_FILM_GENERATION = 2  # born from 1870 on
+# Everyone lives until the last child is born.
+LIFE_YEARS = (51, 95)
+# A person who would die later is alive.
+PRESENT_YEAR = 2020
+# Born from 1870 on.
+FIRST_FILM_GENERATION = 2
 FIRST_FILM_YEAR = 1900
 WORKING_AGE = (22, 65)
 SHARE_WITH_PARENTS = 0.7
 SHARE_MARRIED = 0.85
 
-# Fewest: every word of the pools is drawn. Most: the part still owns free names.
+# Fewest and most people of a part. From the fewest on every word of the pools is drawn. Up to the
+# most the part still owns free names.
 PEOPLE_LIMITS: dict[names.Part, tuple[int, int]] = {
     "train": (1600, 2000),
     "demonstration": (1000, 1050),
@@ -40,11 +44,15 @@ FILMS_PER_PERSON = 0.6
 CITIES: dict[names.Part, int] = {"train": 120, "demonstration": 80, "dev": 60, "test": 60}
 COUNTRIES: dict[names.Part, int] = {"train": 40, "demonstration": 24, "dev": 20, "test": 20}
 
-MOVED_YEARS = (-20, 20)  # how far a renamed copy moves its years
-INCEPTION_YEARS = (1800, 1849)  # of countries, cities and institutions
+# How far a renamed copy moves its years.
+MOVED_YEARS = (-20, 20)
+# Of countries, cities and institutions.
+INCEPTION_YEARS = (1800, 1849)
 MIN_FACTS = 2
-KNOWN_ENTITIES = 0.25  # share, where questions ask for common knowledge
-PERSON_WEIGHTS = {  # how eagerly a person's limited room goes to a fact
+# The share of entities that are common knowledge, where questions ask for it.
+KNOWN_ENTITIES = 0.25
+# A person keeps a limited number of facts. A fact with a higher weight is kept more often.
+PERSON_WEIGHTS = {
     "date of birth": 8.0,
     "father": 8.0,
     "mother": 6.0,
@@ -75,9 +83,9 @@ FILM_WEIGHTS = {
 class WorldPart:
     """Entities by number, with `facts[number]` = {relation: number of an entity, or literal}.
 
-    `inverse` turns the facts round. Those in `hidden` are true, and asked about, and not in the
-    graph. A `copy` after the original, which is 0, has the same facts between entities of other
-    names, all years moved by the same number.
+    `inverse` lists the facts by their objects. Facts in `hidden` are true and asked about, and the
+    graph lacks them. Copy 0 is the original. Any other `copy` has the same facts between entities
+    of other names, with all years moved by the same number.
     """
 
     def __init__(
@@ -94,6 +102,7 @@ class WorldPart:
         # Copies are for learning only, so the names of the train part are free for them.
         self._owned = names.SHARES[part] if copy == 0 else names.LEARNING_SHARES
         self._moved_years = self._naming.randint(*MOVED_YEARS) if copy else 0
+
         countries = self._add_countries()
         cities = self._add_cities(countries)
         people = self._add_people(_people_count(part, questions), cities)
@@ -101,15 +110,15 @@ class WorldPart:
         self._limit_facts()
         self.inverse = self._inverse_facts()
         self.hidden = self._hidden_facts()
-        self._known = self._known_entities()
+        self._known_numbers = self._known_entities()
 
     def knows(self, topics: Sequence[int], chains: Sequence[Sequence[Value]]) -> bool:
-        """Whether all entities on the way from these topics to the ends of their chains are common
-        knowledge."""
-        paths = zip(topics, chains, strict=True)
-        return all(
-            subject in self._known for topic, chain in paths for subject in (topic, *chain[:-1])
-        )
+        """Whether all subjects on the way from the topics to the ends are common knowledge."""
+        for topic, chain in zip(topics, chains, strict=True):
+            subjects = (topic, *chain[:-1])
+            if not all(subject in self._known_numbers for subject in subjects):
+                return False
+        return True
 
     def _generator(self, purpose: str) -> random.Random:
         return random.Random(f"{self._config.seed} {self.part} {purpose}")
@@ -123,14 +132,19 @@ class WorldPart:
         self.facts.append(dict(facts or {}))
         return len(self.labels) - 1
 
-    def _borrows(self) -> bool:
-        """Drawn once an entity, from the stream of names, for any share."""
+    def _draw_whether_borrowed(self) -> bool:
+        """Draw whether the next entity borrows a part of its name.
+
+        The draw is made once an entity, also where the share is 0 or 1, so that the names that
+        follow do not depend on the share.
+        """
         return self._naming.random() < self._config.distractor_names
 
     def _date(self, first_year: int, last_year: int) -> str:
-        draw = self._random
-        year = draw.randint(first_year, last_year) + self._moved_years
-        return date_text(year, draw.randint(1, 12), draw.randint(1, 28))
+        year = self._random.randint(first_year, last_year) + self._moved_years
+        month = self._random.randint(1, 12)
+        day = self._random.randint(1, 28)
+        return date_text(year, month, day)
 
     def _add_countries(self) -> list[int]:
         pairs = names.PairNamer(
@@ -139,65 +153,81 @@ class WorldPart:
         countries = []
         for _ in range(COUNTRIES[self.part]):
             label = names.join(names.COUNTRY_STARTS, names.COUNTRY_STEMS, pairs.pair())
-            countries.append(
-                self._add("country", label, {"inception": self._date(*INCEPTION_YEARS)})
-            )
+            facts = {"inception": self._date(*INCEPTION_YEARS)}
+            countries.append(self._add("country", label, facts))
         return countries
 
     def _add_cities(self, countries: list[int]) -> list[int]:
-        """Cities, each with a university and an employer; the first city of a country is its
-        capital."""
+        """Add cities, each with a university and an employer, and return their numbers.
+
+        The first city of a country is its capital.
+        """
         pairs = names.PairNamer(
             self._deck(names.CITY_STARTS), self._deck(names.CITY_STEMS), self._owned
         )
         cities = []
-        for place in range(CITIES[self.part]):
-            country = countries[place % len(countries)]
+        for position in range(CITIES[self.part]):
+            country = countries[position % len(countries)]
             label = names.join(names.CITY_STARTS, names.CITY_STEMS, pairs.pair())
-            city = self._add(
-                "city", label, {"country": country, "inception": self._date(*INCEPTION_YEARS)}
-            )
+            facts = {"country": country, "inception": self._date(*INCEPTION_YEARS)}
+            city = self._add("city", label, facts)
             self.facts[country].setdefault("capital", city)
-            for kind, relation, endings in (
-                ("university", "university", names.UNIVERSITY_ENDINGS),
-                ("company", "largest employer", names.EMPLOYER_ENDINGS),
-            ):
-                institution = label + self._naming.choice(endings)
-                facts = {"location": city, "inception": self._date(*INCEPTION_YEARS)}
-                self.facts[city][relation] = self._add(kind, institution, facts)
+            self.facts[city]["university"] = self._add_institution(
+                "university", city, names.UNIVERSITY_ENDINGS
+            )
+            self.facts[city]["largest employer"] = self._add_institution(
+                "company", city, names.EMPLOYER_ENDINGS
+            )
             cities.append(city)
         return cities
 
+    def _add_institution(self, kind: str, city: int, endings: Sequence[str]) -> int:
+        """Add an institution named after its city, and return its number."""
+        label = self.labels[city] + self._naming.choice(endings)
+        facts = {"location": city, "inception": self._date(*INCEPTION_YEARS)}
+        return self._add(kind, label, facts)
+
     def _add_people(self, count: int, cities: list[int]) -> list[list["_Person"]]:
-        """Generations, oldest first. Most people have a couple of the previous generation as
-        parents."""
-        firsts = {True: names.MALE_NAMES, False: names.FEMALE_NAMES}
-        lasts = self._deck(names.LAST_NAMES)
-        pairs = {
-            male: names.PairNamer(self._deck(pool), lasts, self._owned)
-            for male, pool in firsts.items()
-        }
+        """Add people and return them by generation, the oldest first.
+
+        Most people have a couple of the previous generation as parents.
+        """
+        last_names = self._deck(names.LAST_NAMES)
+        male_pairs = names.PairNamer(self._deck(names.MALE_NAMES), last_names, self._owned)
+        female_pairs = names.PairNamer(self._deck(names.FEMALE_NAMES), last_names, self._owned)
+
         generations: list[list[_Person]] = []
         couples: list[tuple[_Person, _Person]] = []
-        lender: int | None = None  # last name of the newcomer before, which the next one may borrow
+        # The last name of the newcomer before, which the next one may borrow.
+        newcomer_last: int | None = None
         for generation in range(GENERATIONS):
             people = []
             for _ in range(count // GENERATIONS):
-                born_here = couples and self._random.random() < SHARE_WITH_PARENTS
-                parents = self._random.choice(couples) if born_here else None
-                male = self._random.random() < 0.5
-                offered = parents[0].last if parents else lender
-                borrowed = offered if self._borrows() else None
-                first, last = pairs[male].pair(second=borrowed)
-                if not parents:
-                    lender = last if borrowed is None else None
-                number = self._add("person", f"{firsts[male][first]} {names.LAST_NAMES[last]}")
+                # Draw parents and sex.
+                has_parents = bool(couples) and self._random.random() < SHARE_WITH_PARENTS
+                parents = self._random.choice(couples) if has_parents else None
+                is_male = self._random.random() < 0.5
+
+                # Draw a name, perhaps with the last name of the father or of the last newcomer.
+                offered_last = newcomer_last if parents is None else parents[0].last
+                borrowed_last = offered_last if self._draw_whether_borrowed() else None
+                if is_male:
+                    first, last = male_pairs.pair(second=borrowed_last)
+                    first_name = names.MALE_NAMES[first]
+                else:
+                    first, last = female_pairs.pair(second=borrowed_last)
+                    first_name = names.FEMALE_NAMES[first]
+                if parents is None:
+                    newcomer_last = last if borrowed_last is None else None
+                number = self._add("person", f"{first_name} {names.LAST_NAMES[last]}")
+
+                # Draw the life, and the facts.
                 birth_year = FIRST_BIRTH_YEAR + GENERATION_YEARS * generation
                 birth_year += self._random.randrange(BIRTH_SPREAD_YEARS)
                 death_year = birth_year + self._random.randint(*LIFE_YEARS)
                 person = _Person(
                     number=number,
-                    male=male,
+                    is_male=is_male,
                     last=last,
                     birth_year=birth_year,
                     death_year=death_year,
@@ -211,108 +241,128 @@ class WorldPart:
     def _describe_person(
         self, person: "_Person", parents: "tuple[_Person, _Person] | None", cities: list[int]
     ) -> None:
-        choice = self._random.choice
+        """Draw a person's facts."""
         facts = self.facts[person.number]
-        home, work, grave = choice(cities), choice(cities), choice(cities)
-        person.country = self.facts[home if self._random.random() < 0.8 else work]["country"]
+        home_city = self._random.choice(cities)
+        work_city = self._random.choice(cities)
+        burial_city = self._random.choice(cities)
+
+        citizen_city = home_city if self._random.random() < 0.8 else work_city
+        person.country = self.facts[citizen_city]["country"]
         facts["date of birth"] = self._date(person.birth_year, person.birth_year)
-        facts["place of birth"] = home
+        facts["place of birth"] = home_city
         facts["country of citizenship"] = person.country
-        facts["educated at"] = self.facts[home if self._random.random() < 0.5 else work][
-            "university"
-        ]
-        facts["employer"] = self.facts[work]["largest employer"]
-        facts["occupation"] = choice(names.OCCUPATIONS)
+        study_city = home_city if self._random.random() < 0.5 else work_city
+        facts["educated at"] = self.facts[study_city]["university"]
+        facts["employer"] = self.facts[work_city]["largest employer"]
+        facts["occupation"] = self._random.choice(names.OCCUPATIONS)
+
         if person.death_year <= PRESENT_YEAR:
             facts["date of death"] = self._date(person.death_year, person.death_year)
-            facts["place of death"] = grave if self._random.random() < 0.7 else choice(cities)
-            facts["place of burial"] = grave
-        if parents:
+            if self._random.random() < 0.7:
+                facts["place of death"] = burial_city
+            else:
+                facts["place of death"] = self._random.choice(cities)
+            facts["place of burial"] = burial_city
+
+        if parents is not None:
             father, mother = parents
-            facts["father"], facts["mother"] = father.number, mother.number
+            facts["father"] = father.number
+            facts["mother"] = mother.number
             if father.last_child is not None:
                 facts["sibling"] = father.last_child
             father.last_child = person.number
 
     def _marry(self, people: "list[_Person]") -> "list[tuple[_Person, _Person]]":
-        men, women = [p for p in people if p.male], [p for p in people if not p.male]
+        """Return the couples of a generation, and add their facts. Siblings do not marry."""
+        men = [person for person in people if person.is_male]
+        women = [person for person in people if not person.is_male]
         self._random.shuffle(men)
         self._random.shuffle(women)
+
         couples = []
-        for man, woman in zip(men, women, strict=False):  # those left over stay single
-            fathers = [self.facts[person.number].get("father") for person in (man, woman)]
-            siblings = fathers[0] is not None and fathers[0] == fathers[1]
-            if self._random.random() < SHARE_MARRIED and not siblings:
-                self.facts[man.number]["spouse"], self.facts[woman.number]["spouse"] = (
-                    woman.number,
-                    man.number,
-                )
+        # Some people of the larger group stay single.
+        for man, woman in zip(men, women, strict=False):
+            father_of_man = self.facts[man.number].get("father")
+            father_of_woman = self.facts[woman.number].get("father")
+            are_siblings = father_of_man is not None and father_of_man == father_of_woman
+            if self._random.random() < SHARE_MARRIED and not are_siblings:
+                self.facts[man.number]["spouse"] = woman.number
+                self.facts[woman.number]["spouse"] = man.number
                 couples.append((man, woman))
         return couples
 
     def _add_films(self, generations: "list[list[_Person]]", cities: list[int]) -> None:
+        """Add films. Their crews are people of one generation."""
         pairs = names.PairNamer(self._deck(names.ADJECTIVES), self._deck(names.NOUNS), self._owned)
         crews = generations[FIRST_FILM_GENERATION:]
-        lender: tuple[int, int] | None = None
-        for _ in range(int(FILMS_PER_PERSON * sum(map(len, generations)))):
+        roles = [role for role in CREW if role != "director"]
+        roles.append("cast member")
+        people_count = sum(len(people) for people in generations)
+
+        # The title of the film before, of which the next one may borrow a word.
+        lent_pair: tuple[int, int] | None = None
+        for _ in range(int(FILMS_PER_PERSON * people_count)):
             crew = self._random.choice(crews)
             director = self._random.choice(crew)
+
+            # Draw a title.
+            borrowed_pair = lent_pair if self._draw_whether_borrowed() else None
+            if borrowed_pair is None:
+                pair = pairs.pair()
+                lent_pair = pair
+            else:
+                adjective, noun = borrowed_pair
+                if self._naming.random() < 0.5:
+                    pair = pairs.pair(second=noun)
+                else:
+                    pair = pairs.pair(first=adjective)
+                lent_pair = None
+            title_start = self._naming.choice(names.TITLE_STARTS)
+            title = f"{title_start}{names.ADJECTIVES[pair[0]]} {names.NOUNS[pair[1]]}"
+
+            # Draw the facts.
+            filming_city = self._random.choice(cities)
+            colleagues = self._random.sample(crew, len(roles))
             first_year = max(FIRST_FILM_YEAR, director.birth_year + WORKING_AGE[0])
             last_year = min(
                 director.birth_year + WORKING_AGE[1], director.death_year - 1, PRESENT_YEAR
             )
-            borrowed = lender if self._borrows() else None
-            if borrowed is None:
-                lender = pair = pairs.pair()
+            publication_date = self._date(first_year, last_year)
+            if self._random.random() < 0.4:
+                country_of_origin = self.facts[filming_city]["country"]
             else:
-                adjective, noun = borrowed
-                pair = (
-                    pairs.pair(second=noun)
-                    if self._naming.random() < 0.5
-                    else pairs.pair(first=adjective)
-                )
-                lender = None
-            title = (
-                f"{self._naming.choice(names.TITLE_STARTS)}{names.ADJECTIVES[pair[0]]} "
-                f"{names.NOUNS[pair[1]]}"
-            )
-            shooting = self._random.choice(cities)
-            colleagues = [p.number for p in self._random.sample(crew, 4)]
-            published = self._date(first_year, last_year)
-            origin = (
-                self.facts[shooting]["country"] if self._random.random() < 0.4 else director.country
-            )
+                country_of_origin = director.country
             facts: dict[str, Value] = {
                 "director": director.number,
-                "publication date": published,
-                "country of origin": origin,
-                "filming location": shooting,
+                "publication date": publication_date,
+                "country of origin": country_of_origin,
+                "filming location": filming_city,
                 "genre": self._random.choice(names.GENRES),
             }
-            roles = (*(role for role in CREW if role != "director"), "cast member")
-            facts.update(zip(roles, colleagues, strict=True))
+            for role, colleague in zip(roles, colleagues, strict=True):
+                facts[role] = colleague.number
             self._add("film", title, facts)
 
     def _limit_facts(self) -> None:
-        """People and films keep MIN_FACTS to `facts_per_entity` of their facts; the rest is
-        dropped."""
-        draw = self._generator("room").random
-        most = self._config.facts_per_entity
+        """Drop facts of people and films, so that MIN_FACTS to `facts_per_entity` remain."""
+        draw = self._generator("room")
+        possible_counts = self._config.facts_per_entity + 1 - MIN_FACTS
         for number, kind in enumerate(self.kinds):
             if kind not in ("person", "film"):
                 continue
             weights = PERSON_WEIGHTS if kind == "person" else FILM_WEIGHTS
             facts = self.facts[number]
-            room = MIN_FACTS + int(draw() * (most + 1 - MIN_FACTS))
-            # Weighted sampling without replacement (Efraimidis and Spirakis, 2006): the largest
-            # u^(1/weight) are kept.
-            kept = sorted(
-                ((draw() ** (1 / weights[relation]), relation) for relation in facts), reverse=True
-            )[:room]
-            self.facts[number] = {relation: facts[relation] for _, relation in kept}
+            max_facts = MIN_FACTS + int(draw.random() * possible_counts)
+
+            # Weighted sampling without replacement (Efraimidis and Spirakis, 2006): the facts with
+            # the largest u^(1/weight) remain.
+            scores = [(draw.random() ** (1 / weights[relation]), relation) for relation in facts]
+            scores.sort(reverse=True)
+            self.facts[number] = {relation: facts[relation] for _, relation in scores[:max_facts]}
 
     def _inverse_facts(self) -> dict[int, list[tuple[int, str]]]:
-        """Object -> (subject, relation), for objects that are entities."""
+        """Return the facts by their objects, as (subject, relation). Literals have none."""
         inverse: dict[int, list[tuple[int, str]]] = defaultdict(list)
         for subject, facts in enumerate(self.facts):
             for relation, value in facts.items():
@@ -321,18 +371,25 @@ class WorldPart:
         return inverse
 
     def _hidden_facts(self) -> frozenset[tuple[int, str]]:
-        draw, share = self._generator("missing").random, self._config.missing_facts
-        everything = (
-            (number, relation) for number, facts in enumerate(self.facts) for relation in facts
-        )
-        return frozenset(fact for fact in everything if draw() < share)
+        """Draw the facts that the graph lacks, as (subject, relation)."""
+        draw = self._generator("missing")
+        hidden: set[tuple[int, str]] = set()
+        for number, facts in enumerate(self.facts):
+            for relation in facts:
+                if draw.random() < self._config.missing_facts:
+                    hidden.add((number, relation))
+        return frozenset(hidden)
 
     def _known_entities(self) -> frozenset[int]:
-        """Empty for renamed copies. Few, so that each fact is read often."""
+        """Draw the entities that are common knowledge. Renamed copies have none.
+
+        They are few, so that each fact about them is read often.
+        """
         if self.copy or not self._config.common_knowledge:
             return frozenset()
-        draw = self._generator("common").random
-        return frozenset(number for number in range(len(self.labels)) if draw() < KNOWN_ENTITIES)
+        draw = self._generator("common")
+        numbers = range(len(self.labels))
+        return frozenset(number for number in numbers if draw.random() < KNOWN_ENTITIES)
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
@@ -340,8 +397,8 @@ class _Person:
     """What later generations and films need to know about someone."""
 
     number: int
-    male: bool
-    last: int
+    is_male: bool
+    last: int  # number of the last name
     birth_year: int
     death_year: int
     country: Value = ""
@@ -349,8 +406,12 @@ class _Person:
 
 
 def _people_count(part: names.Part, questions: int) -> int:
-    """Grows in doublings, so that asking for a few more questions leaves the first ones as they
-    were."""
-    fewest, most = PEOPLE_LIMITS[part]
-    doubled = 1 << (questions - 1).bit_length()
-    return min(most, max(fewest, int(PEOPLE_PER_QUESTION * doubled)))
+    """Return how many people the part has.
+
+    The number grows in doublings. So asking for a few more questions leaves the first ones as they
+    were.
+    """
+    min_people, max_people = PEOPLE_LIMITS[part]
+    rounded_questions = 1 << (questions - 1).bit_length()  # the next power of two
+    people = int(PEOPLE_PER_QUESTION * rounded_questions)
+    return min(max_people, max(min_people, people))

@@ -1,9 +1,10 @@
-"""Question templates of the tiny world: a path of relations from each topic, a rule that turns the
-ends into an answer, wordings.
+"""Question templates of the tiny world.
 
-The four kinds and the wordings are those of 2WikiMultihopQA (Ho et al., 2020). The evidence of a
-question lists its path step by step, topic after topic: for two topics and two steps (a, director,
-p), (b, director, q), (p, date of birth, x), (q, date of birth, y).
+A template has a path of relations from each topic, a rule that turns the ends into an answer, and
+wordings. The four kinds and the wordings are those of 2WikiMultihopQA (Ho et al., 2020).
+
+The evidence of a question lists its path step by step, topic after topic. For two topics and two
+steps it is (a, director, p), (b, director, q), (p, date of birth, x), (q, date of birth, y).
 """
 
 import dataclasses
@@ -14,13 +15,15 @@ from mujica_jax.dates import MONTHS
 
 FinalRule = Literal["last_object", "earlier", "later", "same"]
 
-MAX_PARAPHRASES = 4  # every template below has this many wordings
+# Every template below has this many wordings.
+MAX_PARAPHRASES = 4
+# As in 2Wiki.
 KIND_SHARES = {
     "compositional": 0.44,
     "comparison": 0.23,
     "bridge_comparison": 0.21,
     "inference": 0.12,
-}  # as in 2Wiki
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,13 +36,21 @@ class Template:
     wordings: tuple[str, ...]  # with {a} and, for two topics, {b}
 
     def answer(self, topics: Sequence[str], objects: Sequence[str]) -> str:
-        """The answer, from the topics' labels and the objects that the last step found for them."""
+        """Return the answer.
+
+        `topics` are the labels of the topics, and `objects` the ends of their paths.
+        """
         if self.rule == "last_object":
             return objects[0]
         if self.rule == "same":
             return "yes" if objects[0] == objects[1] else "no"
-        first = min if self.rule == "earlier" else max
-        return first(zip(objects, topics, strict=True), key=lambda pair: date_key(pair[0]))[1]
+
+        dated_topics = list(zip(objects, topics, strict=True))
+        if self.rule == "earlier":
+            _, topic = min(dated_topics, key=lambda pair: date_key(pair[0]))
+        else:
+            _, topic = max(dated_topics, key=lambda pair: date_key(pair[0]))
+        return topic
 
 
 def date_text(year: int, month: int, day: int) -> str:
@@ -47,7 +58,7 @@ def date_text(year: int, month: int, day: int) -> str:
 
 
 def date_key(text: str) -> tuple[int, int, int]:
-    """(year, month, day) of "14 March 1931": orders dates."""
+    """Return (year, month, day) of a date as "14 March 1931", by which dates are ordered."""
     day, month, year = text.split()
     return int(year), MONTHS.index(month) + 1, int(day)
 
@@ -104,7 +115,8 @@ PERSON_WORDINGS: dict[str, tuple[str, str, str]] = {
 }
 CREW = ("director", "composer", "producer", "screenwriter")
 RELATIVES = ("father", "mother", "spouse")
-FAMILY_WORDS = {  # two steps inside a family: inference, because the question names neither of them
+# Two steps inside a family make an inference question, because it names neither of them.
+FAMILY_WORDS = {
     ("father", "father"): "paternal grandfather",
     ("father", "mother"): "paternal grandmother",
     ("mother", "father"): "maternal grandfather",
@@ -112,8 +124,8 @@ FAMILY_WORDS = {  # two steps inside a family: inference, because the question n
     ("spouse", "father"): "father-in-law",
     ("spouse", "mother"): "mother-in-law",
 }
-# (relation of a person, rule) -> wordings of the comparison of two people, clauses on the directors
-# of two films.
+# By relation of a person and rule: wordings of the comparison of two people, and clauses on the
+# directors of two films.
 SUPERLATIVES: dict[tuple[str, FinalRule], tuple[tuple[str, ...], tuple[str, ...]]] = {
     ("date of birth", "earlier"): (
         (
@@ -157,20 +169,19 @@ SUPERLATIVES: dict[tuple[str, FinalRule], tuple[tuple[str, ...], tuple[str, ...]
 def _compositional() -> list[Template]:
     templates = []
     for first in (*CREW, *RELATIVES):
-        phrases = (
-            (f"the {first} of film {{a}}", f"the {first} of the film {{a}}")
-            if first in CREW
-            else (f"the {first} of {{a}}", f"{{a}}'s {first}")
-        )
+        if first in CREW:
+            phrases = (f"the {first} of film {{a}}", f"the {first} of the film {{a}}")
+        else:
+            phrases = (f"the {first} of {{a}}", f"{{a}}'s {first}")
         for second, patterns in PERSON_WORDINGS.items():
+            # Two steps inside a family are asked as inference questions.
             if first in RELATIVES and second in RELATIVES:
                 continue
-            wordings = tuple(
-                patterns[i % 3].format(x=phrases[i % 2]) for i in range(MAX_PARAPHRASES)
-            )
-            templates.append(
-                _template("compositional", (first, second), 1, "last_object", wordings)
-            )
+            # Three patterns and two phrases alternate, so that all wordings differ.
+            wordings = []
+            for number in range(MAX_PARAPHRASES):
+                wordings.append(patterns[number % 3].format(x=phrases[number % 2]))
+            templates.append(_template("compositional", (first, second), wordings=wordings))
     return templates
 
 
@@ -181,43 +192,52 @@ def _inference() -> list[Template]:
         "Who was the {w} of {{a}}?",
         "What is the name of {{a}}'s {w}?",
     )
-    return [
-        _template(
-            "inference",
-            path,
-            1,
-            "last_object",
-            tuple(pattern.format(w=word) for pattern in patterns),
-        )
-        for path, word in FAMILY_WORDS.items()
-    ]
+    templates = []
+    for path, word in FAMILY_WORDS.items():
+        wordings = [pattern.format(w=word) for pattern in patterns]
+        templates.append(_template("inference", path, wordings=wordings))
+    return templates
 
 
 def _comparison() -> list[Template]:
-    people = [
-        _template("comparison", (relation,), 2, rule, wordings)
-        for (relation, rule), (wordings, _) in SUPERLATIVES.items()
-    ]
-    film = "Which film {w}, {{a}} or {{b}}?"
-    earlier = ("came out first", "came out earlier", "was released first", "was released earlier")
-    later = (
-        "came out later",
-        "was released later",
-        "was released more recently",
-        "came out more recently",
-    )
-    releases: dict[FinalRule, tuple[str, ...]] = {"earlier": earlier, "later": later}
-    films = [
-        _template(
-            "comparison",
-            ("publication date",),
-            2,
-            rule,
-            tuple(film.format(w=words) for words in wordings),
+    return [*_comparisons_of_people(), *_comparisons_of_films(), *_comparisons_of_countries()]
+
+
+def _comparisons_of_people() -> list[Template]:
+    templates = []
+    for (relation, rule), (wordings, _) in SUPERLATIVES.items():
+        templates.append(
+            _template("comparison", (relation,), topics=2, rule=rule, wordings=wordings)
         )
-        for rule, wordings in releases.items()
-    ]
-    same = {
+    return templates
+
+
+def _comparisons_of_films() -> list[Template]:
+    clauses: dict[FinalRule, tuple[str, ...]] = {
+        "earlier": (
+            "came out first",
+            "came out earlier",
+            "was released first",
+            "was released earlier",
+        ),
+        "later": (
+            "came out later",
+            "was released later",
+            "was released more recently",
+            "came out more recently",
+        ),
+    }
+    templates = []
+    for rule, rule_clauses in clauses.items():
+        wordings = [f"Which film {clause}, {{a}} or {{b}}?" for clause in rule_clauses]
+        templates.append(
+            _template("comparison", ("publication date",), topics=2, rule=rule, wordings=wordings)
+        )
+    return templates
+
+
+def _comparisons_of_countries() -> list[Template]:
+    wordings_of_relation = {
         "country of citizenship": (
             "Are {a} and {b} from the same country?",
             "Do {a} and {b} have the same nationality?",
@@ -237,11 +257,12 @@ def _comparison() -> list[Template]:
             "Do the cities {a} and {b} lie in the same country?",
         ),
     }
-    alike = [
-        _template("comparison", (relation,), 2, "same", wordings)
-        for relation, wordings in same.items()
-    ]
-    return people + films + alike
+    templates = []
+    for relation, wordings in wordings_of_relation.items():
+        templates.append(
+            _template("comparison", (relation,), topics=2, rule="same", wordings=wordings)
+        )
+    return templates
 
 
 def _bridge_comparison() -> list[Template]:
@@ -249,30 +270,48 @@ def _bridge_comparison() -> list[Template]:
         "Which film has the director who {w}, {{a}} or {{b}}?",
         "Which film whose director {w}, {{a}} or {{b}}?",
     )
-    ordered = []
+    templates = []
     for (relation, rule), (_, clauses) in SUPERLATIVES.items():
-        wordings = tuple(patterns[i % 2].format(w=words) for i, words in enumerate(clauses))
-        ordered.append(_template("bridge_comparison", ("director", relation), 2, rule, wordings))
-    same = (
+        path = ("director", relation)
+        wordings = []
+        for number, clause in enumerate(clauses):
+            wordings.append(patterns[number % 2].format(w=clause))
+        templates.append(
+            _template("bridge_comparison", path, topics=2, rule=rule, wordings=wordings)
+        )
+    nationality_wordings = (
         "Do both directors of films {a} and {b} share the same nationality?",
         "Do both films {a} and {b} have directors from the same country?",
         "Are the directors of both films {a} and {b} from the same country?",
         "Do the directors of films {a} and {b} have the same nationality?",
     )
-    return [
-        *ordered,
-        _template("bridge_comparison", ("director", "country of citizenship"), 2, "same", same),
-    ]
+    templates.append(
+        _template(
+            "bridge_comparison",
+            ("director", "country of citizenship"),
+            topics=2,
+            rule="same",
+            wordings=nationality_wordings,
+        )
+    )
+    return templates
 
 
 def _template(
-    kind: str, path: tuple[str, ...], topics: int, rule: FinalRule, wordings: tuple[str, ...]
+    kind: str,
+    path: tuple[str, ...],
+    *,
+    topics: int = 1,
+    rule: FinalRule = "last_object",
+    wordings: Sequence[str],
 ) -> Template:
     assert len(set(wordings)) == MAX_PARAPHRASES, (
         "every template has the same number of different wordings"
     )
-    name = f"{kind}: {', '.join(path)}" + ("" if rule == "last_object" else f", {rule}")
-    return Template(id=name, kind=kind, path=path, topics=topics, rule=rule, wordings=wordings)
+    id = f"{kind}: {', '.join(path)}"
+    if rule != "last_object":
+        id += f", {rule}"
+    return Template(id=id, kind=kind, path=path, topics=topics, rule=rule, wordings=tuple(wordings))
 
 
 TEMPLATES: tuple[Template, ...] = (

@@ -9,7 +9,7 @@ again from its evidences. A part is generated when it is first asked for.
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import cast
 
@@ -49,34 +49,42 @@ FIRST_KEY: dict[Part, int] = {
     "test": 3_000_000,
     "demonstration": 4_000_000,
 }
-KEYS_PER_PART = (
-    1_000_000  # a renamed copy of the demonstrations has those of the copy before, plus this
-)
-PRETRAINING_YEARS = (1850, 2015)  # the years that facts of the world lie in
-YEARS = (1780, 2040)  # those and the moved ones of renamed copies
-YEAR_REPEATS = 50  # how often they are shown to the tokenizer, so that each becomes one token
-TOKENIZER_QUESTIONS = 1000  # of each training-side part
-TOKENIZER_ENTITIES = 300  # with their triples; names are shown of all
+# A renamed copy of the demonstrations has the keys of the copy before, plus this.
+KEYS_PER_PART = 1_000_000
+# The years that facts of the world lie in.
+PRETRAINING_YEARS = (1850, 2015)
+# Those, and the moved ones of renamed copies.
+YEARS = (1780, 2040)
+# How often the tokenizer is shown all years, so that each becomes one token.
+YEAR_REPEATS = 50
+# How many questions of each training-side part the tokenizer is shown, and of how many entities the
+# triples. It is shown the names of all entities.
+TOKENIZER_QUESTIONS = 1000
+TOKENIZER_ENTITIES = 300
 NAMES_PER_LINE = 10
-KNOWN_SHARE = 0.7  # of the pre-training documents, where facts are common knowledge
-KNOWN_FACTS = 6  # most that such a document states
+# The share of the pre-training documents that state common knowledge, where there is any.
+KNOWN_SHARE = 0.7
+# How many facts such a document states at most.
+KNOWN_FACTS = 6
 
 
 def build(config: TinyWorldConfig) -> "TinyWorld":
-    """The world of a configuration. Raises UserError for a value outside LIMITS."""
-    for field, (least, most) in LIMITS.items():
+    """Return the world of a configuration. Raises UserError for a value outside LIMITS."""
+    for field, (lower_limit, upper_limit) in LIMITS.items():
         value = getattr(config, field)
-        if not least <= value <= most:
+        if not lower_limit <= value <= upper_limit:
             raise UserError(
-                f"the tiny world takes {field} from {least} to {most}, and the configuration says "
-                f"{value}"
+                f"the tiny world takes {field} from {lower_limit} to {upper_limit}, and the "
+                f"configuration says {value}"
             )
     return TinyWorld(config)
 
 
 class TinyGraph:
-    """The encyclopaedia as a knowledge graph: the triples that name an entity, at most
-    `facts_per_entity` of them."""
+    """The encyclopaedia as a knowledge graph.
+
+    A search returns the triples that name an entity, at most `facts_per_entity` of them.
+    """
 
     kind: EnvironmentKind = "graph"
 
@@ -85,8 +93,10 @@ class TinyGraph:
         self.statistics = RetrievalStatistics()
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
-        """Triples in an order that the query does not change: choosing among them is the worker's
-        part."""
+        """Return the triples of an entity, in an order that the query does not change.
+
+        Choosing among them is the worker's part.
+        """
         if entity is None:
             raise ValueError(
                 "a graph search names the entity whose triples it wants, and this one names none"
@@ -95,22 +105,31 @@ class TinyGraph:
         return self.materials(entity.id)
 
     def materials(self, key: str) -> tuple[Material, ...]:
-        """An entity's triples and, as far as there is room, some that point at it, shuffled.
-        Unknown keys have none."""
-        found = self._world.locate(key)
-        if found is None:
+        """Return an entity's triples and some that point at it, shuffled.
+
+        There are at most `facts_per_entity` in all. An unknown key has none.
+        """
+        location = self._world.locate(key)
+        if location is None:
             return ()
-        part, number = found
-        draw = random.Random(f"{self._world.config.seed} {part.part} {part.copy} {number}")
-        own = [(number, relation) for relation in part.facts[number]]
-        inverse = part.inverse.get(number, [])
-        room = min(len(inverse), self._world.config.facts_per_entity - len(own))
-        triples = own + draw.sample(inverse, draw.randint(0, room))
+        part, number = location
+        config = self._world.config
+        draw = random.Random(f"{config.seed} {part.part} {part.copy} {number}")
+
+        triples = [(number, relation) for relation in part.facts[number]]
+        inverse_triples = part.inverse.get(number, [])
+        max_inverse = min(len(inverse_triples), config.facts_per_entity - len(triples))
+        inverse_count = draw.randint(0, max_inverse)
+        triples += draw.sample(inverse_triples, inverse_count)
         draw.shuffle(triples)
-        return tuple(_material(part, *triple) for triple in triples if triple not in part.hidden)
+
+        shown_triples = [triple for triple in triples if triple not in part.hidden]
+        return tuple(_material(part, subject, relation) for subject, relation in shown_triples)
 
 
 class TinyWorld:
+    """Implements `Task` and `FromScratchTask`. A part is generated on first use."""
+
     name = "tiny_world"
     rule: Rule = "two_wiki"
 
@@ -124,156 +143,214 @@ class TinyWorld:
             "dev": config.dev_questions,
             "test": config.test_questions,
         }
-        self._part = cache(lambda part, copy=0: WorldPart(part, config, self._sizes[part], copy))
-        self._plans = cache(lambda part: draw_plans(self._part(part), config, self._sizes[part]))
-        self._list = cache(self._written_out)
-        self._passages = cache(self._searched_passages)
+        # Each is generated once, on first use.
+        self._part = cache(self._generate_part)
+        self._plans = cache(self._draw_plans)
+        self._part_questions = cache(self._write_questions)
+        self._passages = cache(self._open_passages)
 
     def questions(self, split: Split) -> list[Question]:
-        return self._list(split)
+        """Return the questions of a split."""
+        return self._part_questions(split, 0)
 
     def environment(self, question: Question) -> Environment:
-        """The one graph, or the passages of the question's part."""
+        """Return the one graph, or the passages of the question's part."""
         if self.config.environment == "graph":
             return self.graph
-        part, _, rest = question.id.removeprefix("tiny-").partition("-")
-        return self._passages(cast(Part, part), int(rest.partition("-")[2] or 0))
+        # An id is "tiny-PART-NUMBER", and of a renamed copy "tiny-PART-NUMBER-COPY".
+        part, _, number_and_copy = question.id.removeprefix("tiny-").partition("-")
+        _, _, copy = number_and_copy.partition("-")
+        return self._passages(cast(Part, part), int(copy or 0))
 
     def demonstrations(self) -> Iterator[tuple[Question, Environment]]:
-        """The originals, then copy after copy."""
+        """Yield the original demonstrations, then copy after copy, each with its environment."""
         for copy in range(1 + self.config.augmented_copies):
-            yield from (
-                (question, self.environment(question))
-                for question in self._list("demonstration", copy)
-            )
+            for question in self._part_questions("demonstration", copy):
+                yield question, self.environment(question)
 
-    def _searched_passages(self, part: Part, copy: int) -> Environment:
-        owner = self._part(part, copy)
+    def _generate_part(self, part: Part, copy: int) -> WorldPart:
+        return WorldPart(part, self.config, questions=self._sizes[part], copy=copy)
+
+    def _draw_plans(self, part: Part) -> list[Plan]:
+        return draw_plans(self._part(part, 0), self.config, count=self._sizes[part])
+
+    def _write_questions(self, part: Part, copy: int) -> list[Question]:
+        world_part = self._part(part, copy)
+        plans = self._plans(part)
+        return [_question(world_part, number, plan) for number, plan in enumerate(plans)]
+
+    def _open_passages(self, part: Part, copy: int) -> Environment:
+        world_part = self._part(part, copy)
         passages = [
-            Passage(id=_key(owner, number), title=label, text=_passage_text(owner, number))
-            for number, label in enumerate(owner.labels)
+            Passage(
+                id=_key(world_part, number), title=label, text=_passage_text(world_part, number)
+            )
+            for number, label in enumerate(world_part.labels)
         ]
-        return TextEnvironment(
-            IndexRetriever(Bm25Index(passages, "default"), inline=True), self.config.top_k
-        )
-
-    def _written_out(self, part: Part, copy: int = 0) -> list[Question]:
-        owner = self._part(part, copy)
-        return [_question(owner, place, plan) for place, plan in enumerate(self._plans(part))]
+        retriever = IndexRetriever(Bm25Index(passages, "default"), inline=True)
+        return TextEnvironment(retriever, self.config.top_k)
 
     def locate(self, key: str) -> tuple[WorldPart, int] | None:
-        """Part and number of the entity with this key."""
+        """Return part and number of the entity with this key. None: there is no such entity."""
         if not (key.startswith("Q") and key[1:].isdecimal()):
             return None
-        place, number = divmod(int(key[1:]), KEYS_PER_PART)
-        copies = self.config.augmented_copies
-        if not 1 <= place <= len(FIRST_KEY) + copies:
-            return None
+
+        # Blocks of keys are counted from 1: one for each part, then one for each renamed copy of
+        # the last part, the demonstrations.
+        block, number = divmod(int(key[1:]), KEYS_PER_PART)
         parts = tuple(FIRST_KEY)
-        part = parts[min(place, len(parts)) - 1]
-        owner = self._part(part, max(0, place - len(parts)))
-        return (owner, number) if number < len(owner.labels) else None
+        if not 1 <= block <= len(parts) + self.config.augmented_copies:
+            return None
+        if block <= len(parts):
+            world_part = self._part(parts[block - 1], 0)
+        else:
+            world_part = self._part(parts[-1], block - len(parts))
+        return (world_part, number) if number < len(world_part.labels) else None
 
     def tokenizer_text(self) -> Iterator[str]:
-        """Questions, names and triples of the two training-side parts; of the test part nothing is
-        even generated."""
+        """Yield questions, names and triples of the two training-side parts.
+
+        The test part is not even generated.
+        """
         years = " and ".join(str(year) for year in range(YEARS[0], YEARS[1] + 1))
         yield from itertools.repeat(years, YEAR_REPEATS)
         for part in ("demonstration", "train"):
-            yield from (question.text for question in self._list(part)[:TOKENIZER_QUESTIONS])
-            owner = self._part(part)
-            for start in range(0, len(owner.labels), NAMES_PER_LINE):
-                yield ", ".join(owner.labels[start : start + NAMES_PER_LINE])
-            for number in random.Random(part).sample(range(len(owner.labels)), TOKENIZER_ENTITIES):
-                yield from (material.text for material in self.graph.materials(_key(owner, number)))
+            for question in self._part_questions(part, 0)[:TOKENIZER_QUESTIONS]:
+                yield question.text
+            world_part = self._part(part, 0)
+            labels = world_part.labels
+            for start in range(0, len(labels), NAMES_PER_LINE):
+                yield ", ".join(labels[start : start + NAMES_PER_LINE])
+            draw = random.Random(part)
+            for number in draw.sample(range(len(labels)), TOKENIZER_ENTITIES):
+                for material in self.graph.materials(_key(world_part, number)):
+                    yield material.text
 
     def pretraining_documents(self, seed: int) -> Iterator[str]:
-        """Facts combined from the labels and values of the train part, see `pretraining_text.py`,
-        and what is common knowledge."""
-        owner = self._part("train")
+        """Return endless documents, made of the labels and values of the train part.
+
+        `pretraining_text.py` says how. Where the configuration asks for common knowledge, other
+        documents between them state it.
+        """
+        world_part = self._part("train", 0)
         labels: dict[str, list[str]] = {}
         values: dict[str, dict[str, list[str]]] = {}
-        for kind, label, facts in zip(owner.kinds, owner.labels, owner.facts, strict=True):
+        entities = zip(world_part.kinds, world_part.labels, world_part.facts, strict=True)
+        for kind, label, facts in entities:
             labels.setdefault(kind, []).append(label)
             for relation, value in facts.items():
-                seen = values.setdefault(kind, {}).setdefault(relation, [])
-                seen.append(value if isinstance(value, str) else owner.labels[value])
-        most = self.config.facts_per_entity
+                relation_values = values.setdefault(kind, {}).setdefault(relation, [])
+                relation_values.append(_label(world_part, value))
         vocabulary = Vocabulary(
-            labels=labels, values=values, years=PRETRAINING_YEARS, max_facts=most
+            labels=labels,
+            values=values,
+            years=PRETRAINING_YEARS,
+            max_facts=self.config.facts_per_entity,
         )
-        read = documents(vocabulary, seed)
-        return self._with_known_facts(read, seed) if self.config.common_knowledge else read
+        other_documents = documents(vocabulary, seed)
+        if not self.config.common_knowledge:
+            return other_documents
+        return self._with_known_facts(other_documents, seed)
 
-    def _with_known_facts(self, read: Iterator[str], seed: int) -> Iterator[str]:
-        """Facts that questions of known kinds ask about, in all splits, between the other
-        documents: all facts about known entities would be ten times as many, each read too seldom
-        to be remembered. A fact often follows a question that it answers or helps to answer: what
-        was only ever stated is not recalled in an episode. About half of the sentences say
-        "unknown" of a recombined name; a model that never read that answers everything, or nothing.
+    def _with_known_facts(self, other_documents: Iterator[str], seed: int) -> Iterator[str]:
+        """Yield documents that state common knowledge, between the other documents.
+
+        They state the facts that questions of known kinds ask about, in all splits. All facts about
+        known entities would be ten times as many, each read too seldom to be remembered.
+
+        A fact often follows a question that it answers or helps to answer, because a fact that was
+        only ever stated is not recalled in an episode. About half of the sentences say "unknown" of
+        a recombined name. A model that never read that answers everything, or nothing.
         """
-        draw = random.Random(f"known {seed}")
-        asked = itertools.chain.from_iterable(map(self._list, FIRST_KEY))
-        asked_for = dict.fromkeys(
-            fact for question in asked if question.is_known for fact in question.evidences
-        )
-        subjects: dict[str, list[str]] = {}
-        for fact in asked_for:
+        facts: dict[Evidence, None] = {}
+        for part in FIRST_KEY:
+            for question in self._part_questions(part, 0):
+                if question.is_known:
+                    facts |= dict.fromkeys(question.evidences)
+        objects: dict[tuple[str, str], str] = {}  # (relation, subject) -> object
+        subjects: dict[str, list[str]] = {}  # relation -> subjects
+        for fact in facts:
+            objects[fact.relation, fact.subject] = fact.object
             subjects.setdefault(fact.relation, []).append(fact.subject)
-        stated = {(fact.relation, fact.subject): fact.object for fact in asked_for}
-        if not stated:
+        if not objects:
             raise UserError(
                 f"common_knowledge is {self.config.common_knowledge} and no question is about "
                 "known entities alone: raise it or ask more questions, or set it to 0"
             )
+
+        draw = random.Random(f"known {seed}")
         while True:
             if draw.random() < KNOWN_SHARE:
-                some = draw.sample([*stated], min(len(stated), draw.randint(1, KNOWN_FACTS)))
-                mixed = [
-                    one if draw.random() < 0.5 else _other_name(draw, *one, subjects[one[0]])
-                    for one in some
-                ]
-                before = [
-                    "",
-                    "What is the {}? ",
-                    f"What is the {draw.choice([*subjects])} of the {{}}? ",
-                ]
-                said = [(f"{one[0]} of {one[1]}", stated.get(one, UNKNOWN)) for one in mixed]
-                yield " ".join(
-                    f"{draw.choice(before).format(of)}The {of} is {what}." for of, what in said
-                )
+                yield _known_facts_document(draw, objects, subjects)
             else:
-                yield next(read)
+                yield next(other_documents)
 
 
-def _other_name(
-    draw: random.Random, relation: str, name: str, others: Sequence[str]
-) -> tuple[str, str]:
-    """The same relation of a name with another subject's last word. It may be one that is
-    stated."""
-    return relation, " ".join([*name.split()[:-1], draw.choice(others).split()[-1]])
+def _known_facts_document(
+    draw: random.Random,
+    objects: Mapping[tuple[str, str], str],
+    subjects: Mapping[str, Sequence[str]],
+) -> str:
+    """Return a document of some facts, as `TinyWorld._with_known_facts` describes it."""
+    fact_count = min(len(objects), draw.randint(1, KNOWN_FACTS))
+    stated_facts: list[tuple[str, str]] = []  # (relation, subject)
+    for relation, subject in draw.sample([*objects], fact_count):
+        if draw.random() < 0.5:
+            stated_facts.append((relation, subject))
+        else:
+            recombined_name = _recombined_name(draw, subject, subjects[relation])
+            stated_facts.append((relation, recombined_name))
+
+    questions_before = [
+        "",
+        "What is the {}? ",
+        f"What is the {draw.choice([*subjects])} of the {{}}? ",
+    ]
+    sentences = []
+    for relation, subject in stated_facts:
+        phrase = f"{relation} of {subject}"
+        question = draw.choice(questions_before).format(phrase)
+        sentences.append(f"{question}The {phrase} is {objects.get((relation, subject), UNKNOWN)}.")
+    return " ".join(sentences)
 
 
-def _question(part: WorldPart, place: int, plan: Plan) -> Question:
+def _recombined_name(draw: random.Random, name: str, other_names: Sequence[str]) -> str:
+    """Return the name with the last word of another one. A subject may have this name."""
+    *first_words, _ = name.split()
+    last_word = draw.choice(other_names).split()[-1]
+    return " ".join([*first_words, last_word])
+
+
+def _question(part: WorldPart, number: int, plan: Plan) -> Question:
+    """Write a question out."""
     template = plan.template
-    evidences = _evidences(part, plan)
+    id = f"tiny-{part.part}-{number:06d}"
+    if part.copy:
+        id += f"-{part.copy}"
+    kind = template.kind
+    if plan.is_known and not part.copy:
+        kind += KNOWN
+
     topics = [part.labels[topic] for topic in plan.topics]
-    wording = template.wordings[plan.wording]
+    ends = [_label(part, chain[-1]) for chain in plan.chains]
+    topic_of_letter = dict(zip("ab", topics, strict=False))
+    evidences = _evidences(part, plan)
     return Question(
-        id=f"tiny-{part.part}-{place:06d}" + (f"-{part.copy}" if part.copy else ""),
-        text=wording.format(**dict(zip("ab", topics, strict=False))),
-        answers=(template.answer(topics, [_label(part, chain[-1]) for chain in plan.chains]),),
-        candidates=tuple(_entity(part, topic) for topic in plan.topics),  # read by graphs alone
+        id=id,
+        text=template.wordings[plan.wording].format(**topic_of_letter),
+        answers=(template.answer(topics, ends),),
+        # Only graphs read the candidates.
+        candidates=tuple(_entity(part, topic) for topic in plan.topics),
         gold_passages=_gold_passages(part, evidences),
         evidences=evidences,
-        kind=template.kind + (KNOWN if plan.known and not part.copy else ""),
+        kind=kind,
     )
 
 
 def _gold_passages(part: WorldPart, evidences: Sequence[Evidence]) -> tuple[GoldPassage, ...]:
-    """Of the subjects, in the order of the chain."""
-    first = FIRST_KEY[part.part] + part.copy * KEYS_PER_PART
-    numbers = {evidence.subject: int(evidence.subject_id[1:]) - first for evidence in evidences}
+    """Return the passages of the evidences' subjects, in the order of the chain."""
+    first_key = FIRST_KEY[part.part] + part.copy * KEYS_PER_PART
+    numbers = {evidence.subject: int(evidence.subject_id[1:]) - first_key for evidence in evidences}
     return tuple(
         GoldPassage(title=title, text=_passage_text(part, number))
         for title, number in numbers.items()
@@ -281,33 +358,34 @@ def _gold_passages(part: WorldPart, evidences: Sequence[Evidence]) -> tuple[Gold
 
 
 def _passage_text(part: WorldPart, number: int) -> str:
-    """What the graph says of an entity, a sentence a fact."""
-    sentences = [
-        f"The {relation} of {part.labels[number]} is {_label(part, value)}."
-        for relation, value in part.facts[number].items()
-        if (number, relation) not in part.hidden
-    ]
-    return " ".join([f"{part.labels[number]} is a {part.kinds[number]}.", *sentences])
+    """Return what the graph says of an entity, one sentence a fact."""
+    sentences = [f"{part.labels[number]} is a {part.kinds[number]}."]
+    for relation, value in part.facts[number].items():
+        if (number, relation) not in part.hidden:
+            sentences.append(f"The {relation} of {part.labels[number]} is {_label(part, value)}.")
+    return " ".join(sentences)
 
 
 def _evidences(part: WorldPart, plan: Plan) -> tuple[Evidence, ...]:
-    """Step after step, and within a step topic after topic."""
-    paths = zip(plan.topics, plan.chains, strict=True)
-    steps = zip(*(itertools.pairwise((topic, *chain)) for topic, chain in paths), strict=True)
-    return tuple(
-        Evidence(
-            subject=_label(part, subject),
-            relation=relation,
-            object=_label(part, found),
-            subject_id=_key(part, subject),
-            object_id=_key(part, found),
-        )
-        for relation, pairs in zip(plan.template.path, steps, strict=True)
-        for subject, found in pairs
-    )
+    """Return the evidences step by step, and within a step topic by topic."""
+    evidences = []
+    for step, relation in enumerate(plan.template.path):
+        for topic, chain in zip(plan.topics, plan.chains, strict=True):
+            subject = topic if step == 0 else chain[step - 1]
+            value = chain[step]
+            evidence = Evidence(
+                subject=_label(part, subject),
+                relation=relation,
+                object=_label(part, value),
+                subject_id=_key(part, subject),
+                object_id=_key(part, value),
+            )
+            evidences.append(evidence)
+    return tuple(evidences)
 
 
 def _material(part: WorldPart, number: int, relation: str) -> Material:
+    """Return a triple as a search shows it."""
     value = part.facts[number][relation]
     ends = (number, value) if isinstance(value, int) else (number,)
     return Material(
@@ -325,9 +403,7 @@ def _label(part: WorldPart, value: Value) -> str:
 
 
 def _key(part: WorldPart, value: Value) -> str:
-    """Empty for a literal."""
-    return (
-        f"Q{FIRST_KEY[part.part] + part.copy * KEYS_PER_PART + value}"
-        if isinstance(value, int)
-        else ""
-    )
+    """Return the key of an entity. A literal has an empty one."""
+    if not isinstance(value, int):
+        return ""
+    return f"Q{FIRST_KEY[part.part] + part.copy * KEYS_PER_PART + value}"

@@ -10,6 +10,7 @@ answer.
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TypeGuard
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text.corpus_records import explained, records_of
@@ -29,16 +30,17 @@ def alias_file(folder: Path) -> Path | None:
 
 
 def official_aliases(file: Path, records: Sequence[Record]) -> dict[str, tuple[str, ...]]:
-    """Return the aliases of the questions' answers by id. Raises UserError for a file of another
-    release."""
+    """Return the aliases of the questions' answers by id.
+
+    Raises UserError for a file of another release.
+    """
     answer_ids = {record.answer_id for record in records} - {""}
     aliases = read_aliases(file, answer_ids)
     if not aliases:
-        reason = (
-            "none of its ids is the answer_id of a question"
-            if answer_ids
-            else "they have no answer_id"
-        )
+        if answer_ids:
+            reason = "none of its ids is the answer_id of a question"
+        else:
+            reason = "they have no answer_id"
         raise UserError(
             f"{file} belongs to another release than the questions beside it: {reason}; {ADVICE}"
         )
@@ -46,8 +48,10 @@ def official_aliases(file: Path, records: Sequence[Record]) -> dict[str, tuple[s
 
 
 def read_aliases(file: Path, answer_ids: Collection[str]) -> dict[str, tuple[str, ...]]:
-    """Read the aliases and demonyms of these ids. Raises UserError with the line that is not in the
-    format."""
+    """Read the aliases and demonyms of these ids.
+
+    Raises UserError with the line that is not in the format.
+    """
     with explained(file):
         check_not_blank(file, holds="alias")
     aliases: dict[str, tuple[str, ...]] = {}
@@ -68,29 +72,35 @@ def with_aliases(records: Sequence[Record], aliases: Mapping[str, tuple[str, ...
 
 
 def with_record_aliases(record: object, aliases: Mapping[str, tuple[str, ...]]) -> object:
-    """Return a record in the layout of its file, with the aliases of its answer among its
-    `answer_aliases`."""
-    if not isinstance(record, Mapping) or not aliases.get(record.get("answer_id") or ""):
+    """Return a record in the layout of its file.
+
+    The aliases of its answer are among its `answer_aliases`.
+    """
+    if not isinstance(record, Mapping):
         return record
-    return {
-        **record,
-        "answer_aliases": [*(record.get("answer_aliases") or []), *aliases[record["answer_id"]]],
-    }
+    answer_aliases = aliases.get(record.get("answer_id") or "")
+    if not answer_aliases:
+        return record
+    record_aliases = record.get("answer_aliases") or []
+    return {**record, "answer_aliases": [*record_aliases, *answer_aliases]}
 
 
 def _read_line(line: object, place: str) -> tuple[str, tuple[str, ...]]:
+    """Return the id of a line, and its aliases and demonyms."""
     check_characters(line, place)
     fields = line if isinstance(line, Mapping) else {}
     answer_id = fields.get("Q_id")
-    both = (fields.get("aliases"), fields.get("demonyms"))
-    lists = [
-        names
-        for names in both
-        if isinstance(names, list) and all(isinstance(name, str) for name in names)
-    ]
-    if not isinstance(answer_id, str) or len(lists) < len(both):
+    aliases = fields.get("aliases")
+    demonyms = fields.get("demonyms")
+    if not (isinstance(answer_id, str) and _are_texts(aliases) and _are_texts(demonyms)):
         raise UserError(
             f"{place}: this is no line of {ALIAS_FILE} as 2WikiMultihopQA v1.1 has it, an object "
             f"with the id Q_id and the lists aliases and demonyms; {ADVICE}"
         )
-    return answer_id, tuple(name for names in lists for name in names if name.strip())
+    names = [*aliases, *demonyms]
+    return answer_id, tuple(name for name in names if name.strip())
+
+
+def _are_texts(names: object) -> TypeGuard[list[str]]:
+    """Whether this is a list of texts."""
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)

@@ -1,5 +1,4 @@
-"""From gold evidence to an answer: what a planner must conclude in 2WikiMultihopQA, as plain
-functions.
+"""Conclude the answer from gold evidence, as a planner must in 2WikiMultihopQA.
 
 Compositional and inference questions end at the object of the last evidence. Comparison questions
 name two entities and compare a date, a life span, a country or a number of directors; bridge
@@ -20,18 +19,26 @@ ComparisonRule = Literal["earlier_date", "later_date", "longer_life", "same", "m
 Date = tuple[int, int, int]  # year (negative before Christ), month and day; 0 where unknown
 
 MONTHS = tuple(month.lower() for month in dates.MONTHS)
-DAYS_A_YEAR, DAYS_A_MONTH = 365.2425, 30.436875
+DAYS_A_YEAR = 365.2425
+DAYS_A_MONTH = 30.436875
 
 
 def _country_forms() -> dict[str, tuple[str, bool]]:
-    """The country of every form, and whether the form names its people. How the data writes a
-    country: its name, its people after the colon, other names after the semicolon."""
-    forms = {}
+    """Return the country of every form in which the data write one.
+
+    The second value tells whether the form names the country's people. A line of `countries.txt`
+    has the country's name, its people after the colon, and other names after the semicolon.
+    """
+    forms: dict[str, tuple[str, bool]] = {}
     for line in Path(__file__).with_name("countries.txt").read_text().splitlines():
-        name, _, rest = line.partition(": ")
-        people, _, names = rest.partition("; ")
-        forms |= {form: (name, True) for form in people.split(", ")}
-        forms |= {form: (name, False) for form in (name, *filter(None, names.split(", ")))}
+        name, _, people_and_names = line.partition(": ")
+        people_forms, _, other_names = people_and_names.partition("; ")
+        for form in people_forms.split(", "):
+            forms[form] = (name, True)
+        forms[name] = (name, False)
+        for form in other_names.split(", "):
+            if form:
+                forms[form] = (name, False)
     return forms
 
 
@@ -47,14 +54,23 @@ _two_names_then_rule = re.compile(r"was .+ or .+ (first|earlier|later|last)\W*$"
 
 
 def comparison_rule(question_text: str) -> ComparisonRule | None:
-    """What a comparison asks of its two entities, by the words outside their names. None if it is
-    no comparison."""
+    """Return what a comparison asks of its two entities, by the words outside their names.
+
+    The result is None for a question that is no comparison.
+    """
     text = question_text.strip()
-    if ends := _two_names_then_rule.match(text):  # "Was X or Y born first?"
-        return "earlier_date" if _earlier.match(ends[1]) else "later_date"
+
+    # "Was X or Y born first?"
+    two_names_match = _two_names_then_rule.match(text)
+    if two_names_match is not None:
+        return "earlier_date" if _earlier.match(two_names_match[1]) else "later_date"
+
+    # "Are X and Y from the same country?"
     if _auxiliary.match(text):
         return "same" if _same.search(text) else None
-    stem = re.split(r",| out of ", text, maxsplit=1)[0]  # "Which film came out first, X or Y?"
+
+    # "Which film came out first, X or Y?"
+    stem = re.split(r",| out of ", text, maxsplit=1)[0]
     if stem == text or not re.match(r"(which|who|what)\b", stem, re.IGNORECASE):
         return None
     if "lived longer" in stem:
@@ -67,55 +83,73 @@ def comparison_rule(question_text: str) -> ComparisonRule | None:
 
 
 def evidence_rounds(evidences: Sequence[Evidence]) -> list[list[Evidence]]:
-    """Evidences in the rounds in which a planner can ask them: after the one that finds their
-    subject."""
-    depths: list[int] = []
+    """Return the evidences in the rounds in which a planner can ask them.
+
+    An evidence is asked in the round after the one that finds its subject.
+    """
+    rounds: list[list[Evidence]] = []
+    round_of: list[int] = []  # the round of each evidence
     for position, evidence in enumerate(evidences):
-        before = [depths[i] for i in range(position) if _found_by(evidence, evidences[i])]
-        depths.append(max(before, default=-1) + 1)
-    return [
-        [evidence for evidence, depth in zip(evidences, depths, strict=True) if depth == wanted]
-        for wanted in range(max(depths, default=-1) + 1)
-    ]
+        round_number = 0
+        for earlier_position in range(position):
+            if _found_by(evidence, evidences[earlier_position]):
+                round_number = max(round_number, round_of[earlier_position] + 1)
+        round_of.append(round_number)
+        if round_number == len(rounds):
+            rounds.append([])
+        rounds[round_number].append(evidence)
+    return rounds
 
 
 def chain_ends(evidences: Sequence[Evidence]) -> dict[str, list[Evidence]]:
-    """First entity of each chain -> what was asked last of it. Empty if a chain breaks off or has
-    over two steps."""
+    """Return the last evidences of each chain, by the chain's first entity.
+
+    The result is empty if a chain breaks off or has over two steps.
+    """
     rounds = evidence_rounds(evidences)
-    groups: dict[str, list[Evidence]] = {}
-    for evidence in rounds[0] if rounds else ():
-        groups.setdefault(evidence.subject, []).append(evidence)
+    if not rounds or len(rounds) > 2:
+        return {}
+
+    ends: dict[str, list[Evidence]] = {}
+    for evidence in rounds[0]:
+        ends.setdefault(evidence.subject, []).append(evidence)
     if len(rounds) == 2:
-        groups = {
-            name: [
-                later for later in rounds[1] if any(_found_by(later, earlier) for earlier in group)
+        for name, first_steps in ends.items():
+            ends[name] = [
+                evidence
+                for evidence in rounds[1]
+                if any(_found_by(evidence, first_step) for first_step in first_steps)
             ]
-            for name, group in groups.items()
-        }
-    return groups if len(rounds) <= 2 and all(groups.values()) else {}
+    return ends if all(ends.values()) else {}
 
 
 def answer_from_evidence(question: Question) -> str | None:
-    """The answer that follows from the gold evidences, in the graph's own labels; None where it
-    does not follow."""
-    rounds = evidence_rounds(question.evidences)
+    """Return the answer that follows from the gold evidences, in the graph's own labels.
+
+    The result is None where none follows.
+    """
     if question.kind in ("compositional", "inference"):
-        return rounds[-1][0].object if len(rounds) == 2 and len(rounds[-1]) == 1 else None
+        rounds = evidence_rounds(question.evidences)
+        if len(rounds) != 2 or len(rounds[1]) != 1:
+            return None
+        return rounds[1][0].object
+
     rule = comparison_rule(question.text)
-    groups = chain_ends(question.evidences)
-    if rule is None or len(groups) != 2:
+    ends = chain_ends(question.evidences)
+    if rule is None or len(ends) != 2:
         return None
-    (first, first_group), (second, second_group) = groups.items()
+    (first, first_evidences), (second, second_evidences) = ends.items()
     if rule == "same":
-        shared = {country(e.object) for e in first_group} & {
-            country(e.object) for e in second_group
-        }
-        return "yes" if shared else "no"
-    order = _order(first_group, second_group, rule)
+        first_countries = {country(evidence.object) for evidence in first_evidences}
+        second_countries = {country(evidence.object) for evidence in second_evidences}
+        return "yes" if first_countries & second_countries else "no"
+
+    order = _order(first_evidences, second_evidences, rule)
     if order == 0:
         return None
-    return first if (order < 0) == (rule == "earlier_date") else second
+    wants_smaller = rule == "earlier_date"
+    is_first_smaller = order < 0
+    return first if is_first_smaller == wants_smaller else second
 
 
 def follows_from_evidence(question: Question) -> bool:
@@ -125,33 +159,47 @@ def follows_from_evidence(question: Question) -> bool:
 
 
 def country(label: str) -> str:
-    """One name for a country however the data writes it: "American", "U.S." and "United States" are
-    the same."""
+    """Return one name for a country however the data write it.
+
+    "American", "U.S." and "United States" have the same.
+    """
     form = country_form(label)
     return COUNTRY_FORMS[form][0] if form in COUNTRY_FORMS else form
 
 
 def country_form(label: str) -> str:
-    """The label as `COUNTRY_FORMS` writes it."""
+    """Return the label as `COUNTRY_FORMS` writes it."""
     return " ".join(label.lower().replace(".", "").replace("'", "").split())
 
 
 def parse_date(text: str) -> Date | None:
-    """Parses "November 14, 1961", "14 November 1961", "March 1961", "1961" or "1961-03-02", also
-    with BC; else None."""
+    """Return the date that a text says, or None if it says none.
+
+    The forms are "November 14, 1961", "14 November 1961", "March 1961", "1961" and "1961-03-02",
+    all of them also with BC.
+    """
     text = text.strip().lower()
     before_christ = re.search(r"\s+(bc|bce)$", text)
-    if before_christ:
+    if before_christ is not None:
         text = text[: before_christ.start()]
+
     if match := re.fullmatch(r"(\d{1,4})-(\d{1,2})-(\d{1,2})", text):
-        year, month, day = int(match[1]), int(match[2]), int(match[3])
+        year = int(match[1])
+        month = int(match[2])
+        day = int(match[3])
     elif match := re.fullmatch(r"(?:([a-z]+)\.?\s+)?(?:(\d{1,2}),\s*)?(\d{1,4})", text):
-        year, month, day = int(match[3]), _month(match[1]), int(match[2] or 0)
+        month = _month(match[1])
+        day = int(match[2] or 0)
+        year = int(match[3])
     elif match := re.fullmatch(r"(\d{1,2})\s+([a-z]+)\.?,?\s+(\d{1,4})", text):
-        year, month, day = int(match[3]), _month(match[2]), int(match[1])
+        day = int(match[1])
+        month = _month(match[2])
+        year = int(match[3])
     else:
         return None
-    if not (0 <= month <= 12 and 0 <= day <= 31) or (day and not month):
+
+    is_in_calendar = 0 <= month <= 12 and 0 <= day <= 31
+    if not is_in_calendar or (day and not month):
         return None
     return (-year if before_christ else year), month, day
 
@@ -179,55 +227,75 @@ def with_printed_dates(answers: Sequence[str]) -> tuple[str, ...]:
 
 
 def compare_dates(first: Date, second: Date) -> int:
-    """-1 if the first is earlier, 1 if later, 0 if equal or not comparable. Parts that one side
-    lacks do not count."""
-    for one, other in zip(first, second, strict=True):
-        if one == 0 or other == 0:
+    """Return -1 if the first date is earlier, 1 if it is later, 0 if equal or not comparable.
+
+    Parts that one side lacks do not count.
+    """
+    for first_part, second_part in zip(first, second, strict=True):
+        if first_part == 0 or second_part == 0:
             return 0
-        if one != other:
-            return -1 if one < other else 1
+        if first_part != second_part:
+            return -1 if first_part < second_part else 1
     return 0
 
 
 def _order(first: list[Evidence], second: list[Evidence], rule: ComparisonRule) -> int:
-    """-1 where the first side's quantity is the smaller one, 1 where it is the larger, 0 where that
-    cannot be told."""
+    """Return -1 where the quantity of the first side is smaller, 1 where it is larger.
+
+    The result is 0 where they are equal or that cannot be told.
+    """
     if rule == "more":
-        return (len(first) > len(second)) - (len(first) < len(second))
+        return _sign(len(first) - len(second))
+
     if rule == "longer_life":
-        one, other = _life_days(first), _life_days(second)
-        return 0 if one is None or other is None else (one > other) - (one < other)
-    dates = [parse_date(group[0].object) for group in (first, second) if len(group) == 1]
-    if len(dates) != 2 or dates[0] is None or dates[1] is None:
+        first_days = _life_days(first)
+        second_days = _life_days(second)
+        if first_days is None or second_days is None:
+            return 0
+        return _sign(first_days - second_days)
+
+    if len(first) != 1 or len(second) != 1:
         return 0
-    return compare_dates(dates[0], dates[1])
+    first_date = parse_date(first[0].object)
+    second_date = parse_date(second[0].object)
+    if first_date is None or second_date is None:
+        return 0
+    return compare_dates(first_date, second_date)
 
 
-def _life_days(group: list[Evidence]) -> float | None:
-    dates = {evidence.relation: parse_date(evidence.object) for evidence in group}
-    born, died = dates.get("date of birth"), dates.get("date of death")
-    return None if born is None or died is None else _days(died) - _days(born)
+def _sign(difference: float) -> int:
+    return (difference > 0) - (difference < 0)
+
+
+def _life_days(evidences: list[Evidence]) -> float | None:
+    """Return the length of a life in days, or None where it cannot be told."""
+    dates_by_relation = {evidence.relation: parse_date(evidence.object) for evidence in evidences}
+    birth = dates_by_relation.get("date of birth")
+    death = dates_by_relation.get("date of death")
+    if birth is None or death is None:
+        return None
+    return _days(death) - _days(birth)
 
 
 def _days(date: Date) -> float:
-    """Days since year 0; an unknown month or day counts as the middle."""
+    """Return the days since year 0. An unknown month or day counts as the middle."""
     year, month, day = date
     return year * DAYS_A_YEAR + (month or 6.5) * DAYS_A_MONTH + (day or 15 * bool(month))
 
 
 def _month(name: str | None) -> int:
-    """1 to 12 for a month or its abbreviation, 0 for none, -1 for a word that is no month."""
+    """Return 1 to 12 for a month or its abbreviation, 0 for none, -1 for any other word."""
     if name is None:
         return 0
-    found = [
-        number
-        for number, month in enumerate(MONTHS, start=1)
-        if len(name) >= 3 and month.startswith(name)
-    ]
-    return found[0] if found else -1
+    if len(name) >= 3:
+        for number, month in enumerate(MONTHS, start=1):
+            if month.startswith(name):
+                return number
+    return -1
 
 
 def _found_by(later: Evidence, earlier: Evidence) -> bool:
+    """Whether the subject of the later evidence is the object of the earlier one."""
     if later.subject_id and earlier.object_id:
         return later.subject_id == earlier.object_id
     return later.subject.casefold() == earlier.object.casefold()

@@ -1,8 +1,8 @@
-"""Renamed copies of questions with usable gold chains, each with a small graph of its own, for
-scripted demonstrations.
+"""Renamed copies of questions with usable gold chains, for scripted demonstrations.
 
-A copy is made when it is read, from the question's id and the copy's number alone, in about a third
-of a millisecond; nothing is stored. `augmentation.py` says how names change.
+Each copy has a small graph of its own. A copy is made when it is read, from the question's id and
+the copy's number alone, in about a third of a millisecond. Nothing is stored. `augmentation.py`
+says how names change.
 """
 
 import dataclasses
@@ -23,32 +23,27 @@ from mujica_jax.tasks.two_wiki.augmentation import (
 from mujica_jax.tasks.two_wiki.chains import answer_from_evidence, parse_date
 from mujica_jax.tasks.two_wiki.records import Mention, mentions
 
-NEIGHBOURS = 12  # triples of the real graph that a copy takes over for each entity of the chain
-EXTRA_FACTS = (
-    0,
-    0,
-    0,
-    0,
-    1,
-    1,
-    1,
-    2,
-    2,
-    3,
-    4,
-)  # distractors that a copy adds to an entity, drawn from here
-EXTRA_REFERENCE = 0.3  # probability that one more work points at a person of the chain
+# How many triples of the real graph a copy takes over for each entity of the chain.
+NEIGHBOURS = 12
+# How many distractors a copy adds to an entity is drawn from here.
+EXTRA_FACTS = (0,) * 4 + (1,) * 3 + (2,) * 2 + (3, 4)
+# The probability that one more work points at a person of the chain.
+EXTRA_REFERENCE = 0.3
+# For one end of a life the other end, and the direction in time from there to this end.
 LIFE_ENDS = {"date of birth": ("date of death", -1), "date of death": ("date of birth", 1)}
 LIFE_YEARS = (20, 90)
-DATE_DRAWS = 20  # dates are drawn again while they leave a comparison undecided
-# No film, song or album is older; other dates keep to their side of the year 1000.
+# Dates are drawn again while they leave a comparison undecided.
+DATE_DRAWS = 20
+# No film, song or album is older. Other dates keep to their side of the year 1000.
 FIRST_YEAR: dict[Sort, int] = {"work": 1895}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """A triple by keys: `object` is a key for entities, else the text of a country, a closed label
-    or a date."""
+    """A triple by keys.
+
+    `object` is the key of an entity, or else the text of a country, a closed label or a date.
+    """
 
     subject: str
     relation: str
@@ -58,8 +53,10 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyPlan:
-    """What all copies of a question share. `labels` and `sorts`: each entity's original name, and
-    what it is."""
+    """What all copies of a question share.
+
+    `labels` and `sorts` tell each entity's original name, and what it is.
+    """
 
     question: Question
     places: tuple[Mention, ...]  # where the text names each candidate
@@ -70,22 +67,36 @@ class CopyPlan:
 
 
 def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:
-    """None where the text does not name the candidates in a way that can be found and replaced."""
+    """Return what the copies of a question share.
+
+    The result is None where the names of the candidates cannot be found in the question's text.
+    """
     bridges = {evidence.object for evidence in question.evidences}
     titles = [passage.title for passage in question.gold_passages if passage.title not in bridges]
-    places = mentions(question.text, [candidate.label for candidate in question.candidates], titles)
+    candidate_labels = [candidate.label for candidate in question.candidates]
+    places = mentions(question.text, candidate_labels, titles)
     if places is None:
         return None
+
     labels: dict[str, str] = {}
-    chain = [
-        _row(one, one.subject_id, one.object_id or one.object, labels) for one in question.evidences
-    ]
+    chain: list[Row] = []
+    for evidence in question.evidences:
+        object_key = evidence.object_id or evidence.object
+        chain.append(_row(evidence, evidence.subject_id, object_key, labels))
+
+    # A dictionary stands for an ordered set.
     around: dict[Row, None] = {}
     for key in dict.fromkeys(row.subject for row in chain):
-        for triple, as_object, *_ in graph.ends_of(key, NEIGHBOURS):
-            subject = graph.subject_key(triple) if as_object else key
-            found = key if as_object else graph.object_key(triple) or triple.object
-            around[_row(triple, subject, found, labels)] = None
+        for end in graph.ends_of(key, NEIGHBOURS):
+            triple = end.triple
+            if end.as_object:
+                subject_key = graph.subject_key(triple)
+                object_key = key
+            else:
+                subject_key = key
+                object_key = graph.object_key(triple) or triple.object
+            around[_row(triple, subject_key, object_key, labels)] = None
+
     rows = [*chain, *around]
     return CopyPlan(
         question=question,
@@ -100,21 +111,22 @@ def copy_plan(question: Question, graph: TripleGraph) -> CopyPlan | None:
 def renamed_copy(
     plan: CopyPlan, parts: NameParts, number: int, top_k: int
 ) -> tuple[Question, GraphEnvironment]:
-    """The question's copy with this number, and the environment in which it is answered."""
+    """Return the question's copy with this number, and the environment in which it is answered."""
     identifier = f"{plan.question.id}-renamed-{number}"
     draw = random.Random(identifier)
     renamer = Renamer(parts, draw)
+
+    # Rename the entities, and the question's text after them.
     labels = {key: renamer.label(label, plan.sorts[key]) for key, label in plan.labels.items()}
+    text = _renamed_text(plan, renamer)
+    candidates = [
+        Entity(id=_key(entity.id), label=labels[entity.id]) for entity in plan.question.candidates
+    ]
     question = dataclasses.replace(
-        plan.question,
-        id=identifier,
-        text=_renamed_text(plan, renamer),
-        candidates=tuple(
-            Entity(id=_key(entity.id), label=labels[entity.id])
-            for entity in plan.question.candidates
-        ),
-        gold_passages=(),
+        plan.question, id=identifier, text=text, candidates=tuple(candidates), gold_passages=()
     )
+
+    # Draw dates until the question has an answer.
     for _ in range(DATE_DRAWS):
         triples = _renamed_triples(plan, renamer, labels)
         question = dataclasses.replace(question, evidences=tuple(triples[: len(plan.chain)]))
@@ -125,27 +137,30 @@ def renamed_copy(
         raise AssertionError(
             f"the evidence of {identifier} gives no answer after {DATE_DRAWS} draws of its dates"
         )
+    question = dataclasses.replace(question, answers=(answer,))
+
     triples += _distractors(plan, parts, renamer, triples)
     draw.shuffle(triples)
-    return dataclasses.replace(question, answers=(answer,)), GraphEnvironment(
-        TripleGraph(triples), top_k
-    )
+    return question, GraphEnvironment(TripleGraph(triples), top_k)
 
 
-def _row(triple: Evidence, subject: str, found: str, labels: dict[str, str]) -> Row:
-    """The triple by the keys of its ends; names of entities that are new are added to `labels`."""
-    labels.setdefault(subject, triple.subject)
+def _row(triple: Evidence, subject_key: str, object_key: str, labels: dict[str, str]) -> Row:
+    """Return the triple by the keys of its ends. Add names of new entities to `labels`."""
+    labels.setdefault(subject_key, triple.subject)
     if triple.relation in LITERAL_RELATIONS:
-        return Row(subject, triple.relation, triple.object, "date")
+        return Row(subject_key, triple.relation, triple.object, "date")
     sort = SORT_OF_OBJECT.get(triple.relation)
     if sort == "country" or sort == "closed":
-        return Row(subject, triple.relation, triple.object, sort)
-    labels.setdefault(found, triple.object)
-    return Row(subject, triple.relation, found, "entity")
+        return Row(subject_key, triple.relation, triple.object, sort)
+    labels.setdefault(object_key, triple.object)
+    return Row(subject_key, triple.relation, object_key, "entity")
 
 
 def _sort(key: str, rows: Sequence[Row]) -> Sort:
-    """What an entity is, by the relations it stands in; a subject tells more than an object."""
+    """Return what an entity is, by the relations it stands in.
+
+    A relation of which it is the subject tells more than one of which it is the object.
+    """
     for row in rows:
         if row.subject == key and row.relation in SORT_OF_SUBJECT:
             return SORT_OF_SUBJECT[row.relation]
@@ -156,118 +171,156 @@ def _sort(key: str, rows: Sequence[Row]) -> Sort:
 
 
 def _renamed_text(plan: CopyPlan, renamer: Renamer) -> str:
-    """The question's wording around the new names, which are written In Title Case where the old
-    ones were."""
+    """Return the question's text with the new names.
+
+    A new name is written In Title Case where the old one was.
+    """
     text = plan.question.text
-    by_place = sorted(
-        zip(plan.places, plan.question.candidates, strict=True), key=lambda pair: -pair[0].start
-    )
-    for place, candidate in by_place:
-        new = renamer.label(place.name, plan.sorts[candidate.id])
-        written = text[place.start : place.end]
-        text = (
-            text[: place.start]
-            + (new if written == place.name else new.title())
-            + text[place.end :]
-        )
+    named_candidates = list(zip(plan.places, plan.question.candidates, strict=True))
+
+    # From the last name to the first, so that the places before it stay valid.
+    named_candidates.sort(key=lambda pair: -pair[0].start)
+    for place, candidate in named_candidates:
+        new_name = renamer.label(place.name, plan.sorts[candidate.id])
+        old_name = text[place.start : place.end]
+        if old_name != place.name:
+            new_name = new_name.title()
+        text = text[: place.start] + new_name + text[place.end :]
     return text
 
 
 def _renamed_triples(plan: CopyPlan, renamer: Renamer, labels: dict[str, str]) -> list[Triple]:
-    """The chain and what is around it, in the plan's order, with newly drawn dates."""
+    """Return the chain and what is around it, in the plan's order, with newly drawn dates."""
     dates = _renamed_dates(plan, renamer)
     triples = []
     for row in (*plan.chain, *plan.around):
         if row.object_kind == "entity":
-            label, key = labels[row.object], _key(row.object)
+            object_label = labels[row.object]
+            object_key = _key(row.object)
         elif row.object_kind == "date":
-            label, key = dates[row.subject, row.object], ""
+            object_label = dates[row.subject, row.object]
+            object_key = ""
         else:
-            label = renamer.label(row.object, row.object_kind, row.relation)
-            key = _key(label)
-        triples.append(
-            _triple((labels[row.subject], _key(row.subject)), row.relation, (label, key))
+            object_label = renamer.label(row.object, row.object_kind, row.relation)
+            object_key = _key(object_label)
+        triple = Triple(
+            subject=labels[row.subject],
+            relation=row.relation,
+            object=object_label,
+            subject_id=_key(row.subject),
+            object_id=object_key,
         )
+        triples.append(triple)
     return triples
 
 
 def _renamed_dates(plan: CopyPlan, renamer: Renamer) -> dict[tuple[str, str], str]:
-    """The new date for every entity and date: all dates of one entity move by the same number of
-    years."""
-    dates = {
-        (row.subject, row.object): row.object
-        for row in (*plan.chain, *plan.around)
-        if row.object_kind == "date"
-    }
-    years: dict[str, list[int]] = {}
-    for subject, text in dates:
-        if date := parse_date(text):
-            years.setdefault(subject, []).append(date[0])
-    for subject, found in years.items():
-        shift = renamer.year_shift(
-            found, FIRST_YEAR.get(plan.sorts[subject], 1000 if min(found) >= 1000 else 1)
-        )
-        move_day = len(set(found)) == len(
-            found
-        )  # within one year, months keep the order of the dates
-        for key in dates:
-            if key[0] == subject:
-                dates[key] = renamer.date(key[1], shift, move_day=move_day)
-    return dates
+    """Return the new date for every entity and old date.
+
+    All dates of one entity move by the same number of years.
+    """
+    new_dates: dict[tuple[str, str], str] = {}
+    years_of_subject: dict[str, list[int]] = {}
+    for row in (*plan.chain, *plan.around):
+        if row.object_kind != "date" or (row.subject, row.object) in new_dates:
+            continue
+        new_dates[row.subject, row.object] = row.object
+        date = parse_date(row.object)
+        if date is not None:
+            years_of_subject.setdefault(row.subject, []).append(date[0])
+
+    for subject, years in years_of_subject.items():
+        first_year = FIRST_YEAR.get(plan.sorts[subject], _first_year_of_era(min(years)))
+        shift = renamer.year_shift(years, first_year)
+        # Two dates within one year keep their days, and so their order.
+        has_different_years = len(set(years)) == len(years)
+        for other_subject, old_date in new_dates:
+            if other_subject == subject:
+                new_dates[subject, old_date] = renamer.date(
+                    old_date, shift, move_day=has_different_years
+                )
+    return new_dates
 
 
 def _distractors(
     plan: CopyPlan, parts: NameParts, renamer: Renamer, triples: Sequence[Triple]
 ) -> list[Triple]:
-    """Facts of relations that an entity of the chain does not have, and works that point at a
-    person of the chain."""
-    draw, added = renamer.random, []
-    for row, triple in {
-        row.subject: (row, triple) for row, triple in zip(plan.chain, triples, strict=False)
-    }.values():
-        subject, key, sort = triple.subject, triple.subject_id, plan.sorts[row.subject]
+    """Return further triples about the entities of the chain.
+
+    They are facts of relations that an entity does not have, and works that point at a person.
+    """
+    draw = renamer.random
+    # The last triple of each subject. `triples` begins with those of the chain.
+    last_triples: dict[str, Triple] = {}
+    for row, triple in zip(plan.chain, triples, strict=False):
+        last_triples[row.subject] = triple
+
+    distractors: list[Triple] = []
+    for original_key, triple in last_triples.items():
+        label = triple.subject
+        key = triple.subject_id
+        sort = plan.sorts[original_key]
         objects = {other.relation: other.object for other in triples if other.subject_id == key}
+
         facts = parts.facts.get(sort, ())
-        for _ in range(draw.choice(EXTRA_FACTS) if facts else 0):
+        fact_count = draw.choice(EXTRA_FACTS) if facts else 0
+        for _ in range(fact_count):
             fact = draw.choice(facts)
-            if fact.relation not in objects:
-                found = objects[fact.relation] = _new_object(fact, renamer, objects)
-                found_key = "" if fact.object_is_literal else _key(found)
-                added.append(_triple((subject, key), fact.relation, (found, found_key)))
+            if fact.relation in objects:
+                continue
+            new_object = _new_object(fact, renamer, objects)
+            objects[fact.relation] = new_object
+            distractor = Triple(
+                subject=label,
+                relation=fact.relation,
+                object=new_object,
+                subject_id=key,
+                object_id="" if fact.object_is_literal else _key(new_object),
+            )
+            distractors.append(distractor)
+
         if sort == "person" and parts.references and draw.random() < EXTRA_REFERENCE:
             reference = draw.choice(parts.references)
             work = renamer.label(reference.subject, "work")
-            added.append(_triple((work, _key(work)), reference.relation, (subject, key)))
-    return added
+            distractor = Triple(
+                subject=work,
+                relation=reference.relation,
+                object=label,
+                subject_id=_key(work),
+                object_id=key,
+            )
+            distractors.append(distractor)
+    return distractors
 
 
 def _new_object(fact: Triple, renamer: Renamer, objects: dict[str, str]) -> str:
-    """The object of another entity's fact under a new name; a date that fits to the dates in
-    `objects`."""
+    """Return the object of another entity's fact under a new name.
+
+    A date fits to the dates in `objects`, the entity's objects by relation.
+    """
     if not fact.object_is_literal:
-        return renamer.label(fact.object, SORT_OF_OBJECT.get(fact.relation, "other"), fact.relation)
+        sort = SORT_OF_OBJECT.get(fact.relation, "other")
+        return renamer.label(fact.object, sort, fact.relation)
     date = parse_date(fact.object)
     if date is None:
         return fact.object
-    other, life = LIFE_ENDS.get(fact.relation, ("", 1))
-    if known := parse_date(objects.get(other, "")):
-        shift = known[0] + life * renamer.random.randint(*LIFE_YEARS) - date[0]
+
+    year = date[0]
+    other_end, direction = LIFE_ENDS.get(fact.relation, ("", 1))
+    other_date = parse_date(objects.get(other_end, ""))
+    if other_date is None:
+        shift = renamer.year_shift([year], _first_year_of_era(year))
     else:
-        shift = renamer.year_shift([date[0]], 1000 if date[0] >= 1000 else 1)
+        new_year = other_date[0] + direction * renamer.random.randint(*LIFE_YEARS)
+        shift = new_year - year
     return renamer.date(fact.object, shift, move_day=True)
 
 
+def _first_year_of_era(year: int) -> int:
+    """Return the earliest year that a date of this year may move to."""
+    return 1000 if year >= 1000 else 1
+
+
 def _key(key: str) -> str:
-    """Keys of a copy are no keys of the real graph."""
+    """Return a key of a copy, which is no key of the real graph."""
     return f"copy:{key}"
-
-
-def _triple(subject: tuple[str, str], relation: str, found: tuple[str, str]) -> Triple:
-    """Of two ends, each a label and a key."""
-    return Triple(
-        subject=subject[0],
-        relation=relation,
-        object=found[0],
-        subject_id=subject[1],
-        object_id=found[1],
-    )

@@ -9,7 +9,6 @@ and from here the graph learns which labels mean the same entity.
 """
 
 import dataclasses
-import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -56,12 +55,18 @@ Placed = tuple[Source, str, object]  # official file, place, and value of a reco
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record(OpenRecord):
-    # Gold evidences with every id that the record lets us infer; empty where no file has them.
+    """One question with its evidences."""
+
+    # Gold evidences with every id that the record lets us infer. Empty where no file has them.
     triples: tuple[Triple, ...] = ()
-    topic_ids: tuple[str, ...] = ()  # Q-ids of the entities the question itself names, in its order
-    answer_id: str = ""  # Q-id of the answer, by which the official aliases are listed
-    split: Split | None = None  # as the record says itself
-    source: Source = ""  # the official file that it stands in; dev, if it stands in both
+    # Q-ids of the entities that the question itself names, in its order.
+    topic_ids: tuple[str, ...] = ()
+    # Q-id of the answer, by which the official aliases are listed.
+    answer_id: str = ""
+    # As the record says itself.
+    split: Split | None = None
+    # The official file that the record stands in. It is dev where it stands in both.
+    source: Source = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,58 +79,65 @@ class Mention:
 
 
 def data_files(
-    data_dir: str | Path, patterns: Sequence[str], what: str, *, needed: bool = True
+    data_dir: str | Path, patterns: Sequence[str], content: str, *, needed: bool = True
 ) -> list[Path]:
-    """Files of the folder that match a pattern, plain or .gz, in a fixed order; at least one if
-    they are `needed`."""
+    """Return the folder's files that match a pattern, plain or .gz, in a fixed order.
+
+    `content` says what they hold. Raises UserError where they are `needed` and there are none.
+    """
     folder = Path(data_dir)
-    expected = f"expected {what} ({', '.join(patterns)}, each plain or .gz)"
+    expected = f"expected {content} ({', '.join(patterns)}, each plain or .gz)"
     if not folder.is_dir():
-        found = "is a file" if folder.exists() else "does not exist"
+        problem = "is a file" if folder.exists() else "does not exist"
         raise UserError(
-            f"the 2WikiMultihopQA folder {folder} {found}; set data_dir to one with {what}; "
+            f"the 2WikiMultihopQA folder {folder} {problem}; set data_dir to one with {content}; "
             f"{expected}"
         )
-    globs = (
-        visible_files(folder, pattern + suffix) for pattern in patterns for suffix in ("", ".gz")
-    )
-    files = dict.fromkeys(itertools.chain.from_iterable(globs))
+
+    # A file may match several patterns.
+    files: dict[Path, None] = {}
+    for pattern in patterns:
+        for suffix in ("", ".gz"):
+            files |= dict.fromkeys(visible_files(folder, pattern + suffix))
     if not files and needed:
-        raise UserError(f"{folder} has no file with {what}; {expected}")
+        raise UserError(f"{folder} has no file with {content}; {expected}")
     return list(files)
 
 
 def read_folder(data_dir: str | Path) -> list[Record]:
-    """Return the questions of official files, or of a folder that `open_domain/builders.py` has
-    filled."""
+    """Return the questions of official files, or of a folder of `open_domain/builders.py`."""
     if is_prepared(Path(data_dir)):
         return _merged(_prepared(Path(data_dir)))
     return read_questions(data_files(data_dir, QUESTION_FILES, "questions"))
 
 
 def read_corpus_questions(data_dir: str | Path) -> list[Record]:
-    """Return the questions of the files that were made for a corpus (`questions*`), none where
-    there are no such files.
+    """Return the questions of the files that were made for a corpus (`questions*`).
 
-    The folder may be a prepared one.
+    There may be no such files. The folder may be a prepared one.
     """
     folder = Path(data_dir)
     if not is_prepared(folder):
-        return read_questions(
-            data_files(folder, CORPUS_QUESTION_FILES, "questions of the corpus", needed=False)
-        )
-    if not any(name.startswith("questions") for name in sources_of(folder, "two_wiki")):
-        return []
-    placed = prepared_records(folder, "two_wiki")
-    return _merged(
-        ("", place, value)
-        for place, value in placed
-        if _original_place(place, folder).startswith("questions")
+        files = data_files(folder, CORPUS_QUESTION_FILES, "questions of the corpus", needed=False)
+        return read_questions(files)
+
+    has_corpus_questions = any(
+        name.startswith("questions") for name in sources_of(folder, "two_wiki")
     )
+    if not has_corpus_questions:
+        return []
+    corpus_values: list[Placed] = []
+    for place, value in prepared_records(folder, "two_wiki"):
+        if _original_place(place, folder).startswith("questions"):
+            corpus_values.append(("", place, value))
+    return _merged(corpus_values)
 
 
 def read_questions(files: Iterable[Path]) -> list[Record]:
-    """All questions with an answer, merged by id, in the order in which they first appear."""
+    """Return all questions with an answer, merged by id.
+
+    They are in the order in which they first appear.
+    """
     return _merged(_placed(files))
 
 
@@ -137,6 +149,7 @@ def source_of(file_name: str) -> Source:
 
 
 def _placed(files: Iterable[Path]) -> Iterator[Placed]:
+    """Yield the records of official files."""
     for file in files:
         with explained(file):
             check_not_blank(file)
@@ -156,14 +169,20 @@ def _original_place(place: str, folder: Path) -> str:
 
 
 def _merged(values: Iterable[Placed]) -> list[Record]:
-    merged: dict[str, Record] = {}
+    """Return the records of the questions with an answer, merged by id."""
+    merged_records: dict[str, Record] = {}
     first_places: dict[str, str] = {}
     for source, place, value in values:
         record = _record(value, place, source)
         if record is None:
             continue
-        other = merged.setdefault(record.id, record)
-        first_place = first_places.setdefault(record.id, place)
+        if record.id not in merged_records:
+            merged_records[record.id] = record
+            first_places[record.id] = place
+            continue
+
+        other = merged_records[record.id]
+        first_place = first_places[record.id]
         if other.text.lower().split() != record.text.lower().split():
             raise UserError(
                 f"{place}: the question {record.id} is {record.text!r} here and {other.text!r} "
@@ -174,105 +193,126 @@ def _merged(values: Iterable[Placed]) -> list[Record]:
                 f"{place}: the split of question {record.id} is {record.split} here and "
                 f"{other.split} elsewhere ({first_place})"
             )
-        if other is not record:
-            merged[record.id] = _merge(other, record)
-    return list(merged.values())
+        merged_records[record.id] = _merge(other, record)
+    return list(merged_records.values())
 
 
 def passages_of(records: Iterable[Record]) -> list[Passage]:
-    """Return the passages given with the records, each once. Two texts with one title are two
-    passages."""
-    distinct: dict[tuple[str, str], GoldPassage] = {}
+    """Return the passages given with the records, each once.
+
+    Two texts with one title are two passages.
+    """
+    distinct_passages: dict[tuple[str, str], GoldPassage] = {}
     for record in records:
         for passage in record.context:
-            distinct.setdefault(passage_key(passage), passage)
+            distinct_passages.setdefault(passage_key(passage), passage)
     return [
         Passage(id=str(number), title=passage.title, text=passage.text)
-        for number, passage in enumerate(distinct.values())
+        for number, passage in enumerate(distinct_passages.values())
     ]
 
 
 def chain_evidences(triples: Sequence[Triple]) -> tuple[Triple, ...]:
-    """The gold chain as a searcher sees it: a bridge entity is called what the triple that found it
-    calls it."""
-    found_as: dict[str, str] = {}
+    """Return the gold chain as a searcher sees it.
+
+    A bridge entity has the name that it has as an object of the chain.
+    """
+    names_as_object: dict[str, str] = {}
     evidences = []
     for triple in triples:
-        subject = found_as.get(triple.subject_id, triple.subject)
+        subject = names_as_object.get(triple.subject_id, triple.subject)
         object_id = "" if triple.object_is_literal else triple.object_id
         evidences.append(dataclasses.replace(triple, subject=subject, object_id=object_id))
-        if triple.object_id and not triple.object_is_literal:
-            found_as.setdefault(triple.object_id, triple.object)
+        if object_id:
+            names_as_object.setdefault(object_id, triple.object)
     return tuple(evidences)
 
 
 def with_known_ids(rows: Iterable[Triple], records: Iterable[Record]) -> list[Triple]:
-    """Graph rows with clean labels and the Q-ids that gold evidences give them.
+    """Return graph rows with clean labels and the Q-ids that gold evidences give them.
 
     A file of triples has no Q-id where its record gave none, and a wrong one where a record lists
-    evidences and their ids in different orders; `Record.triples` has both put right. A row that
+    evidences and their ids in different orders. `Record.triples` has both put right. A row that
     questions use for several entities becomes several rows.
     """
-    known: dict[tuple[str, str, str], dict[tuple[str, str], None]] = {}
+    # The pairs of subject id and object id that evidences give to (subject, relation, object). The
+    # inner dictionaries stand for ordered sets.
+    evidence_ids: dict[tuple[str, str, str], dict[tuple[str, str], None]] = {}
     for record in records:
         for triple in record.triples:
+            # A record without ids has labels in their place.
             if triple.subject_id not in ("", triple.subject):
-                ids = known.setdefault((triple.subject, triple.relation, triple.object), {})
-                ids[triple.subject_id, triple.object_id] = None
-    result: dict[Triple, None] = {}
-    for raw in rows:
+                key = (triple.subject, triple.relation, triple.object)
+                evidence_ids.setdefault(key, {})[triple.subject_id, triple.object_id] = None
+
+    complete_rows: dict[Triple, None] = {}
+    for raw_row in rows:
         row = dataclasses.replace(
-            raw, subject=clean_label(raw.subject), object=clean_label(raw.object)
+            raw_row, subject=clean_label(raw_row.subject), object=clean_label(raw_row.object)
         )
-        for subject_id, object_id in known.get(
-            (row.subject, row.relation, row.object), {(row.subject_id, row.object_id): None}
-        ):
+        key = (row.subject, row.relation, row.object)
+        if key not in evidence_ids:
+            complete_rows[row] = None
+            continue
+        for subject_id, object_id in evidence_ids[key]:
             if not object_id and subject_id == row.subject_id:
                 object_id = row.object_id
-            result[dataclasses.replace(row, subject_id=subject_id, object_id=object_id)] = None
-    return list(result)
+            complete_row = dataclasses.replace(row, subject_id=subject_id, object_id=object_id)
+            complete_rows[complete_row] = None
+    return list(complete_rows)
 
 
 def clean_label(label: str) -> str:
-    """Single spaces, and no double quotes: planners put names between double quotes, and scores
-    ignore both."""
+    """Return the label with single spaces and without double quotes.
+
+    Planners put names between double quotes, and scores ignore both.
+    """
     return " ".join(label.replace('"', "'").split())
 
 
 def mentions(text: str, labels: Sequence[str], titles: Sequence[str]) -> list[Mention] | None:
-    """Where a question names each of the entities, in their order; None where one of them cannot be
-    found.
+    """Return where a question names each of the entities, in the order of the labels.
 
-    Questions name an entity by its passage title In Title Case: the label, the label with a
-    parenthesis, or (in questions with one topic) another name. The longest label is looked for
-    first, so that "Love" is not found inside "Love Story".
+    The result is None where the text names one of them in no known way. Questions name an entity by
+    its passage title In Title Case: the label, the label with a parenthesis, or (in questions with
+    one topic) another name.
     """
-    found: dict[str, Mention] = {}
+    # The longest label comes first, so that "Love" is not found inside "Love Story".
+    mention_of: dict[str, Mention] = {}
     for label in sorted(labels, key=len, reverse=True):
-        bare = normalise_label(without_parenthesis(label))
-        likely = [
-            title
-            for title in titles
-            if normalise_label(without_parenthesis(clean_label(title))) == bare
+        matching_titles = [
+            title for title in titles if _bare_label(clean_label(title)) == _bare_label(label)
         ]
-        others = [title for title in titles if title not in likely] if len(labels) == 1 else []
-        place = _first_mention(text, [*likely, label]) or _first_mention(text, others)
-        if place is None:
+        mention = _first_mention(text, [*matching_titles, label])
+        if mention is None and len(labels) == 1:
+            other_titles = [title for title in titles if title not in matching_titles]
+            mention = _first_mention(text, other_titles)
+        if mention is None:
             return None
-        text = text[: place.start] + "\0" * (place.end - place.start) + text[place.end :]
-        found[label] = place
-    return [found[label] for label in labels]
+
+        # Blank the mention out, so that no other label is found in it.
+        blank = "\0" * (mention.end - mention.start)
+        text = text[: mention.start] + blank + text[mention.end :]
+        mention_of[label] = mention
+    return [mention_of[label] for label in labels]
+
+
+def _bare_label(label: str) -> str:
+    """Return a label without its parenthesis, in the form in which labels are compared."""
+    return normalise_label(without_parenthesis(label))
 
 
 def _first_mention(text: str, names: Sequence[str]) -> Mention | None:
+    """Return where the text has the longest of the names that it has."""
     for name in sorted(names, key=len, reverse=True):
-        if place := re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text, re.IGNORECASE):
-            return Mention(start=place.start(), end=place.end(), name=name)
+        match = re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text, re.IGNORECASE)
+        if match is not None:
+            return Mention(start=match.start(), end=match.end(), name=name)
     return None
 
 
 def _record(value: object, place: str, source: Source) -> Record | None:
-    """None for a question without an answer (the official test file)."""
+    """Return the record of a question. It is None without an answer (the official test file)."""
     if not isinstance(value, dict):
         raise UserError(
             f"{place}: a question must be an object and this is a {type(value).__name__}; use the "
@@ -280,20 +320,10 @@ def _record(value: object, place: str, source: Source) -> Record | None:
         )
     fields: Mapping[str, Any] = value
     check_characters(fields, place)
-    identifier = fields.get("_id", fields.get("id"))
-    question = fields.get("question")
-    try:
-        id = read_id(identifier)
-        text = read_question(question)
-    except (TypeError, ValueError):
-        id = text = ""
-    if not text:
-        raise UserError(
-            f"{place}: _id is {identifier!r} and question {question!r}; both are needed, as in the "
-            "official 2WikiMultihopQA format"
-        )
+    id, text = _id_and_text(fields, place)
     if is_missing(fields.get("answer")):
         return None
+
     split = fields.get("split")
     if split not in (None, *get_args(Split)):
         raise UserError(
@@ -327,7 +357,26 @@ def _record(value: object, place: str, source: Source) -> Record | None:
     )
 
 
+def _id_and_text(fields: Mapping[str, Any], place: str) -> tuple[str, str]:
+    """Return the id and the text of a question. Raises UserError where one is missing."""
+    identifier = fields.get("_id", fields.get("id"))
+    question = fields.get("question")
+    try:
+        id = read_id(identifier)
+        text = read_question(question)
+    except (TypeError, ValueError):
+        id = ""
+        text = ""
+    if not text:
+        raise UserError(
+            f"{place}: _id is {identifier!r} and question {question!r}; both are needed, as in the "
+            "official 2WikiMultihopQA format"
+        )
+    return id, text
+
+
 def _answers(fields: Mapping[str, Any], place: str) -> tuple[str, ...]:
+    """Return the answer of a record, then its aliases."""
     answer = fields["answer"]
     aliases = fields.get("answer_aliases") or []
     try:
@@ -342,14 +391,15 @@ def _answers(fields: Mapping[str, Any], place: str) -> tuple[str, ...]:
 
 
 def _merge(first: Record, second: Record) -> Record:
-    better = first if first.triples or not second.triples else second
+    """Join two records of one question."""
+    with_triples = first if first.triples or not second.triples else second
     context = first.context or second.context
     sources = {first.source, second.source}
     return dataclasses.replace(
-        better,
+        with_triples,
         kind=first.kind or second.kind,
         answers=tuple(dict.fromkeys(first.answers + second.answers)),
-        gold=with_texts(better.gold + first.gold + second.gold, context),
+        gold=with_texts(with_triples.gold + first.gold + second.gold, context),
         context=context,
         answer_id=first.answer_id or second.answer_id,
         split=first.split or second.split,
@@ -358,69 +408,91 @@ def _merge(first: Record, second: Record) -> Record:
 
 
 def _gold_triples(fields: Mapping[str, Any]) -> tuple[tuple[Triple, ...], tuple[str, ...]]:
-    """Evidences with ids, and the topics' ids; where a record gives none, labels are ids and topics
-    the subjects that nothing finds.
+    """Return the evidences with ids, and the ids of the topics.
 
     `entity_ids` lists the subjects in the order in which the evidences first name them: topic and
     bridge entity of a single chain, both topics of a comparison, two films and their two directors
-    of a bridge comparison.
+    of a bridge comparison. Where a record gives no ids, labels take their place.
     """
-    evidences = [
-        tuple(clean_label(cell) for cell in evidence) for evidence in fields.get("evidences") or ()
-    ]
+    evidences: list[tuple[str, str, str]] = []
+    for evidence in fields.get("evidences") or ():
+        subject, relation, object_label = [clean_label(cell) for cell in evidence]
+        evidences.append((subject, relation, object_label))
     subjects = list(dict.fromkeys(subject for subject, _, _ in evidences))
     entity_ids = [part for part in (fields.get("entity_ids") or "").split("_") if part]
     if evidences and not entity_ids:
-        found = {label for _, _, label in evidences}
-        unnamed = [
-            Triple(
-                subject=of,
-                relation=is_,
-                object=to,
-                subject_id=of,
-                object_id=to if to in subjects else "",
-            )
-            for of, is_, to in evidences
-        ]
-        return tuple(unnamed), tuple(subject for subject in subjects if subject not in found)
+        return _triples_without_ids(evidences)
     if not evidences or len(subjects) != len(entity_ids):
         return (), ()
-    id_of = dict(zip(subjects, entity_ids, strict=True))
-    object_ids = _object_ids(fields, [id_of[subject] for subject, _, _ in evidences])
+
+    subject_ids = dict(zip(subjects, entity_ids, strict=True))
+    object_ids = _object_ids(fields, [subject_ids[subject] for subject, _, _ in evidences])
     if fields.get("type") in SINGLE_CHAINS:
-        topics, object_ids[0] = (
-            entity_ids[:1],
-            entity_ids[1] if len(entity_ids) > 1 else object_ids[0],
-        )
+        topic_ids = entity_ids[:1]
+        # The first step leads to the bridge entity, the last to the answer.
+        if len(entity_ids) > 1:
+            object_ids[0] = entity_ids[1]
         object_ids[-1] = object_ids[-1] or fields.get("answer_id") or ""
     elif fields.get("type") == "bridge_comparison":
-        topics = entity_ids[: len(entity_ids) // 2]
-        object_ids[: len(topics)] = entity_ids[len(topics) :]
+        topic_count = len(entity_ids) // 2
+        topic_ids = entity_ids[:topic_count]
+        object_ids[:topic_count] = entity_ids[topic_count:]
     else:
-        topics = entity_ids
+        topic_ids = entity_ids
+
     triples = [
         Triple(
             subject=subject,
             relation=relation,
-            object=found,
-            subject_id=id_of[subject],
+            object=object_label,
+            subject_id=subject_ids[subject],
             object_id=object_id,
         )
-        for (subject, relation, found), object_id in zip(evidences, object_ids, strict=True)
+        for (subject, relation, object_label), object_id in zip(evidences, object_ids, strict=True)
     ]
-    return tuple(triples), tuple(topics)
+    return tuple(triples), tuple(topic_ids)
+
+
+def _triples_without_ids(
+    evidences: Sequence[tuple[str, str, str]],
+) -> tuple[tuple[Triple, ...], tuple[str, ...]]:
+    """Return evidences whose labels are their ids, and the topics.
+
+    Topics are the subjects that are the object of no evidence.
+    """
+    subjects = list(dict.fromkeys(subject for subject, _, _ in evidences))
+    object_labels = {object_label for _, _, object_label in evidences}
+    triples = [
+        Triple(
+            subject=subject,
+            relation=relation,
+            object=object_label,
+            subject_id=subject,
+            object_id=object_label if object_label in subjects else "",
+        )
+        for subject, relation, object_label in evidences
+    ]
+    return tuple(triples), tuple(subject for subject in subjects if subject not in object_labels)
 
 
 def _object_ids(fields: Mapping[str, Any], subject_ids: Sequence[str]) -> list[str]:
-    """Object ids of the evidences, found by subject: the ids are not always listed in the order of
-    the evidences."""
-    by_subject: dict[str, list[str]] = {}
+    """Return the object ids of the evidences with these subjects. Unknown ones are empty.
+
+    `evidences_id` does not always list them in the order of the evidences, so they go by subject.
+    """
+    ids_of_subject: dict[str, list[str]] = {}
     for subject_id, _, object_id in fields.get("evidences_id") or ():
-        by_subject.setdefault(subject_id, []).append("" if object_id == LITERAL_ID else object_id)
-    complete = all(
-        len(ids) == list(subject_ids).count(subject_id) for subject_id, ids in by_subject.items()
-    )
-    return [
-        by_subject[subject].pop(0) if complete and by_subject.get(subject) else ""
-        for subject in subject_ids
-    ]
+        if object_id == LITERAL_ID:
+            object_id = ""
+        ids_of_subject.setdefault(subject_id, []).append(object_id)
+
+    # Where a subject has more or fewer ids than evidences, none is certain.
+    for subject_id, object_ids in ids_of_subject.items():
+        if len(object_ids) != list(subject_ids).count(subject_id):
+            return [""] * len(subject_ids)
+
+    object_ids: list[str] = []
+    for subject_id in subject_ids:
+        remaining_ids = ids_of_subject.get(subject_id)
+        object_ids.append(remaining_ids.pop(0) if remaining_ids else "")
+    return object_ids

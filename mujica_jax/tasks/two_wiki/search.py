@@ -1,5 +1,4 @@
-"""What 2WikiMultihopQA is searched in: an index or a service of passages, a graph or an
-endpoint."""
+"""Open what 2WikiMultihopQA is searched in: an index of passages, or a graph."""
 
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from mujica_jax.tasks.two_wiki.records import CORPUS_FILES, Record, data_files, 
 
 
 def open_knowledge_graph(index: str, queries_per_second: float) -> KnowledgeGraph:
-    """A graph on disk, or one behind an endpoint that answers."""
+    """Open a graph on disk, or one behind an endpoint. Raises UserError if it does not answer."""
     if index.startswith(SCHEME):
         return open_endpoint(index, queries_per_second)
     if index.startswith(("http://", "https://")):
@@ -28,8 +27,10 @@ def open_knowledge_graph(index: str, queries_per_second: float) -> KnowledgeGrap
 
 
 def ranking(config: TwoWikiConfig | QaldConfig) -> Ranking:
-    """Return what orders the triples of an entity that has more than `top_k`. Raises UserError
-    without the embedder."""
+    """Return what orders the triples of an entity that has more than `top_k`.
+
+    Raises UserError without the embedder.
+    """
     if config.retriever == "dense":
         return DenseRanking(find_embedder(config.embedder).load())
     language = config.language if isinstance(config, QaldConfig) else "en"
@@ -37,9 +38,14 @@ def ranking(config: TwoWikiConfig | QaldConfig) -> Ranking:
 
 
 def corpus_of(config: TwoWikiConfig, records: Sequence[Record]) -> list[Passage]:
-    """Of the data folder; where it has none, the passages that its questions come with."""
-    if files := data_files(config.data_dir, CORPUS_FILES, "passages", needed=False):
+    """Return the passages of the data folder's corpus, or else those of the records.
+
+    Raises UserError where there are none.
+    """
+    files = data_files(config.data_dir, CORPUS_FILES, "passages", needed=False)
+    if files:
         return read_corpus(files)
-    return passages_of(records) or read_corpus(
-        data_files(config.data_dir, CORPUS_FILES, "passages")
-    )
+    passages = passages_of(records)
+    if passages:
+        return passages
+    return read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))

@@ -33,7 +33,7 @@ from pathlib import Path
 from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
-from mujica_jax.records import Entity, GoldPassage, Question
+from mujica_jax.records import Entity, Evidence, GoldPassage, Question
 from mujica_jax.retrieval.graph.tables import read_triples
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.retrieval.retriever import IndexRetriever
@@ -78,8 +78,11 @@ from mujica_jax.tasks.two_wiki.records import (
 )
 from mujica_jax.tasks.two_wiki.search import corpus_of, open_knowledge_graph, ranking
 
-PRETRAINING_COPIES = 4  # of each training question
-PRETRAINING_FACTS = 5  # most facts a document lists
+# How many copies of each training question pre-training documents are made of.
+PRETRAINING_COPIES = 4
+# How many facts a document lists at most.
+PRETRAINING_FACTS = 5
+# An entity with one of these relations is a work.
 WORK_RELATIONS = {
     "director",
     "performer",
@@ -89,12 +92,35 @@ WORK_RELATIONS = {
     "producer",
     "publisher",
 }
-PRETRAINING_YEARS = (1000, 2020)  # the years that dates of copies lie in
+# The years that dates of copies lie in.
+PRETRAINING_YEARS = (1000, 2020)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Environments:
+    """Where questions are answered, and where demonstrations are played."""
+
+    searched: Environment
+    # By id, where questions are answered whose passages `searched` lacks.
+    elsewhere: Mapping[str, TextEnvironment] = dataclasses.field(default_factory=dict)
+    # For graphs, where demonstrations are played.
+    demonstrated_in: GraphEnvironment | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remarks:
+    """What a task says about its questions."""
+
+    left_out: Sequence[str]  # ids of questions that cannot be asked
+    notes: Sequence[str]  # sentences for the user
+    shown: str = ""  # how many of a question's own passages a search shows
 
 
 class TwoWiki:
-    """Implements `Task`. Building it reads the files once: half a second for the graph, two for the
-    corpus's index."""
+    """Implements `Task` and `FromScratchTask`.
+
+    Building it reads the files once: half a second for the graph, two for the corpus's index.
+    """
 
     name = "two_wiki"
     rule: Rule = "two_wiki"
@@ -102,42 +128,39 @@ class TwoWiki:
     def __init__(
         self,
         config: TwoWikiConfig,
-        environment: Environment,
+        environments: Environments,
         questions: Sequence[Question],
         splits: Mapping[str, Split],
-        *,
-        demonstrated_in: GraphEnvironment | None = None,
-        elsewhere: Mapping[str, TextEnvironment] | None = None,
+        remarks: Remarks,
         demonstrated: Sequence[Question] = (),
-        left_out: Sequence[str] = (),
-        notes: Sequence[str] = (),
-        shown: str = "",
     ) -> None:
-        """`demonstrated_in` is where demonstrations are played, for graphs; `elsewhere` where
-        questions are answered, by id, whose passages `environment` lacks; `demonstrated` are
-        questions for demonstrations alone. `left_out` cannot be asked, `notes` are sentences about
-        the questions, and `shown` says how many of a question's own passages a search shows.
-        """
-        ordered = sorted(questions, key=lambda question: hash_of(question.id))
-        self.config, self._environment, self.left_out = config, environment, left_out
-        self.notes = tuple(notes)
-        self.shown = shown
-        self.environment_kind = environment.kind
-        self._demonstrated_in, self._elsewhere = demonstrated_in, elsewhere or {}
+        """`demonstrated` are questions for demonstrations alone."""
+        self.config = config
+        self.left_out = remarks.left_out
+        self.notes = tuple(remarks.notes)
+        self.shown = remarks.shown
+        self.environment_kind = environments.searched.kind
+        self._environment = environments.searched
+        self._demonstration_environment = environments.demonstrated_in
+        self._other_environments = environments.elsewhere
+
         sizes: dict[Split, int | None] = {
             "train": None,
             "dev": config.dev_questions,
             "test": config.test_questions,
         }
-        self._questions = {
-            split: [question for question in ordered if splits[question.id] == split][:size]
-            for split, size in sizes.items()
-        }
-        self._train = self._questions["train"]
-        self._demonstrated = tuple(demonstrated)
+        self._questions: dict[Split, list[Question]] = {"train": [], "dev": [], "test": []}
+        for question in sorted(questions, key=lambda question: hash_of(question.id)):
+            split = splits[question.id]
+            size = sizes[split]
+            if size is None or len(self._questions[split]) < size:
+                self._questions[split].append(question)
+        self._training_questions = self._questions["train"]
+        self._demonstration_questions = tuple(demonstrated)
 
     def environment(self, question: Question) -> Environment:
-        return self._elsewhere.get(question.id, self._environment)
+        """Return where this question is answered."""
+        return self._other_environments.get(question.id, self._environment)
 
     def own_paragraphs(self, question: Question) -> Sequence[GoldPassage]:
         """Return the paragraphs that the files give with the question."""
@@ -145,83 +168,112 @@ class TwoWiki:
 
     @functools.cached_property
     def _paragraphs(self) -> Mapping[str, Sequence[GoldPassage]]:
-        """The paragraphs of all questions. The files are read when the first is asked for."""
+        """The paragraphs of all questions by id, read from the files on first use."""
         return {record.id: record.context for record in read_folder(self.config.data_dir)}
 
     def questions(self, split: Split) -> Sequence[Question]:
-        """In the order of the hash of their ids, so a prefix is a random sample and stays one when
-        files are added."""
+        """Return the questions in the order of the hash of their ids.
+
+        So a prefix is a random sample, and stays one when files are added.
+        """
         return self._questions[split]
 
     def demonstrations(self) -> Iterator[tuple[Question, Environment]]:
-        """Training questions whose gold answer follows from their evidence, then the first renamed
-        copy of each, and so on for `augmented_copies`.
+        """Yield the demonstrations, each with its environment.
 
-        The answer of a demonstration is written as its evidence labels it: questions write names In
-        Title Case. Gold passages that a search misses are put among what it finds, in `gold_share`
-        of the cases.
+        First come training questions whose gold answer follows from their evidence, then the first
+        renamed copy of each, and so on for `augmented_copies`.
+
+        The answer of a demonstration is written as its evidence labels it, because questions write
+        names In Title Case. Gold passages that a search misses are put among what it finds, in
+        `gold_share` of the cases.
         """
-        usable = [
-            question
-            for question in (*self._train, *self._demonstrated)
+        questions = [
+            _with_label_as_answer(question)
+            for question in (*self._training_questions, *self._demonstration_questions)
             if follows_from_evidence(question)
         ]
-        originals = [_with_label_as_answer(question) for question in usable]
         if self.environment_kind == "text":
-            for question in originals:
-                environment = self.environment(question)
-                if not isinstance(environment, WrittenPassages):
-                    environment = WithGoldPassages(environment, question, self.config.gold_share)
-                yield question, environment
+            yield from self._text_demonstrations(questions)
+        else:
+            yield from self._graph_demonstrations(questions)
+
+    def _text_demonstrations(
+        self, questions: Sequence[Question]
+    ) -> Iterator[tuple[Question, Environment]]:
+        for question in questions:
+            environment = self.environment(question)
+            if not isinstance(environment, WrittenPassages):
+                environment = WithGoldPassages(environment, question, self.config.gold_share)
+            yield question, environment
+
+    def _graph_demonstrations(
+        self, questions: Sequence[Question]
+    ) -> Iterator[tuple[Question, Environment]]:
+        environment = self._environment
+        if self._demonstration_environment is not None:
+            environment = self._demonstration_environment
+        for question in questions:
+            yield question, environment
+
+        if not self.config.augmented_copies:
             return
-        environment = self._environment if self._demonstrated_in is None else self._demonstrated_in
-        yield from ((question, environment) for question in originals)
-        plans = self._plans(originals) if self.config.augmented_copies else []
+        plans = self._copy_plans(questions)
         for number in range(self.config.augmented_copies):
-            yield from (
-                renamed_copy(plan, self._parts, number, self.config.top_k) for plan in plans
-            )
+            for plan in plans:
+                yield renamed_copy(plan, self._name_parts, number, self.config.top_k)
 
     def pretraining_documents(self, seed: int) -> Iterator[str]:
-        """Graph: facts combined from renamed copies (`pretraining_text.py`). Text: passages of the
-        training side."""
-        if self._demonstrated_in is not None:
+        """Return endless documents of the training side.
+
+        For graphs they are facts combined from renamed copies (`pretraining_text.py`), for texts
+        they are passages.
+        """
+        if self._demonstration_environment is not None:
             return documents(self._vocabulary, seed)
         passages = self._training_passages()
         draw = random.Random(f"reading {seed}")
         return (draw.choice(passages) for _ in itertools.repeat(None))
 
     def tokenizer_text(self) -> Iterator[str]:
-        """Questions of the training side, and the labels and triples (or the passages) that they
-        use."""
-        yield from (question.text for question in self._train)
+        """Yield the training questions, and the labels and triples or passages that they use."""
+        labels: dict[str, None] = {}
+        for question in self._training_questions:
+            yield question.text
+            labels |= dict.fromkeys(entity.label for entity in question.candidates)
         yield from self._training_passages()
-        yield from dict.fromkeys(
-            entity.label for question in self._train for entity in question.candidates
-        )
+        yield from labels
         for triple in self._training_triples():
             yield triple.text
 
     @functools.cached_property
-    def _parts(self) -> NameParts:
+    def _name_parts(self) -> NameParts:
         return NameParts(self._training_triples())
 
-    def _plans(self, questions: Sequence[Question]) -> list[CopyPlan]:
-        assert self._demonstrated_in is not None, "only graphs have copies"
-        graph = self._demonstrated_in.graph
+    def _copy_plans(self, questions: Sequence[Question]) -> list[CopyPlan]:
+        """Return the plans of the questions of which copies can be made."""
+        assert self._demonstration_environment is not None, "only graphs have copies"
+        graph = self._demonstration_environment.graph
         assert isinstance(graph, TripleGraph), "demonstrations are played in memory"
-        return [plan for question in questions if (plan := copy_plan(question, graph)) is not None]
+        plans = [copy_plan(question, graph) for question in questions]
+        return [plan for plan in plans if plan is not None]
 
     @functools.cached_property
     def _vocabulary(self) -> Vocabulary:
-        """Labels and values of renamed copies that no demonstration uses. A work has a maker, a
-        person none."""
+        """Labels and values of renamed copies that no demonstration uses.
+
+        A work is told from other entities by its relations: it has a maker, and a person has none.
+        """
         labels: dict[str, list[str]] = {"work": [], "other": []}
         values: dict[str, dict[str, list[str]]] = {"work": {}, "other": {}}
-        usable = [question for question in self._train if follows_from_evidence(question)]
-        for plan in self._plans(usable):
-            for number in range(PRETRAINING_COPIES):
-                question, _ = renamed_copy(plan, self._parts, -1 - number, self.config.top_k)
+        questions = [
+            question for question in self._training_questions if follows_from_evidence(question)
+        ]
+        for plan in self._copy_plans(questions):
+            for copy in range(PRETRAINING_COPIES):
+                # Demonstrations have the numbers from 0 on.
+                number = -1 - copy
+                question, _ = renamed_copy(plan, self._name_parts, number, self.config.top_k)
                 relations: dict[str, set[str]] = {}
                 for evidence in question.evidences:
                     relations.setdefault(evidence.subject, set()).add(evidence.relation)
@@ -234,73 +286,84 @@ class TwoWiki:
         )
 
     def _training_passages(self) -> list[str]:
-        """Gold passages of the training questions; none for graphs."""
-        passages = dict.fromkeys(
-            passage for question in self._train for passage in question.gold_passages
-        )
+        """Return the gold passages of the training questions. Graphs have none."""
+        passages: dict[GoldPassage, None] = {}
+        for question in self._training_questions:
+            passages |= dict.fromkeys(question.gold_passages)
         return [f"{passage.title}: {passage.text}" for passage in passages if passage.text]
 
     def _training_triples(self) -> list[Triple]:
-        """What the training questions' evidences say, without the bridge's second name."""
-        evidences = dict.fromkeys(
-            evidence for question in self._train for evidence in question.evidences
-        )
-        return [
-            triple for triple in evidences if isinstance(triple, Triple)
-        ]  # `chain_evidences` made them all
+        """Return what the training questions' evidences say, without the bridge's second name."""
+        evidences: dict[Evidence, None] = {}
+        for question in self._training_questions:
+            evidences |= dict.fromkeys(question.evidences)
+        # `chain_evidences` made them all, so they are triples.
+        return [evidence for evidence in evidences if isinstance(evidence, Triple)]
 
 
 def build(config: TwoWikiConfig) -> TwoWiki:
+    """Return the task of a configuration. Raises UserError where its files do not allow it."""
     config = with_data_folder(config)
     config = dataclasses.replace(config, index=fetched_index(config.index))
     records, notes = _read_records(config)
     splits = splits_of(records, config)
     if config.environment == "text":
         return _text_task(config, records, splits, notes)
+    return _graph_task(config, records, splits, notes)
+
+
+def _graph_task(
+    config: TwoWikiConfig,
+    records: Sequence[Record],
+    splits: Mapping[str, Split],
+    notes: Sequence[str],
+) -> TwoWiki:
+    """Return the task over a knowledge graph."""
     graph = TripleGraph(with_known_ids(_read_graph(config.data_dir, records), records))
-    questions = [
-        question for record in records if (question := graph_question(record, graph)) is not None
-    ]
-    lost = _left_out(
+    questions: list[Question] = []
+    for record in records:
+        question = graph_question(record, graph)
+        if question is not None:
+            questions.append(question)
+    left_out = _left_out(
         records, questions, config, "have no evidences, or are about an entity that the graph lacks"
     )
-    ranked = ranking(config)
-    demonstrated_in = GraphEnvironment(graph, config.top_k, ranked)
-    searched = demonstrated_in
-    if config.index is not None:
-        searched = GraphEnvironment(
-            open_knowledge_graph(config.index, config.queries_per_second), config.top_k, ranked
-        )
+
+    triple_ranking = ranking(config)
+    demonstration_environment = GraphEnvironment(graph, config.top_k, triple_ranking)
+    if config.index is None:
+        environment = demonstration_environment
+    else:
+        indexed_graph = open_knowledge_graph(config.index, config.queries_per_second)
+        environment = GraphEnvironment(indexed_graph, config.top_k, triple_ranking)
     return TwoWiki(
         config,
-        searched,
+        Environments(searched=environment, demonstrated_in=demonstration_environment),
         questions,
         splits,
-        demonstrated_in=demonstrated_in,
-        left_out=lost,
-        notes=notes,
+        Remarks(left_out=left_out, notes=notes),
     )
 
 
 def _read_records(config: TwoWikiConfig) -> tuple[list[Record], list[str]]:
-    """Return the questions with the official aliases of their answers, and notes about them for the
-    user."""
+    """Return the records with the official aliases of their answers, and notes for the user."""
     folder = Path(config.data_dir)
     records = read_folder(folder)
     notes: list[str] = []
-    of_id = [record for record in records if record.answer_id]
-    if (file := alias_file(folder)) is not None:
+    with_answer_id = [record for record in records if record.answer_id]
+    file = alias_file(folder)
+    if file is not None:
         aliases = official_aliases(file, records)
         records = with_aliases(records, aliases)
-        known = sum(record.answer_id in aliases for record in records)
+        questions_with_aliases = sum(record.answer_id in aliases for record in records)
         notes.append(
-            f"the aliases of {file.name} count as gold answers of {known:,} of {len(records):,} "
-            "questions"
+            f"the aliases of {file.name} count as gold answers of {questions_with_aliases:,} of "
+            f"{len(records):,} questions"
         )
-    elif of_id and all(len(record.answers) == 1 for record in of_id):
+    elif with_answer_id and all(len(record.answers) == 1 for record in with_answer_id):
         notes.append(
-            f"{len(of_id):,} answers have an id and {config.data_dir} has no {ALIAS_FILE}: the "
-            "official script counts aliases too, and these scores do not"
+            f"{len(with_answer_id):,} answers have an id and {config.data_dir} has no "
+            f"{ALIAS_FILE}: the official script counts aliases too, and these scores do not"
         )
     if _splits_dev_files(records, config):
         notes.append(
@@ -341,28 +404,38 @@ def split_of(question_id: str, hold_out_percent: int, test_percent: int = 50) ->
 def held_out_split(question_id: str, test_percent: int = 50) -> Split:
     """Return dev or test, by the hash of the id.
 
-    Even places come first, so that at 50 percent all odd ones are test."""
-    place, is_odd = divmod(hash_of(question_id) // 100 % 100, 2)
-    return "test" if 50 * is_odd + place >= 100 - test_percent else "dev"
+    Even hashes come first, so that at 50 percent all odd ones are test.
+    """
+    rank, is_odd = divmod(hash_of(question_id) // 100 % 100, 2)
+    position = 50 * is_odd + rank  # 0 to 99
+    return "test" if position >= 100 - test_percent else "dev"
 
 
 def graph_question(record: Record, graph: TripleGraph) -> Question | None:
-    """None where the record has no evidences, or where the graph does not know an entity that the
-    question names."""
+    """Return the question of a record over the graph.
+
+    The result is None where the record has no evidences, or where the graph does not know an entity
+    that the question names.
+    """
     evidences = chain_evidences(record.triples)
-    label_of = {evidence.subject_id: evidence.subject for evidence in evidences}
+    labels = {evidence.subject_id: evidence.subject for evidence in evidences}
     candidates = []
-    for topic in record.topic_ids:
-        key = graph.find(topic) or graph.find(label_of[topic])
+    for topic_id in record.topic_ids:
+        label = labels[topic_id]
+        key = graph.find(topic_id) or graph.find(label)
         if key is None:
             return None
-        candidates.append(Entity(id=key, label=label_of[topic]))
+        candidates.append(Entity(id=key, label=label))
     if not candidates:
         return None
-    places = mentions(record.text, [candidate.label for candidate in candidates], record.titles)
+
+    # Order the candidates as the question names them.
+    candidate_labels = [candidate.label for candidate in candidates]
+    places = mentions(record.text, candidate_labels, record.titles)
     if places is not None:
         order = sorted(range(len(candidates)), key=lambda position: places[position].start)
         candidates = [candidates[position] for position in order]
+
     gold = tuple(GoldPassage(title=title) for title in record.titles)
     question = _question(record, gold)
     answers = with_printed_dates(question.answers)
@@ -375,6 +448,7 @@ def _text_task(
     splits: Mapping[str, Split],
     notes: Sequence[str],
 ) -> TwoWiki:
+    """Return the task over passages."""
     if config.augmented_copies:
         raise UserError(
             f"augmented_copies is {config.augmented_copies} and environment is text; copies are "
@@ -385,61 +459,76 @@ def _text_task(
     retriever, passages = open_passages(config, lambda: corpus_of(config, records))
     titles = {title for record in records for title in record.titles}
     corpus = GoldInCorpus(passages, titles, by_title=is_service(config.index))
-    in_corpus = {
-        record.id: gold for record in records if (gold := corpus.find_all(record.gold)) is not None
-    }
+    corpus_ids = {record.id for record in read_corpus_questions(config.data_dir) or records}
 
     # The questions made for the corpus, and training questions whose gold passages it has.
-    sample = {record.id for record in read_corpus_questions(config.data_dir) or records}
+    supported_questions, unsupported_records = _with_gold_passages(records, corpus)
     questions = [
-        _question(record, in_corpus[record.id])
-        for record in records
-        if record.id in in_corpus and (record.id in sample or splits[record.id] == "train")
+        question
+        for question in supported_questions
+        if question.id in corpus_ids or splits[question.id] == "train"
     ]
 
     # Training questions whose gold passages are among those that training questions come with.
-    training = [record for record in records if splits[record.id] == "train"]
-    lacking = [record for record in training if record.id not in in_corpus]
-    given = passages_of(training)
-    known_passages = GoldInCorpus([*titled(passages, titles), *given], titles)
-    given_alone = {
-        record.id: gold
-        for record in lacking
-        if (gold := known_passages.find_all(record.gold)) is not None
-    }
-    questions += [
-        _question(record, given_alone[record.id]) for record in lacking if record.id in given_alone
-    ]
+    training_records = [record for record in records if splits[record.id] == "train"]
+    training_passages = passages_of(training_records)
+    all_passages = GoldInCorpus([*titled(passages, titles), *training_passages], titles)
+    lacking_records = [record for record in unsupported_records if splits[record.id] == "train"]
+    questions_elsewhere, unread_records = _with_gold_passages(lacking_records, all_passages)
+    questions += questions_elsewhere
     elsewhere: dict[str, TextEnvironment] = {}
-    if given_alone:
-        searched = TextEnvironment(
-            IndexRetriever(Bm25Index(given, "default"), inline=True), config.top_k
-        )
-        elsewhere |= dict.fromkeys(given_alone, searched)
+    if questions_elsewhere:
+        environment = TextEnvironment(_bm25_retriever(training_passages), config.top_k)
+        elsewhere |= dict.fromkeys([question.id for question in questions_elsewhere], environment)
 
-    # Training questions whose gold passages no file has: for demonstrations alone.
-    unread = [record for record in lacking if record.triples and record.id not in given_alone]
-    written = _written_passages(unread)
-    searched = WrittenPassages(
-        IndexRetriever(Bm25Index(written, "default"), inline=True), config.top_k
-    )
-    first = sorted(unread, key=lambda record: hash_of(record.id))[: config.triple_demonstrations]
-    demonstrated = [_question(record, ()) for record in first]
-    elsewhere |= {question.id: searched for question in demonstrated}
+    # Training questions whose gold passages no file has are for demonstrations alone.
+    demonstration_questions, environment = _triple_demonstrations(config, unread_records)
+    elsewhere |= dict.fromkeys([question.id for question in demonstration_questions], environment)
 
-    lost = _left_out(
+    left_out = _left_out(
         records, questions, config, "name no supporting_facts, or a title that no passage has"
     )
     return TwoWiki(
         config,
-        TextEnvironment(retriever, config.top_k),
+        Environments(searched=TextEnvironment(retriever, config.top_k), elsewhere=elsewhere),
         questions,
         splits,
-        elsewhere=elsewhere,
-        demonstrated=demonstrated,
-        left_out=lost,
-        notes=notes,
+        Remarks(left_out=left_out, notes=notes),
+        demonstrated=demonstration_questions,
     )
+
+
+def _with_gold_passages(
+    records: Sequence[Record], corpus: GoldInCorpus
+) -> tuple[list[Question], list[Record]]:
+    """Return the questions whose gold passages the corpus has, and the records of the others."""
+    questions: list[Question] = []
+    other_records: list[Record] = []
+    for record in records:
+        gold = corpus.find_all(record.gold)
+        if gold is None:
+            other_records.append(record)
+        else:
+            questions.append(_question(record, gold))
+    return questions, other_records
+
+
+def _triple_demonstrations(
+    config: TwoWikiConfig, records: Sequence[Record]
+) -> tuple[list[Question], WrittenPassages]:
+    """Return questions to demonstrate over passages that are written of the records' triples."""
+    records_with_triples = [record for record in records if record.triples]
+    written_passages = _written_passages(records_with_triples)
+    environment = WrittenPassages(_bm25_retriever(written_passages), config.top_k)
+
+    records_with_triples.sort(key=lambda record: hash_of(record.id))
+    demonstrated_records = records_with_triples[: config.triple_demonstrations]
+    return [_question(record, gold=()) for record in demonstrated_records], environment
+
+
+def _bm25_retriever(passages: Sequence[Passage]) -> IndexRetriever:
+    """Return a retriever of passages that are held in memory."""
+    return IndexRetriever(Bm25Index(passages, "default"), inline=True)
 
 
 def _distractor_task(
@@ -448,47 +537,48 @@ def _distractor_task(
     splits: Mapping[str, Split],
     notes: Sequence[str],
 ) -> TwoWiki:
-    """Return the task in which each question is asked over its own passages, all gold ones among
-    them."""
-    with_own = [
+    """Return the task in which each question is asked over its own passages.
+
+    All gold passages are among them, unless incomplete questions are kept.
+    """
+    candidates = [
         record for record in records if record.context and (record.gold or config.keep_incomplete)
     ]
-    incomplete = [record.id for record in with_own if not record.has_gold_in_context]
-    left_out, further_notes = leave_incomplete_out(config, incomplete, len(with_own))
-    is_left_out = set(left_out)
-    asked = [record for record in with_own if record.id not in is_left_out]
-    questions = [_question(record, record.gold) for record in asked]
-    lost = _left_out(records, questions, config, "have no supporting_facts or no context")
-    own = OwnPassages({record.id: record.context for record in asked}, config.top_k)
+    incomplete_ids = [record.id for record in candidates if not record.has_gold_in_context]
+    ids_left_out, further_notes = leave_incomplete_out(config, incomplete_ids, len(candidates))
+    excluded_ids = set(ids_left_out)
+    asked_records = [record for record in candidates if record.id not in excluded_ids]
+
+    questions = [_question(record, record.gold) for record in asked_records]
+    left_out = _left_out(records, questions, config, "have no supporting_facts or no context")
+    contexts = {record.id: record.context for record in asked_records}
+    own_passages = OwnPassages(contexts, config.top_k)
     return TwoWiki(
         config,
-        own[asked[0].id],
+        Environments(searched=own_passages[asked_records[0].id], elsewhere=own_passages),
         questions,
         splits,
-        elsewhere=own,
-        left_out=lost,
-        notes=[*notes, *further_notes],
-        shown=own.describe(),
+        Remarks(left_out=left_out, notes=[*notes, *further_notes], shown=own_passages.describe()),
     )
 
 
 def _written_passages(records: Sequence[Record]) -> list[Passage]:
-    """A passage for each subject of the records' triples, which says in one sentence each what they
-    say of it."""
-    facts: dict[str, dict[str, None]] = {}
-    for evidence in (
-        evidence for record in records for evidence in chain_evidences(record.triples)
-    ):
-        said = f"The {evidence.relation} of {evidence.subject} is {evidence.object}."
-        facts.setdefault(evidence.subject, {})[said] = None
-    numbered = enumerate(facts.items())
-    return [
-        Passage(id=str(number), title=subject, text=" ".join(said))
-        for number, (subject, said) in numbered
-    ]
+    """Write a passage for each subject of the records' triples, with one sentence a triple."""
+    sentences: dict[str, dict[str, None]] = {}  # subject -> its sentences, each once
+    for record in records:
+        for evidence in chain_evidences(record.triples):
+            sentence = f"The {evidence.relation} of {evidence.subject} is {evidence.object}."
+            sentences.setdefault(evidence.subject, {})[sentence] = None
+
+    passages: list[Passage] = []
+    for subject, subject_sentences in sentences.items():
+        text = " ".join(subject_sentences)
+        passages.append(Passage(id=str(len(passages)), title=subject, text=text))
+    return passages
 
 
 def _question(record: Record, gold: tuple[GoldPassage, ...]) -> Question:
+    """Return the question of a record, without candidates."""
     return Question(
         id=record.id,
         text=record.text,
@@ -500,28 +590,33 @@ def _question(record: Record, gold: tuple[GoldPassage, ...]) -> Question:
 
 
 def _read_graph(data_dir: str | Path, records: Iterable[Record]) -> list[Triple]:
-    """Of the files of triples, or where there are none of the evidences that come with the
-    questions."""
+    """Return the triples of the folder's files, or of the records where there are no files."""
+    triples: list[Triple] = []
     files = data_files(data_dir, GRAPH_FILES, "triples", needed=False)
-    if not files:
-        return [triple for record in records for triple in record.triples]
-    return [triple for file in files for triple in read_triples(file)]
+    if files:
+        for file in files:
+            triples += read_triples(file)
+    else:
+        for record in records:
+            triples += record.triples
+    return triples
 
 
 def _left_out(
-    records: Sequence[Record], questions: Sequence[Question], config: TwoWikiConfig, why: str
+    records: Sequence[Record], questions: Sequence[Question], config: TwoWikiConfig, reason: str
 ) -> list[str]:
-    """Ids of those that cannot be asked. Raises UserError if none can."""
+    """Return the ids of the records that cannot be asked. Raises UserError if none can."""
     if not questions:
         raise UserError(
-            f"all {len(records)} questions with an answer in {config.data_dir} {why}, which "
+            f"all {len(records)} questions with an answer in {config.data_dir} {reason}, which "
             f"environment={config.environment!r} needs (docs/own_questions.md)"
         )
-    asked = {question.id for question in questions}
-    return [record.id for record in records if record.id not in asked]
+    asked_ids = {question.id for question in questions}
+    return [record.id for record in records if record.id not in asked_ids]
 
 
 def _with_label_as_answer(question: Question) -> Question:
+    """Return the question with the label of its evidence as the first answer."""
     label = answer_from_evidence(question)
     assert label is not None, (
         "only questions whose answer follows from their evidence are demonstrated"
