@@ -146,9 +146,8 @@ def main() -> int:
     kinds = {"one": (1, True), "two at once": (2, True), "two in turn": (2, False)}
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     tokens: dict[str, int] = {}
-    for run in range(
-        1 + given.repeats
-    ):  # the kinds take turns, so that a busy minute is every one's
+    # the kinds take turns, so that a busy minute is every one's
+    for run in range(1 + given.repeats):
         for name, (branches, parallel) in kinds.items():
             taken, tokens[name] = play(generator, tokenizer, branches, parallel, seed=run)
             seconds[name] += [taken] * (run > 0)

@@ -56,9 +56,8 @@ GRPO_ROWS = ("round 6", "round 12", "round 24")
 EVIPATH_DATA = (
     "--method.trajectories 400 --sampling.questions-per-round 3000 --sampling.shard-questions 250"
 )
-EVIPATH_TAUGHT = (
-    f"{EVIPATH_DATA} --method.teacher-prompt brief"  # for runs that begin with a taught policy
-)
+# for runs that begin with a taught policy
+EVIPATH_TAUGHT = f"{EVIPATH_DATA} --method.teacher-prompt brief"
 AT_START = "@start"
 STAGED, EVIPATH, DECEX = "tiny_world_dapo_staged", "tiny_world_evipath", "tiny_world_decex"
 STAGED_PARTS = ("stage-one", "stage-two", "search", "format", "answer")

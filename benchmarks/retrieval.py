@@ -80,9 +80,8 @@ class Engine:
         self._process = subprocess.Popen(
             command, env=environment, stdin=PIPE, stdout=PIPE, text=True
         )
-        self._say(
-            {"setting": SETTINGS[name][-1], "batched": True, "share": 0.02}
-        )  # what is loaded late is loaded now
+        # what is loaded late is loaded now
+        self._say({"setting": SETTINGS[name][-1], "batched": True, "share": 0.02})
         self.about |= json.loads(self._heard())
 
     def pass_over(self, setting: float | None, batched: bool) -> float:

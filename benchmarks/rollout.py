@@ -144,9 +144,8 @@ def opened(directory: str, dtype: str) -> Decoder:
     model = load_config(directory)
 
     @nnx.jit
-    def drawn() -> (
-        Decoder
-    ):  # in the type of the products, as the engine holds them: 7B in float32 would not fit a chip
+    # in the type of the products, as the engine holds them: 7B in float32 would not fit a chip
+    def drawn() -> Decoder:
         decoder = Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.dtype(dtype))
         nnx.update(
             decoder, jax.tree.map(lambda leaf: leaf.astype(dtype), nnx.state(decoder, nnx.Param))

@@ -76,15 +76,13 @@ class Simulated:
 
     units: int  # shards of a round with first attempts
     free: list[int] = dataclasses.field(default_factory=list)  # what nobody has a lease on
-    left: int = (
-        0  # without a shard: of first attempts or, when all of these are there, of later ones
-    )
+    # without a shard: of first attempts or, when all of these are there, of later ones
+    left: int = 0
     later: bool = False
     shards: int = 0
     leased: set[int] = dataclasses.field(default_factory=set)
-    thresholds: set[int] = dataclasses.field(
-        default_factory=set
-    )  # rounds whose threshold somebody wrote down
+    # rounds whose threshold somebody wrote down
+    thresholds: set[int] = dataclasses.field(default_factory=set)
     number: int = 0  # of the open round
     operations: int = 0
     played: int = 0
@@ -131,17 +129,15 @@ def worker(
     while True:
         began_round, objects = run.number, run.shards + len(run.leased)
         yield operation(3 * store.read, 3)  # summary.json, plan and end of the open round
-        yield operation(
-            store.read + listing(1) + listing(objects), 3
-        )  # its plan, the policies, its shards
+        # its plan, the policies, its shards
+        yield operation(store.read + listing(1) + listing(objects), 3)
         missing = run.left
         candidates = draw.sample(run.free, min(TRIES, len(run.free)))
         if missing and run.later:
             if run.number not in run.thresholds:
                 run.thresholds.add(run.number)
-                yield operation(
-                    2 * run.units * store.read + store.create, 2 * run.units + 1
-                )  # all first attempts
+                # all first attempts
+                yield operation(2 * run.units * store.read + store.create, 2 * run.units + 1)
             yield operation(2 * store.read, 2)  # the threshold
         claimed = None
         for unit in candidates:

@@ -112,9 +112,8 @@ def main() -> int:
         "encode_shards_per_second": round(1 / encoding, 2),
     }
     with tempfile.TemporaryDirectory() as place:
-        os.environ["XDG_CACHE_HOME"] = (
-            f"{place}/cache"  # a policy is fetched, whatever is cached on this machine
-        )
+        # a policy is fetched, whatever is cached on this machine
+        os.environ["XDG_CACHE_HOME"] = f"{place}/cache"
         found["disk"] = measured(Store(f"{place}/run"), rows, given.shards, policy)
         server = None
         try:

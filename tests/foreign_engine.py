@@ -94,9 +94,8 @@ class ForeignEngine(engine_api.Engine):
     def generate(
         self, params: Any, decode_state: dict[str, Any]
     ) -> tuple[dict[str, Any], engine_api.ResultTokens]:
-        lengths = jnp.minimum(
-            decode_state["lengths"], self.positions - 1
-        )  # a slot goes on until it is used again
+        # a slot goes on until it is used again
+        lengths = jnp.minimum(decode_state["lengths"], self.positions - 1)
         logits = _next_logits(self._graph, params, decode_state["tokens"], lengths)
         token = self._draw(logits, decode_state, lengths)
         rows = jnp.arange(self.slots)
@@ -161,9 +160,8 @@ class SamplingEngine(ForeignEngine):
         self, prefix: Any, decode_state: dict[str, Any], slot: int, *, sampling: SamplingParams
     ) -> dict[str, Any]:
         state = super().insert(prefix, decode_state, slot)
-        state["lengths"] = (
-            state["lengths"].at[slot].set(prefix["length"])
-        )  # the first token is still to be drawn
+        # the first token is still to be drawn
+        state["lengths"] = state["lengths"].at[slot].set(prefix["length"])
         state["generated"] = state["generated"].at[slot].set(0)
         state["temperature"][slot], state["seed"][slot] = sampling.temperature, sampling.seed
         return state

@@ -44,9 +44,8 @@ def main(port: str, processes: str, process: str) -> None:
         embeddings = compressed(vectors, storage)
         search = JobSearch(embeddings)
         for k in (9, 1200):  # more than a share has
-            for number in range(
-                1 + 2 * int(process)
-            ):  # each in its own time: the others need not search
+            # each in its own time: the others need not search
+            for number in range(1 + 2 * int(process)):
                 scores, positions = search.search(queries[number:], k)
                 expected, _ = best_rows(queries[number:], embeddings.float32(), k)
                 there = np.take_along_axis(

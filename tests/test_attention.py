@@ -78,9 +78,8 @@ def test_blocks_of_another_conversation_are_not_multiplied():
     """What a conversation does not see may be anything, where a product would spread it."""
     *inputs, segments = packed(288, heads=2, kv_heads=2, head_dim=16)
     query, key, value = inputs
-    poisoned = key.at[0, :72].set(
-        jnp.nan
-    )  # the whole first conversation of the first row, which ends within a block
+    # the whole first conversation of the first row, which ends within a block
+    poisoned = key.at[0, :72].set(jnp.nan)
     mixed = segment_attention(query, poisoned, value, segments, "blocks")
     assert np.isnan(mixed[0, :72]).all() and not np.isnan(mixed[0, 72:]).any()
 

@@ -102,9 +102,8 @@ def test_under_overload_every_request_is_answered_or_refused_and_memory_is_bound
 
 @pytest.mark.slow
 def test_rollouts_are_measured_and_their_work_is_counted_by_the_formula(tmp_path, monkeypatch):
-    monkeypatch.setenv(
-        "XDG_CACHE_HOME", str(tmp_path)
-    )  # a cache of compiled programs that is empty at first
+    # a cache of compiled programs that is empty at first
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     wide = dataclasses.replace(MODEL, vocab_size=400, max_position_embeddings=1024)
     save_checkpoint(tiny_decoder(wide), tmp_path / "model")
     sizes = ["--sessions", "3", "--turns", "2", "--slots", "2", "--runs", "1"]

@@ -413,9 +413,8 @@ def test_the_run_draws_adapters_by_its_seed(smoke):
 
 
 def test_every_field_of_the_optimiser_changes_its_updates(smoke):
-    params = {
-        "layers": {"up_kernel": jnp.ones((1, 2, 2))}
-    }  # a matrix, so that it decays and Muon takes it
+    # a matrix, so that it decays and Muon takes it
+    params = {"layers": {"up_kernel": jnp.ones((1, 2, 2))}}
 
     def seen(config: Config) -> list:
         optimizer = make_optimizer(config.trainer)

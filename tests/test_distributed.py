@@ -229,9 +229,8 @@ class Service:
 
     def __init__(self) -> None:
         self.store: dict[str, str] = {}
-        self.living: list[
-            set[int]
-        ] = []  # what `get_live_nodes` returns, one call after the other; then process 0 is gone
+        # what `get_live_nodes` returns, one call after the other; then process 0 is gone
+        self.living: list[set[int]] = []
         self.is_late = self.is_gone = False
 
     def key_value_set(self, key: str, value: str) -> None:

@@ -169,9 +169,8 @@ def test_the_mean_of_first_attempts_and_what_is_kept_leave_it_out():
     ]
     assert mean_first_attempt_reward(rows) == 0.75, "the mean of 1 and 1/2"
     assert mean_first_attempt_reward([trajectory("b", 0, 0.0, FAILED)]) == 0.0
-    failed = dataclasses.replace(
-        trajectory("a", 0, 1.0), stop_reason=FAILED
-    )  # whatever number it holds
+    # whatever number it holds
+    failed = dataclasses.replace(trajectory("a", 0, 1.0), stop_reason=FAILED)
     judged = trajectory("a", 1, 1.0).without_verdict()
     kept = select(
         [failed, judged, trajectory("a", 2, 0.9)], k=-1.0, keep_per_question=3, best_reward=1.0

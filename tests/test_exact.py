@@ -39,9 +39,8 @@ def test_what_numpy_finds(storage, recall_target):
 
 @pytest.mark.parametrize("rows", [1, 2, 127, 128, 129, 300])
 def test_padding_is_never_found(rows):
-    embeddings = compressed(
-        -np.abs(VECTORS[:rows]), "bfloat16"
-    )  # every score is below the zero of a padded row
+    # every score is below the zero of a padded row
+    embeddings = compressed(-np.abs(VECTORS[:rows]), "bfloat16")
     scores, positions = ExactSearch(embeddings).search(np.abs(QUERIES), rows)
     np.testing.assert_array_equal(np.sort(positions, axis=1), np.tile(np.arange(rows), (5, 1)))
     assert np.isfinite(scores).all()

@@ -54,9 +54,8 @@ def once(kind: str, *faults: Fault) -> Callable[[Request], Fault | None]:
     """The first requests of a kind meet these faults, one each. Where one hangs, a request may take
     a second until then, and any time afterwards."""
     left = list(faults)
-    gcs.REQUEST_SECONDS = (
-        1.0 if "hang" in faults else HANG_SECONDS
-    )  # the fixture `fake` restores it
+    # the fixture `fake` restores it
+    gcs.REQUEST_SECONDS = 1.0 if "hang" in faults else HANG_SECONDS
 
     def next_fault(request: Request) -> Fault | None:
         if not left or request.kind != kind:

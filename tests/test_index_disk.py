@@ -24,9 +24,8 @@ def folder(tmp_path_factory) -> Path:
     tiny_embedder(root / "tiny", hidden_size=64)
     write_corpus(root / "corpus.jsonl", PASSAGES)
     (root / "short.jsonl").write_text('{"title": "a", "text": "b"}\n' * PASSAGES)
-    vocabulary = " ".join(
-        f"{number:03x}" for number in range(2000)
-    )  # its numbers take more room than its text
+    # its numbers take more room than its text
+    vocabulary = " ".join(f"{number:03x}" for number in range(2000))
     (root / "words.jsonl").write_text(json.dumps({"title": "all", "text": vocabulary}))
     header = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
     (root / "graph.tsv").write_text(

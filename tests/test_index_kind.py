@@ -130,9 +130,8 @@ def test_a_killed_build_without_a_kind_goes_on_as_the_kind_it_chose(
     chosen = json.loads((folder / "plan.json").read_text())["kind"]
     if function.startswith("text.embeddings"):
         assert chosen == "exact"
-        monkeypatch.setattr(
-            indexes, "MAX_EXACT_PASSAGES", 59
-        )  # as if another rule held where it is started again
+        # as if another rule held where it is started again
+        monkeypatch.setattr(indexes, "MAX_EXACT_PASSAGES", 59)
     else:
         assert chosen == "auto"
     capsys.readouterr()

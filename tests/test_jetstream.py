@@ -99,9 +99,8 @@ def assert_nothing_is_held(engine: Any, running: int = 0) -> None:
 def test_a_prompt_is_decoded_as_by_the_full_forward_on_both_sides_of_page_borders(length):
     engine = jetstream().JetStreamEngine(tiny(), GREEDY)
     prompt = random_tokens(length, seed=length)
-    state = engine.insert(
-        prefilled(engine, prompt), engine.init_decode_state(), slot=1
-    )  # computed again, memory is empty
+    # computed again, memory is empty
+    state = engine.insert(prefilled(engine, prompt), engine.init_decode_state(), slot=1)
     assert steps(engine, state, 1, 2 * PAGE_TOKENS + 1) == greedy(prompt, 2 * PAGE_TOKENS + 1)
     state = engine.insert(prefilled(engine, prompt), state, slot=0)  # from pages
     assert steps(engine, state, 0, 4) == greedy(prompt, 4)
@@ -303,9 +302,8 @@ def test_an_insert_without_room_says_so_and_finds_it_when_a_slot_is_freed():
     with pytest.raises(
         contract().NoRoomError, match="need 10 pages of KV memory, and of 16 only 16 can be had"
     ):
-        jet.insert(
-            prefilled(jet, [4] * 30), state, 1, sampling=sampling
-        )  # not computed yet, and counted
+        # not computed yet, and counted
+        jet.insert(prefilled(jet, [4] * 30), state, 1, sampling=sampling)
     state, _ = jet.generate(jet.load_params(), state)
     with pytest.raises(
         contract().NoRoomError, match="need 10 pages of KV memory, and of 16 only 6 can be had"

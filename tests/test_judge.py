@@ -272,9 +272,8 @@ def test_an_answer_of_articles_reaches_the_judge_as_it_is_written(tokenizer, tmp
 def test_an_answer_without_a_verdict_is_left_out_and_a_judge_that_is_gone_ends_the_program(
     tokenizer, tmp_path
 ):
-    with serving(
-        lambda request, before: Answer(status=400)
-    ) as endpoint:  # refused: it is not asked again
+    # refused: it is not asked again
+    with serving(lambda request, before: Answer(status=400)) as endpoint:
         config = dataclasses.replace(
             config_of(endpoint, tokenizer), faults=FaultConfig(max_in_a_row=2)
         )

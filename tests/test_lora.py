@@ -85,9 +85,8 @@ def by_hand(plain: Decoder, trained: Decoder) -> Decoder:
 
 
 def test_fresh_adapters_change_nothing(plain, fresh):
-    np.testing.assert_allclose(
-        logits(fresh), logits(plain), atol=3e-6
-    )  # another program rounds in other places
+    # another program rounds in other places
+    np.testing.assert_allclose(logits(fresh), logits(plain), atol=3e-6)
     unchanged = nnx.state(merged(fresh, rank=RANK, alpha=ALPHA))
     jax.tree.map(np.testing.assert_array_equal, unchanged, nnx.state(plain))
 

@@ -59,9 +59,8 @@ def assert_same(left, right, tolerance: float = 0.0) -> None:
 def test_a_step_is_adamw_on_the_gradient_through_merged_weights(trainer, decoder):
     """The gradient by the chain rule through W + (alpha / rank) A B, written out."""
     batch = ROWS.batch(slice(0, TRAINER.rows_per_step))
-    state = run(
-        trainer, trainer.initial_state(decoder), 1
-    ).state  # after one step B is not zero, so A has a gradient too
+    # after one step B is not zero, so A has a gradient too
+    state = run(trainer, trainer.initial_state(decoder), 1).state
     graph = nnx.graphdef(decoder)
     adapters, rest = (jax.tree.map(jnp.copy, part) for part in split(state))
 

@@ -15,9 +15,8 @@ from mujica_jax.runtime.chips import CHIPS
 # The embedding, four projections of the attention, three of the perceptron, norms of a layer and
 # its heads, the last.
 NUMBERS = 48 * 16 + 4 * 16 * 16 + 3 * 16 * 24 + (2 * 16 + 2 * 8) + 16
-PAGE = (
-    2 * 32 * 2 * 128 * 2
-)  # keys and values of 32 tokens: two heads, filled up to a tile, of two bytes a number
+# keys and values of 32 tokens: two heads, filled up to a tile, of two bytes a number
+PAGE = 2 * 32 * 2 * 128 * 2
 V5E = next(chip for chip in CHIPS if chip.name == "v5e")
 
 

@@ -33,9 +33,8 @@ def test_differences_are_those_of_the_sampled_tokens():
     first = sampled(conversation((1, 2), (3, 4), (5,), (6,)), [-1.0, -2.0, -0.5])
     second = sampled(conversation((7, 8), (9,)), [-3.0])
     rows = pack([first, second], row_tokens=16, seed=0)
-    scores = np.full(
-        rows.tokens.shape, 99.0, np.float32
-    )  # whoever reads a token that was not sampled sees this
+    # whoever reads a token that was not sampled sees this
+    scores = np.full(rows.tokens.shape, 99.0, np.float32)
     for one, numbers in ((0, {2: -1.0, 3: -2.5, 5: -0.25}), (1, {2: -3.0})):
         row, start = rows.placements[one]
         for offset, number in numbers.items():

@@ -196,9 +196,8 @@ def test_muon_moves_matrices_along_orthogonal_directions_of_adams_size():
         direction = np.asarray(muon["layers"][name][...])
         inputs = MODEL.num_heads * MODEL.head_dim if name == "output_kernel" else direction.shape[1]
         stretched = np.linalg.svd(direction.reshape(len(direction), inputs, -1), compute_uv=False)
-        assert (
-            stretched.max() < 1.8 * stretched.min()
-        )  # Newton-Schulz stops at singular values about 1
+        # Newton-Schulz stops at singular values about 1
+        assert stretched.max() < 1.8 * stretched.min()
         assert 0.13 < np.sqrt(np.mean(direction**2)) < 0.27
     for path, leaf in nnx.to_flat_state(muon):
         if not path[-1].endswith("_kernel"):

@@ -51,9 +51,8 @@ class PagesMachine(RuleBasedStateMachine):
         self.size = size
         self.pages = BlockAllocator(count, size)
         self.memory = [[UNKNOWN] * size for _ in range(count)]
-        self.known: dict[
-            int, tuple[int, ...]
-        ] = {}  # of each page in the tree: the sequence up to its last token
+        # of each page in the tree: the sequence up to its last token
+        self.known: dict[int, tuple[int, ...]] = {}
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple),

@@ -41,9 +41,8 @@ def test_a_fact_is_read_with_the_number_of_its_own_line(document):
     *listed, read_off = rest
     lines = dict(re.fullmatch(r"\[(\d+)\] (.*) \[\1\] .*", line).group(1, 0) for line in listed)
     assert list(lines) == [str(number) for number in range(len(listed))]
-    for fact in filter(
-        None, read_off.removeprefix("Read: ").split("; ")
-    ):  # none where it is the object in every line
+    # none where it is the object in every line
+    for fact in filter(None, read_off.removeprefix("Read: ").split("; ")):
         relation, number, value, again = re.fullmatch(
             r"(.+?) \[(-?\d+)\] (.+?)( The .*)?", fact
         ).groups()

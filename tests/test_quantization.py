@@ -144,9 +144,8 @@ def test_matrices_take_a_quarter_and_nothing_else_changes(storage, weights):
 def test_the_copy_shares_no_memory_with_what_is_trained(storage):
     trained = jax.tree.map(jnp.copy, nnx.state(decoder()))
     copy = engine_weights(trained, MODEL, storage, jnp.float32)
-    jax.tree.map(
-        lambda array: array.delete(), trained
-    )  # as a training step does that reuses its buffers
+    # as a training step does that reuses its buffers
+    jax.tree.map(lambda array: array.delete(), trained)
     assert all(not array.is_deleted() for array in jax.tree.leaves(copy))
 
 

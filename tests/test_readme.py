@@ -20,18 +20,16 @@ from mujica_jax.train import DEFAULT_CONFIG
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
-FENCED = re.compile(
-    r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE
-)  # of every language, or pairs go wrong
+# of every language, or pairs go wrong
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 BLOCKS = {
     path.name: [
         text for language, text in FENCED.findall(path.read_text()) if language in ("", "bash")
     ]
     for path in DOCUMENTS
 }
-WHOLE = [
-    block.replace("\\\n", " ") for blocks in BLOCKS.values() for block in blocks
-]  # a line that goes on is one
+# a line that goes on is one
+WHOLE = [block.replace("\\\n", " ") for blocks in BLOCKS.values() for block in blocks]
 LINES = [line.split("  #")[0].strip() for block in WHOLE for line in block.splitlines()]
 MAKE = sorted({line for line in LINES if line.startswith("make ")})
 TRAIN = sorted({line for line in LINES if line.startswith("python -m mujica_jax.train")})

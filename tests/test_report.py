@@ -497,9 +497,8 @@ def scalars_of(directory) -> list[tuple[str, int, float]]:
         content, at = path.read_bytes(), 0
         while at < len(content):
             (size,) = struct.unpack_from("<Q", content, at)
-            event = Event.FromString(
-                content[at + 12 : at + 12 + size]
-            )  # length, its checksum, data, its checksum
+            # length, its checksum, data, its checksum
+            event = Event.FromString(content[at + 12 : at + 12 + size])
             found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
             at += 16 + size
     return found

@@ -264,9 +264,8 @@ def drawn_of_one(logits: np.ndarray, temperature: float, chosen: dict) -> set[in
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_the_tokens_that_filters_allow_are_those_of_transformers(temperature, chosen):
     for seed in range(3):
-        logits = random_logits(
-            SMALL, seed=seed, deviation=temperature
-        )  # no token is less likely than one in 2,000
+        # no token is less likely than one in 2,000
+        logits = random_logits(SMALL, seed=seed, deviation=temperature)
         allowed = np.flatnonzero(np.isfinite(warped(logits[None], temperature, **chosen)[0]))
         assert drawn_of_one(logits, temperature, chosen) == set(allowed.tolist())
 

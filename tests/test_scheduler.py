@@ -433,13 +433,11 @@ def test_a_policy_that_is_not_finite_fails_its_requests_and_leaves_no_trace(gene
         )
 
     for error in run(main()):
-        assert isinstance(error, RequestError) and "not finite after 4 tokens" in str(
-            error
-        )  # at the end of a call
+        # at the end of a call
+        assert isinstance(error, RequestError) and "not finite after 4 tokens" in str(error)
     generator.set_weights(scaled(1.0), policy_version=2)
-    short = [
-        (prompt[:5], wanted) for prompt, wanted in requests
-    ]  # most of a slot is not written again
+    # most of a slot is not written again
+    short = [(prompt[:5], wanted) for prompt, wanted in requests]
     assert all(
         np.isfinite(completion.logprobs).all() for completion in complete_all(generator, short)
     )

@@ -16,9 +16,8 @@ from mujica_jax.inference.sequence import SequenceState
 REQUESTS, WARM_UP, CHECKED = 2000, 1000, 60
 AT_ONCE = 24  # more than there are slots and places in the queue
 PATIENCE_SECONDS = 300.0
-GROWTH_BYTES = (
-    24 * 2**20
-)  # 24 KB a request after the warm-up; the compiler's own memory moves by a few MB
+# 24 KB a request after the warm-up; the compiler's own memory moves by a few MB
+GROWTH_BYTES = 24 * 2**20
 STATM = Path("/proc/self/statm")
 
 

@@ -483,9 +483,8 @@ async def test_a_caller_that_leaves_as_its_turn_comes_leaves_it_to_the_next(turn
 
 
 async def test_streams_are_refused_also_while_slots_are_free_because_memory_is_short():
-    generator = make_generator(
-        CountableEngine(slots=3, pages=16), queue_size=2
-    )  # each request needs 13 pages
+    # each request needs 13 pages
+    generator = make_generator(CountableEngine(slots=3, pages=16), queue_size=2)
     refused: list[int] = []
 
     async def stream(n: int) -> None:

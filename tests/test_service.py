@@ -307,9 +307,8 @@ def test_the_client_gives_up_with_a_type():
             asyncio.run(client(endpoint.base_url).search("a", 1))
         assert len(endpoint.requests) == 1, "what is refused is not sent again"
     with pytest.raises(RetrieverUnavailable, match="failed 2 times"):
-        asyncio.run(
-            client(endpoint.base_url, max_attempts=2).search("a", 1)
-        )  # nobody listens any more
+        # nobody listens any more
+        asyncio.run(client(endpoint.base_url, max_attempts=2).search("a", 1))
     with pytest.raises(RetrieverUnavailable, match=r"gives no health .*index serve"):
         client(endpoint.base_url).check()
 

@@ -190,9 +190,8 @@ def test_copies_ask_the_same_of_other_names(world):
             assert all(copied.graph.materials(candidate.id) for candidate in other.candidates)
             if question.answers[0] in ("yes", "no"):
                 assert other.answers == question.answers
-    assert shared < 0.02 * len(
-        originals
-    )  # both draw from all pairs of learning, so now and then the same one
+    # both draw from all pairs of learning, so now and then the same one
+    assert shared < 0.02 * len(originals)
 
 
 def test_question_ids_are_unique_and_stable(world):
@@ -344,9 +343,8 @@ def test_paraphrases_count_the_wordings_of_a_template():
         wordings: dict[str, set[str]] = {}
         for question in world.questions("train"):
             text = question.text
-            for candidate in sorted(
-                question.candidates, key=lambda c: -len(c.label)
-            ):  # "Ashford" is a part of "New Ashford"
+            # "Ashford" is a part of "New Ashford"
+            for candidate in sorted(question.candidates, key=lambda c: -len(c.label)):
                 text = text.replace(candidate.label, "x")
             wordings.setdefault(template_of[text], set()).add(text)
         assert max(map(len, wordings.values())) == paraphrases

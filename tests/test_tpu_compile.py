@@ -30,9 +30,8 @@ CONFIGS = {
 }
 # Those whose chips have each a row to themselves: nothing is split over an axis `tensor`.
 WHOLE_ROWS = ("two_wiki_text_v5e", "two_wiki_text_qwen3_8b_v5e", "two_wiki_text_llama_8b_v5e")
-OTHER_LOSSES = {  # configurations whose methods learn by another loss than maximum likelihood
-    "two_wiki_kg_grpo_v5e": ("qwen2.5-7b", "v5e:4x8"),
-}
+# configurations whose methods learn by another loss than maximum likelihood
+OTHER_LOSSES = {"two_wiki_kg_grpo_v5e": ("qwen2.5-7b", "v5e:4x8")}
 HOST = "v5e:2x2"  # of these topologies: where an engine lies
 COMPUTE_BYTES, PARAMETER_BYTES = 2, 4  # of a number that is multiplied, and of one that is added up
 LANES = 128  # columns of a TPU's tile: parts that are narrower are summed whole and cut afterwards

@@ -625,9 +625,8 @@ def test_copies_hold_no_word_of_held_out_names(real, copies):
         return set(re.findall(r"[^\W\d_]+", " ".join(texts).casefold()))
 
     names = words(entity.label for question in held_out(real) for entity in question.candidates)
-    secret = (
-        names - words(real.tokenizer_text()) - KEPT_WORDS - {"serbia"}
-    )  # a country that copies make up themselves
+    # a country that copies make up themselves
+    secret = names - words(real.tokenizer_text()) - KEPT_WORDS - {"serbia"}
     assert len(secret) > 100
     for copy, environment in copies:
         shown = words([copy.text, *(triple.text for triple in environment.graph.triples)])

@@ -35,9 +35,8 @@ def pieces(content: bytes) -> Iterator[bytes]:
         if 32768 - at % 32768 < 7:  # no header begins in the last bytes of a block
             at += 32768 - at % 32768
             continue
-        _, length, kind = struct.unpack_from(
-            "<IHB", content, at
-        )  # checksum, length; whole, first, middle or last piece
+        # checksum, length; whole, first, middle or last piece
+        _, length, kind = struct.unpack_from("<IHB", content, at)
         record += content[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):

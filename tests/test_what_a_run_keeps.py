@@ -113,9 +113,8 @@ def test_saves_come_as_often_as_the_configuration_says(
 def test_saves_that_take_long_come_seldom(opened, config, monkeypatch):
     """At most a twentieth of the time: after one of a minute none is due for twenty minutes."""
     saved = []
-    looks = itertools.count(
-        0, 100
-    )  # every look at the clock is 100 seconds later: one at each step and at each save
+    # every look at the clock is 100 seconds later: one at each step and at each save
+    looks = itertools.count(0, 100)
     save = Checkpoints.save
 
     def slow(self: Checkpoints, state: object, about: dict) -> None:

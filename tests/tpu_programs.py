@@ -194,9 +194,8 @@ def sizes(compiled: Any) -> dict[str, int]:
         + memory.temp_size_in_bytes
         + memory.generated_code_size_in_bytes
     )
-    used += (
-        memory.output_size_in_bytes - memory.alias_size_in_bytes
-    )  # what is donated is written in its own place
+    # what is donated is written in its own place
+    used += memory.output_size_in_bytes - memory.alias_size_in_bytes
     return {
         "bytes": used,
         "in_place": memory.alias_size_in_bytes,

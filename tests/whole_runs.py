@@ -79,9 +79,8 @@ class Ended:
     status: int  # the exit status, or minus the signal
     output: str
     messages: str
-    cpu_seconds_after_signal: (
-        float | None
-    )  # by a clock that stands still while other programs have the machine
+    # by a clock that stands still while other programs have the machine
+    cpu_seconds_after_signal: float | None
 
 
 def disturbed(

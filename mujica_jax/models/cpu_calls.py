@@ -142,9 +142,8 @@ def _alone() -> bool:
 def _registered(kernel: str) -> str:
     """Its name for XLA. numba compiles at the first use on a machine, in ten seconds, and keeps
     that on disk."""
-    kernels = importlib.import_module(
-        "mujica_jax.models.cpu_kernels"
-    )  # numba takes a second to import
+    # numba takes a second to import
+    kernels = importlib.import_module("mujica_jax.models.cpu_kernels")
     name = f"mujica_jax_{kernel}"
     jax.ffi.register_ffi_target(
         name, jax.ffi.pycapsule(kernels.address(getattr(kernels, kernel))), platform="cpu"

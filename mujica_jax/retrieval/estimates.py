@@ -43,9 +43,8 @@ FLOAT32_BYTES = 4
 WORD_BYTES, PASSAGE_BYTES, POSTING_BYTES = 4, 100, {"default": 40, "elasticsearch": 60}
 MATRIX = 1024  # rows and columns of the product that is timed
 GRAPH_SAMPLE_BYTES = 2**25  # of each file of triples, decompressed
-GRAPH_BUILDING_BYTES = (
-    10**9
-)  # a chunk of lines and what the store sorts at once, however large the graph is
+# a chunk of lines and what the store sorts at once, however large the graph is
+GRAPH_BUILDING_BYTES = 10**9
 GRAPH_SEARCHING_BYTES = 10**8  # beside what the system keeps of the files
 
 
@@ -119,9 +118,8 @@ def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -
         tree = of.leaves * dimension * FLOAT32_BYTES + (
             passages * FLOAT32_BYTES if of.leaves else 0
         )
-        disk["scann"] = (
-            passages * blocks + vectors + tree
-        )  # a byte a block in the file, half of one in memory
+        # a byte a block in the file, half of one in memory
+        disk["scann"] = passages * blocks + vectors + tree
         searching = passages * blocks // 2 + vectors + tree
         building = scann_building_bytes(of, passages, dimension)
         products = 2 * dimension * of.leaves * (CENTROID_ROUNDS * of.training_rows + passages)

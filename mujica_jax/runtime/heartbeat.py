@@ -43,9 +43,8 @@ class Heartbeat:
         )
         self._stopped = threading.Event()
         self._status: int | None = None
-        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(
-            self.on_abort
-        )  # kept: C holds no reference
+        # kept: C holds no reference
+        self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self.on_abort)
 
     def start(self) -> None:
         if self._process > 0:
@@ -71,9 +70,8 @@ class Heartbeat:
         while not self._stopped.wait(SECONDS_BETWEEN):
             try:
                 living = self._client.get_live_nodes(list(processes))
-            except (
-                JaxRuntimeError
-            ):  # process 0 is lost, or the job is over: JAX aborts, or it does not
+            except JaxRuntimeError:
+                # process 0 is lost, or the job is over: JAX aborts, or it does not
                 return
             if lost := [process for process in processes if process not in living]:
                 self._end(lost)
@@ -92,9 +90,8 @@ class Heartbeat:
             with contextlib.suppress(JaxRuntimeError):
                 answers.append(self._client.key_value_dir_get("heartbeat/"))
 
-        asking = threading.Thread(
-            target=ask, daemon=True
-        )  # JAX's client may hold a lock while it aborts
+        # JAX's client may hold a lock while it aborts
+        asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(min(MAX_SECONDS_TO_ANSWER, self._deadline / 10))
         return bool(answers)

@@ -18,9 +18,8 @@ from mujica_jax.errors import UserError
 
 MAX_LINE_BYTES = 1_000_000  # more than the names of 10,000 hosts
 RETRY_SECONDS = 0.1
-CALLER_SECONDS = (
-    5.0  # for one caller's line: one that connects and says nothing is no process of this job
-)
+# for one caller's line: one that connects and says nothing is no process of this job
+CALLER_SECONDS = 5.0
 
 
 def rendezvous(
@@ -33,9 +32,8 @@ def rendezvous(
     until = time.monotonic() + deadline_seconds
     if process > 0:
         said = {"process": process, "processes": processes, "host": host}
-        answer = _call(
-            address, said, until, 2 * deadline_seconds
-        )  # process 0 may begin later, and waits for as long
+        # process 0 may begin later, and waits for as long
+        answer = _call(address, said, until, 2 * deadline_seconds)
         if answer is None:
             raise UserError(
                 f"process {process} on {host} did not reach process 0 at distributed.coordinator "

@@ -190,9 +190,8 @@ def disturbed(
     if not own_rewards:
         reward_by_tokens()
     if signal is None or signal == "SIGKILL":
-        learning_phase.SAVE_EVERY_SECONDS = (
-            0.0  # so that a kill within a phase finds something to go on from
-        )
+        # so that a kill within a phase finds something to go on from
+        learning_phase.SAVE_EVERY_SECONDS = 0.0
     if stretch is not None:
         learning_phase.STEPS_A_STRETCH = stretch
     if rows is not None:

@@ -82,9 +82,8 @@ def test_preempted_in_every_kind_of_phase_it_ends_as_if_it_had_not_been(undistur
 
 @pytest.mark.slow
 def test_preempted_in_every_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    preempted(
-        tmp_path / "run", list(PHASES)[:-1]
-    )  # after the last one there is nothing left to poll
+    # after the last one there is nothing left to poll
+    preempted(tmp_path / "run", list(PHASES)[:-1])
     rest(tmp_path / "run")
     assert outcome(tmp_path / "run") == undisturbed.outcome
 

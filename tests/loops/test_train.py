@@ -67,9 +67,8 @@ def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
 def test_the_small_run_goes_through_everything_it_is_to_measure(undisturbed):
     """Otherwise the comparisons below compare nothing."""
     found = undisturbed.outcome
-    assert (
-        len(set(found["shards"].values())) == len(found["shards"]) >= 5
-    )  # first attempts and later ones
+    # first attempts and later ones
+    assert len(set(found["shards"].values())) == len(found["shards"]) >= 5
     models = [files["model/model.safetensors"] for files in found["policies"].values()]
     assert len(set(models)) == len(models) == 3, "the warm-up and both rounds learnt"
     assert [phase["accepted"] > 0 for phase in found["summary"]["phases"][2:]] == [True, True]
@@ -119,9 +118,8 @@ def test_a_finished_run_prints_its_table_again_and_changes_nothing(undisturbed):
         }
 
     before = content()
-    output = rest(
-        undisturbed.directory
-    )  # rewarded as the run was, or its replay holds other demonstrations
+    # rewarded as the run was, or its replay holds other demonstrations
+    output = rest(undisturbed.directory)
     assert closing(output) == closing(undisturbed.output)
     assert content() == before
 
@@ -307,10 +305,8 @@ def test_every_metric_that_is_written_is_documented_and_the_other_way_round(undi
     written: dict[str, set[str]] = {heading: set() for heading in headings.values()}
     for line in json_lines(undisturbed.directory / "metrics.jsonl"):
         written[headings[line["phase"].rpartition("/")[2]]] |= set(line) - {"phase", "step", "time"}
-    assert written == {
-        heading: documented(heading) - {"device_peak_bytes"}  # a CPU does not say
-        for heading in written
-    }
+    # a CPU does not say
+    assert written == {heading: documented(heading) - {"device_peak_bytes"} for heading in written}
 
 
 @pytest.mark.slow

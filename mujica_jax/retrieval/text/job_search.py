@@ -89,9 +89,8 @@ class JobSearch:
         with self._searching:
             try:
                 found = self._best_of_all(queries, k)
-            except (
-                BaseException
-            ):  # an answer that was not read would be taken for that to the next search
+            except BaseException:
+                # an answer that was not read would be taken for that to the next search
                 for connection in self._connections.values():
                     connection.close()
                 self._connections.clear()
@@ -124,9 +123,8 @@ class JobSearch:
         return found
 
     def _best_of_share(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        with (
-            self._on_devices
-        ):  # programs of several devices, begun by several threads, could wait for each other
+        # programs of several devices, begun by several threads, could wait for each other
+        with self._on_devices:
             scores, positions = self._own.search(queries, min(k, self._own.rows))
         return scores, positions + np.int32(self._share.start)
 
