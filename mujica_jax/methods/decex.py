@@ -288,8 +288,8 @@ def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Conversatio
     is_learnt = {"decision": config.decision_pairs, "execution": config.execution_pairs}
     pairs = [record.conversations for record in records if is_pair(record)]
     pairs = [pair for pair in pairs if is_learnt[pair[0].role]]
-    trained = [pair for pair in pairs if all(any(side.loss_mask) for side in pair)]
-    fitting = [pair for pair in trained if sum(len(side.token_ids) for side in pair) <= row_tokens]
+    trained = [pair for pair in pairs if _trains_both_sides(pair)]
+    fitting = [pair for pair in trained if _num_tokens(pair) <= row_tokens]
     if len(trained) < len(pairs):
         run.progress.line(
             f"{len(pairs) - len(trained)} of {len(pairs)} pairs have a side without a token to "
@@ -301,6 +301,16 @@ def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Conversatio
             "are left out"
         )
     return [side for pair in fitting for side in pair]
+
+
+def _trains_both_sides(pair: Sequence[Conversation]) -> bool:
+    """Whether each side of a pair has a token to learn."""
+    return all(any(side.loss_mask) for side in pair)
+
+
+def _num_tokens(conversations: Sequence[Conversation]) -> int:
+    """Count the tokens of some conversations."""
+    return sum(len(conversation.token_ids) for conversation in conversations)
 
 
 def _learn_chains(
@@ -360,7 +370,7 @@ def _learn_pairs(
         plan=plan,
         loss=preference.DPO(beta=config.beta),
     )
-    cost.forward_tokens += sum(len(side.token_ids) for side in pairs)
+    cost.forward_tokens += _num_tokens(pairs)
     return _finish(run, DPO, learnt_state, cost, steps=plan.steps, accepted=len(pairs) // 2)
 
 

@@ -243,9 +243,9 @@ def _prompt(run: Run, trained: PromptMode | None) -> PromptMode:
     """Return the mode of prompts that the teacher reads.
 
     `trained` is the mode that it was trained on, if any."""
-    configured = method_of(run, EviPathConfig).teacher_prompt
-    if configured != "auto":
-        return configured
+    config = method_of(run, EviPathConfig)
+    if config.teacher_prompt != "auto":
+        return config.teacher_prompt
     return trained or "few_shot"
 
 

@@ -107,18 +107,8 @@ def _run_rounds(
         k = sampled.threshold
 
         # Select: keep the trajectories above K, at most `keep_per_question` of each question.
-        kept_trajectories = select(
-            trajectories,
-            k=k,
-            keep_per_question=config.keep_per_question,
-            best_reward=run.reward.best,
-        )
-        statistics = round_statistics(trajectories, kept_trajectories, best_reward=run.reward.best)
         policy_lag = min(rounds_ahead, number - 1)
-        sampled_by = ""
-        if rounds_ahead:
-            sampled_by = f", sampled by policy {number - 1 - policy_lag}, {policy_lag} behind"
-        run.progress.line(f"{phase.name}: K {k:.3f}, {in_words(statistics)}{sampled_by}")
+        kept_trajectories, statistics = _select(run, number, sampled, policy_lag=policy_lag)
 
         # Learn: maximise the likelihood of the rows that fit, mixed with replayed older ones.
         selected_rows = training_rows(kept_trajectories)
@@ -193,6 +183,7 @@ class _RoundSampler:
         return self._waiting.popleft()
 
     def _sample_one(self, number: int) -> None:
+        """Sample a round, carry its threshold on, and compare the engine with the trainer."""
         version = self._version(number)
         state = self._states[version]
         sampled = sample_round(
@@ -205,6 +196,31 @@ class _RoundSampler:
     def _version(self, number: int) -> int:
         """Return the version of the policy that samples a round."""
         return max(0, number - 1 - self._rounds_ahead)
+
+
+def _select(
+    run: Run, number: int, sampled: SampledRound, *, policy_lag: int
+) -> tuple[list[Trajectory], dict[str, float | int]]:
+    """Return the trajectories that are learnt and the round's statistics, which are printed.
+
+    `policy_lag` says how many versions the sampling policy is behind the newest one."""
+    config = method_of(run, MygoConfig)
+    kept_trajectories = select(
+        sampled.trajectories,
+        k=sampled.threshold,
+        keep_per_question=config.keep_per_question,
+        best_reward=run.reward.best,
+    )
+    statistics = round_statistics(
+        sampled.trajectories, kept_trajectories, best_reward=run.reward.best
+    )
+    sampled_by = ""
+    if config.schedule != "online":
+        sampled_by = f", sampled by policy {number - 1 - policy_lag}, {policy_lag} behind"
+    run.progress.line(
+        f"round {number}: K {sampled.threshold:.3f}, {in_words(statistics)}{sampled_by}"
+    )
+    return kept_trajectories, statistics
 
 
 def _learn_round(

@@ -76,7 +76,9 @@ def sample_round(
 
         # Later attempts: in waves, while a question lacks trajectories above the threshold.
         trajectory_of = {trajectory.question_id: trajectory for trajectory in player.trajectories}
-        firsts_by_shard = [[trajectory_of[question.id] for question in shard] for shard in shards]
+        firsts_by_shard: list[list[Trajectory]] = []
+        for shard in shards:
+            firsts_by_shard.append([trajectory_of[question.id] for question in shard])
         player.play(
             "later attempts", later_attempts(run, number, shards, firsts_by_shard.__getitem__, k)
         )

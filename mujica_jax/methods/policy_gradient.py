@@ -40,7 +40,9 @@ which says that the round is over, are each found again.
 import dataclasses
 import functools
 import time
+from collections.abc import Callable, Sequence
 
+from mujica_jax.agents.agent import OnEpisode
 from mujica_jax.config.methods import PolicyGradientConfig
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.learning.trainer import TrainState, steps_of_epochs
@@ -66,7 +68,7 @@ from mujica_jax.methods.rounds import (
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
-from mujica_jax.records import Trajectory
+from mujica_jax.records import Question, Trajectory
 from mujica_jax.report.progress import Stage
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.packing import PackedRows
@@ -334,6 +336,23 @@ class _SamplingProgress:
         self._stage.update(self.num_learnt_groups, episodes=self._num_episodes)
 
 
+def _group_units(
+    run: Run, number: int, questions: Sequence[Question], *, first_shard: int
+) -> list[Callable[[OnEpisode], tuple[ShardEntry, list[Trajectory]]]]:
+    """Return a unit of work for each shard of questions: all attempts of their groups."""
+    group_size = method_of(run, PolicyGradientConfig).group_attempts
+    shard_size = run.config.sampling.shard_questions
+    units = []
+    for start in range(0, len(questions), shard_size):
+        attempts = [
+            attempt(run, question, place, number)
+            for question in questions[start : start + shard_size]
+            for place in range(group_size)
+        ]
+        units.append(functools.partial(run.sample, number, first_shard + len(units), attempts))
+    return units
+
+
 def _sample_round(
     run: Run, state: PhaseState, number: int, first_question: int
 ) -> list[Trajectory]:
@@ -346,7 +365,6 @@ def _sample_round(
 
     # Plan the round.
     config = method_of(run, PolicyGradientConfig)
-    shard_size = run.config.sampling.shard_questions
     questions = run.task.questions("train")
     num_groups = questions_a_round(run, f"round {number}")
     max_batches = config.max_sampled_batches if config.dynamic_sampling else 1
@@ -379,18 +397,7 @@ def _sample_round(
                 questions[(first_question + place) % len(questions)]
                 for place in range(num_asked, end)
             ]
-            shards = [
-                batch[start : start + shard_size] for start in range(0, num_questions, shard_size)
-            ]
-            units = []
-            for index, shard in enumerate(shards, start=len(entries)):
-                attempts = [
-                    attempt(run, question, place, number)
-                    for question in shard
-                    for place in range(config.group_attempts)
-                ]
-                units.append(functools.partial(run.sample, number, index, attempts))
-
+            units = _group_units(run, number, batch, first_shard=len(entries))
             play_share(run.progress, f"round {number}: questions {num_asked} to {end}", units)
             for unit in units:
                 entry, unit_trajectories = unit(progress.on_episode)

@@ -162,6 +162,7 @@ class Run:
         return state._replace(opt_state=())
 
     def _load_committed(self, version: int) -> Decoder:
+        """Load a committed policy over the trainer's mesh."""
         folder = distributed.primary_first(
             "a policy is read", lambda: self.store.policy_path(version)
         )
