@@ -62,6 +62,7 @@ from mujica_jax.methods import evaluation as scoring
 from mujica_jax.methods import evipath, evipath_teacher, mygo, parts, policy_gradient, run
 from mujica_jax.methods import setup as start
 from mujica_jax.methods import supervised as warmup
+from mujica_jax.methods.learning_phase import LearningPlan
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Trajectory, Turn
@@ -448,7 +449,8 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
     )
     own.generator = types.SimpleNamespace(release_weights=lambda: None)
     with pytest.raises(Asked, match="7"):
-        run.Run.learn(own, "warm-up", None, None, steps=1, peak=1.0, end_value=0.0)  # pyright: ignore
+        plan = LearningPlan(steps=1, peak=1.0, end_value=0.0)
+        run.Run.learn(own, "warm-up", None, None, plan=plan)  # pyright: ignore
 
 
 def test_help_texts_stand_where_they_are_looked_for():
@@ -640,7 +642,7 @@ class RecordedRun(SilentProgress):
         return lambda: None
 
     def finish_phase(
-        self, phase: run.Phase, state: object, *, began: float, **counts: int
+        self, phase: run.Phase, state: object, *, start_time: float, **counts: int
     ) -> run.PhaseResult:
         self.asked.append((phase, counts))
         spent = {name: counts.get(name, 0) for name in ("forward_tokens", "trained_slots")}
@@ -836,8 +838,11 @@ def test_a_warm_up_makes_its_steps_or_its_passes_whichever_is_less(
         if passes is None
         else math.ceil(num_rows * passes / few.trainer.rows_per_step)
     )
-    assert num_rows > few.trainer.rows_per_step and options["steps"] == updates <= changes["steps"]
-    assert options["warmup_steps"] == rise
+    assert (
+        num_rows > few.trainer.rows_per_step
+        and options["plan"].steps == updates <= changes["steps"]
+    )
+    assert options["plan"].warmup_steps == rise
 
 
 def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
@@ -896,6 +901,6 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
             "concurrency": 2,
         }
         own |= {"progress": SilentProgress(), "preemption": Preemption()}
-        return scoring.score_policy("warm-up", task=task, config=config, **own)
+        return scoring.PolicyEvaluator(name="warm-up", task=task, config=config, **own).run()
 
     assert_each_changes(smoke, "eval", {"questions": 5, "split": "test", "temperature": 0.7}, seen)

@@ -14,7 +14,7 @@ from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config, TwoWikiConfig
 from mujica_jax.errors import RunMismatch
-from mujica_jax.methods.evaluate_policies import _identity, _kept
+from mujica_jax.methods.evaluate_policies import _identity, _read_or_play
 from mujica_jax.methods.policies import Checkpoint
 from mujica_jax.methods.setup import check_content
 from mujica_jax.records import Question
@@ -257,10 +257,10 @@ def test_a_service_of_passages_is_known_by_the_version_that_it_serves():
 @pytest.mark.parametrize("damage", [b"", b"PAR1", b"no shard"])
 def test_a_part_of_an_evaluation_that_is_damaged_is_played_again(damage, caplog, tmp_path):
     parts, played = RunDirectory(tmp_path), [play(ToldPolicy([answer("Ghent")]))]
-    assert _kept(parts, "greedy.parquet", lambda: played) == played
+    assert _read_or_play(parts, "greedy.parquet", lambda: played) == played
     (tmp_path / "greedy.parquet").write_bytes(damage)
-    assert _kept(parts, "greedy.parquet", lambda: played) == played
+    assert _read_or_play(parts, "greedy.parquet", lambda: played) == played
     assert "greedy.parquet" in caplog.text and "it is played again" in caplog.text
-    assert [one.answer for one in _kept(parts, "greedy.parquet", lambda: [])] == ["Ghent"], (
-        "and kept"
-    )
+    assert [one.answer for one in _read_or_play(parts, "greedy.parquet", lambda: [])] == [
+        "Ghent"
+    ], "and kept"

@@ -26,7 +26,7 @@ from mujica_jax.agents.agent import EnginePolicy, run_episodes
 from mujica_jax.agents.faults import EnvironmentLost, FaultGuard
 from mujica_jax.config.schema import FaultConfig
 from mujica_jax.errors import UserError
-from mujica_jax.methods.evaluation import score_policy, summarise
+from mujica_jax.methods.evaluation import PolicyEvaluator, summarise
 from mujica_jax.methods.round_statistics import advice, in_words, round_statistics
 from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory, Turn
 from mujica_jax.report import comparison
@@ -290,8 +290,8 @@ def test_what_is_left_out_is_printed_and_stands_in_the_row(tmp_path):
         def reset_cache(self) -> None: ...
 
     with (tmp_path / "console").open("w") as console:
-        scores = score_policy(
-            "round 1",
+        scores = PolicyEvaluator(
+            name="round 1",
             agent=agent(),
             reward=F1,
             generator=Scored(),
@@ -301,7 +301,7 @@ def test_what_is_left_out_is_printed_and_stands_in_the_row(tmp_path):
             concurrency=2,
             preemption=preemption,
             faults=FaultGuard(FaultConfig(repeats=1, max_in_a_row=16)),
-        )
+        ).run()
     assert (scores.greedy.score.em, scores.greedy.score.questions, scores.left_out) == (100.0, 2, 2)
     assert scores.exact_matches() == (1.0, None, 1.0)
     assert [row.count('"em": null') for row in scores.predictions().decode().splitlines()] == [
@@ -346,8 +346,8 @@ def test_an_evaluation_whose_retriever_is_down_keeps_nothing(tmp_path):
         (tmp_path / "console").open("w") as console,
         pytest.raises(UserError, match="a search failed in all 3"),
     ):
-        score_policy(
-            "round 1",
+        PolicyEvaluator(
+            name="round 1",
             agent=agent(),
             reward=F1,
             generator=Scored(),
@@ -357,5 +357,5 @@ def test_an_evaluation_whose_retriever_is_down_keeps_nothing(tmp_path):
             concurrency=2,
             preemption=types.SimpleNamespace(enter=lambda *_: None, check=lambda: None),  # pyright: ignore[reportArgumentType]
             keep=lambda name, play: kept.append(play()) or kept[-1],
-        )
+        ).run()
     assert kept == []

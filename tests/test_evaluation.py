@@ -22,7 +22,7 @@ from little_agent import (
     tokenizer,
 )
 
-from mujica_jax.methods.evaluation import Evaluation, score_policy, summarise
+from mujica_jax.methods.evaluation import Evaluation, PolicyEvaluator, summarise
 from mujica_jax.records import GoldPassage, Search, StopReason, Trajectory
 from mujica_jax.report.progress import Progress
 from mujica_jax.report.results import score_table
@@ -174,8 +174,8 @@ def test_scores_shown_do_not_depend_on_the_reward():
         console = io.StringIO()
         config: Any = types.SimpleNamespace(eval=section, seed=0)
         with contextlib.closing(console):
-            scores = score_policy(
-                "policy 0",
+            scores = PolicyEvaluator(
+                name="policy 0",
                 agent=agent(),
                 reward=find_reward(reward, "two_wiki"),
                 generator=Model(),
@@ -184,8 +184,8 @@ def test_scores_shown_do_not_depend_on_the_reward():
                 progress=Progress(console, clock=lambda: 0.0),
                 concurrency=1,
                 preemption=nothing,
-                sampled=sampled,
-            )
+                is_sampled=sampled,
+            ).run()
             summary = scores.summary()
             for found in summary.values():
                 del found["seconds"]

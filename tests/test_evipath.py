@@ -793,13 +793,13 @@ def test_where_questions_bring_no_paragraphs_a_line_says_what_is_read(tmp_path):
 
     run: Any = OfTexts(tmp_path, LittleTeacher())
     run.task = types.SimpleNamespace(environment_kind="text", rule="two_wiki")
-    evipath._say_what_pools_hold(run, three_questions())
+    evipath._print_lacking_paragraphs(run, three_questions())
     assert said == [
         "evipath: 3 of 3 questions bring no paragraphs of their own; their workers read what "
         "searches find, with the gold passages among it"
     ]
     run.config.method = dataclasses.replace(METHOD, distractors="retrieved")
-    evipath._say_what_pools_hold(run, three_questions())
+    evipath._print_lacking_paragraphs(run, three_questions())
     assert len(said) == 1
 
 

@@ -21,6 +21,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.eval import command_line, find_checkpoint
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.methods import setup as start
+from mujica_jax.methods.learning_phase import LearningPlan
 from mujica_jax.methods.run import Run
 from mujica_jax.models.adapters import with_adapter
 from mujica_jax.models.decoder import unstacked
@@ -74,7 +75,10 @@ def learnt(run):
 def learn(run: Run):
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
     return run.learn(
-        "some phase", run.initial_state, lambda: rows, steps=3, peak=0.1, end_value=0.01
+        "some phase",
+        run.initial_state,
+        lambda: rows,
+        plan=LearningPlan(steps=3, peak=0.1, end_value=0.01),
     )
 
 

@@ -112,8 +112,8 @@ def sampled(
     run: Any = Played(rewards, said)
     run.config.method = method
     nothing: Any = None
-    trajectories, threshold = mygo_rounds.sample_round(run, nothing, 1, version=0, previous_k=k)
-    return run, trajectories, threshold
+    sampled = mygo_rounds.sample_round(run, nothing, 1, version=0, previous_k=k)
+    return run, sampled.trajectories, sampled.threshold
 
 
 def attempts_of(run: Played, question: str) -> list[int]:
@@ -224,9 +224,11 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
             "K goes from round to round"
         )
         attempt = Attempt(question=QUESTIONS[0], number=0, seed=0, temperature=1.0)
-        return [trajectory(attempt, 1.0, number)], number / 10
+        return mygo_rounds.SampledRound(
+            trajectories=[trajectory(attempt, 1.0, number)], threshold=number / 10
+        )
 
-    def learn(name, state, rows, **rates):
+    def learn(name, state, rows, **options):
         happened.append(f"learn {name.split()[1]}")
         return int(name.split()[1])
 
@@ -260,7 +262,7 @@ def play_rounds(
     def fitting(rows: Sequence[Conversation]) -> list[Conversation]:
         return [row for row in rows if len(row.token_ids) <= row_tokens]
 
-    run.learn, run.fitting = (lambda name, state, rows, **rates: state), fitting
+    run.learn, run.fitting = (lambda name, state, rows, **options: state), fitting
     run.progress.line = lines.append
     run.compare = run.commit_policy = run.finish_phase = ignore
     run.metrics.write = lambda phase, step, values: written.append(values)

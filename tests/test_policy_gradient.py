@@ -164,11 +164,11 @@ class Played:
         )
 
     def learn(self, name: str, start: Any, rows: Callable[[], PackedRows], **options: Any) -> Any:
-        if not self.store.exists(options["over"]):
+        if not self.store.exists(options["end_file"]):
             self.learnt.append((name, rows(), options))
         return f"after {name}"
 
-    def finish_phase(self, phase: Any, state: Any, *, began: float, **counts: int) -> Any:
+    def finish_phase(self, phase: Any, state: Any, *, start_time: float, **counts: int) -> Any:
         self.phases.append((phase, state, counts))
         return phase
 
@@ -374,8 +374,8 @@ def test_the_options_of_learning(tmp_path):
     method = dataclasses.replace(DAPO_METHOD, epochs=3, rows_per_update=1)
     run = play(tmp_path, TABLE, method)
     (_, rows, first), (_, _, second) = run.learnt
-    assert rows.num_rows == 2 and first["steps"] == 6 and first["config"].rows_per_step == 1
-    assert (first["stretch"], second["stretch"]) == ((0.0, 0.5), (0.5, 1.0))
+    assert rows.num_rows == 2 and first["plan"].steps == 6 and first["config"].rows_per_step == 1
+    assert (first["plan"].stretch, second["plan"].stretch) == ((0.0, 0.5), (0.5, 1.0))
     assert first["loss"] == DAPO(clip_low=0.2, clip_high=0.28)
     grpo = dataclasses.replace(GRPO_METHOD, importance_cap=2.0, kl_coefficient=0.1)
     assert rollouts.loss_of(grpo) == GRPO(
@@ -511,8 +511,8 @@ def test_a_round_of_fewer_rows_than_an_update_learns_each_of_them_once(tmp_path)
     run = play(tmp_path, TABLE, method)
     few = play(tmp_path / "few", TABLE, dataclasses.replace(method, rows_per_update=2))
     _, rows, options = run.learnt[0]
-    assert (rows.num_rows, options["steps"], run.figures[1]["steps"]) == (8, 2, 2)
-    assert (few.learnt[0][1].num_rows, few.learnt[0][2]["steps"]) == (2, 2)
+    assert (rows.num_rows, options["plan"].steps, run.figures[1]["steps"]) == (8, 2, 2)
+    assert (few.learnt[0][1].num_rows, few.learnt[0][2]["plan"].steps) == (2, 2)
     assert not rows.loss_mask[2:].any() and not rows.segment_ids[2:].any()
     whole, part = (
         rows.batch(slice(None), ("advantages",)),

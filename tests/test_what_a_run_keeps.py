@@ -15,6 +15,7 @@ from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.methods import setup as start
+from mujica_jax.methods.learning_phase import LearningPlan
 from mujica_jax.methods.run import Run
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.trajectories.packing import pack
@@ -51,7 +52,9 @@ def learn_phases(run: Run, *names: str) -> list[list[str]]:
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
     state, left = run.initial_state, []
     for version, name in enumerate(names):
-        state = run.learn(name, state, lambda: rows, steps=1, peak=0.1, end_value=0.1)
+        state = run.learn(
+            name, state, lambda: rows, plan=LearningPlan(steps=1, peak=0.1, end_value=0.1)
+        )
         run.commit_policy(state, version)
         left.append(sorted(folder.name for folder in (run.store.root / "learning").iterdir()))
     return left
@@ -106,7 +109,12 @@ def test_saves_come_as_often_as_the_configuration_says(
         )
     )
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
-    run.learn("warm-up", run.initial_state, lambda: rows, steps=3, peak=0.1, end_value=0.1)
+    run.learn(
+        "warm-up",
+        run.initial_state,
+        lambda: rows,
+        plan=LearningPlan(steps=3, peak=0.1, end_value=0.1),
+    )
     assert saved == expected
 
 
@@ -130,5 +138,10 @@ def test_saves_that_take_long_come_seldom(opened, config, monkeypatch):
     monkeypatch.setattr(
         "mujica_jax.methods.learning_phase.time", SimpleNamespace(monotonic=lambda: next(looks))
     )
-    run.learn("warm-up", run.initial_state, lambda: rows, steps=30, peak=0.1, end_value=0.1)
+    run.learn(
+        "warm-up",
+        run.initial_state,
+        lambda: rows,
+        plan=LearningPlan(steps=30, peak=0.1, end_value=0.1),
+    )
     assert saved == [1, 14, 27, 30]

@@ -2,9 +2,11 @@
 Evidence to Trajectory").
 
     warm-up     optional; of 0 steps, what the run starts from is evaluated as it is
-    synthesis   one trajectory a question (`agents/synthesis.py`), kept if it answers the question rightly
-    learning    conversational fine-tuning: maximum likelihood of planner conversations of several turns and worker
-                conversations of one, as rows of one objective (equation 7), for some epochs
+    synthesis   one trajectory a question (`agents/synthesis.py`), kept if it answers the question
+                rightly
+    learning    conversational fine-tuning: maximum likelihood of planner conversations of several
+                turns and worker conversations of one, as rows of one objective (equation 7), for
+                some epochs
 
 The teacher is a language model (`evipath_teacher.py`): the policy itself, a second checkpoint, or
 the model behind an endpoint (the paper's has 70B). It serves the abductive and the deductive mode
@@ -33,6 +35,7 @@ examples.
 """
 
 import collections
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -46,6 +49,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import steps_of_epochs
 from mujica_jax.methods.evaluation import right_ones
 from mujica_jax.methods.evipath_teacher import Author, find_author, lessons
+from mujica_jax.methods.learning_phase import LearningPlan
 from mujica_jax.methods.phases import Phase, PhaseResult, PhaseState
 from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, sampling
 from mujica_jax.methods.run import KEPT_SHARDS, Run
@@ -53,6 +57,7 @@ from mujica_jax.methods.shares import play_share
 from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory
+from mujica_jax.report.progress import Stage
 from mujica_jax.runtime import distributed
 from mujica_jax.tasks.task import ParagraphTask
 from mujica_jax.trajectories.packing import pack, too_long
@@ -63,67 +68,73 @@ EVIPATH = Phase(name="evipath", step=1)
 TUNED = {"both": (PLANNER, WORKER), "planner": (PLANNER,), "executor": (WORKER,)}
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Selection:
+    """What a synthesis made, and what of it is learnt."""
+
+    trajectories: list[Trajectory]  # all
+    right_trajectories: list[Trajectory]  # that answer their question
+    kept_trajectories: list[Trajectory]  # of the right ones, at most `method.trajectories`
+    conversations: list[Conversation]  # of what is kept, of the roles that are tuned
+    rows: list[Conversation]  # of these, what fits a row
+
+
 def evipath(run: Run) -> list[PhaseResult]:
-    """The start, the learnt trajectories, and the control if asked for."""
+    """Run the start, learn the trajectories, and run the control if it is asked for."""
     config = method_of(run, EviPathConfig)
+    trainer = run.config.trainer
     open_author = find_author(run)
-    state, started, demonstrations = begin(run, more_rows=lambda: lessons(run))
-    began = time.monotonic()
+    state, first_result, demonstrations = begin(run, more_rows=lambda: lessons(run))
+    start_time = time.monotonic()
+
+    # Synthesize: let the teacher write a trajectory for each question.
     questions = _questions(run)
-    _say_what_pools_hold(run, questions)
+    _print_lacking_paragraphs(run, questions)
     trajectories = _synthesize(run, state, open_author, questions)
-    right = right_ones(questions, trajectories, run.task.rule)
-    kept = right[: config.trajectories or None]
-    if len(kept) < config.trajectories:
-        run.progress.line(
-            f"{EVIPATH.name}: all {len(questions)} questions give {len(kept)} right trajectories, "
-            f"and method.trajectories is {config.trajectories}: give more questions with "
-            "--sampling.questions-per-round"
-        )
-    conversations = [row for row in training_rows(kept) if row.role in TUNED[config.tune]]
-    rows = run.fitting(conversations)
-    beyond = f" ({len(right) - len(kept)} more are right)" if len(right) > len(kept) else ""
-    run.progress.line(
-        f"{EVIPATH.name}: {len(kept)} of {len(trajectories)} trajectories are kept{beyond}, after "
-        f"{_summed(trajectories)[RETRIES]} retries of the teacher; not kept: "
-        f"{_not_kept(trajectories, right) or 'none'}"
-    )
-    if not rows:
-        raise UserError(
-            f"of {len(trajectories)} trajectories {len(kept)} are right, and none of their "
-            f"{len(conversations)} conversations can be learnt ({_not_kept(trajectories, right)}): "
-            "ask another teacher, give more questions, or raise trainer.row_tokens "
-            f"{run.config.trainer.row_tokens}"
-        )
-    slots = run.config.trainer.rows_per_step * run.config.trainer.row_tokens
+
+    # Select: keep the trajectories that answer rightly, and the rows of the roles that are tuned.
+    selection = _select(run, questions, trajectories)
+
+    # Learn.
     with run.clock.stage("packing"):
-        packed = pack(rows, row_tokens=run.config.trainer.row_tokens, seed=run.config.seed)
-    steps = steps_of_epochs(packed.num_rows, run.config.trainer.rows_per_step, config.epochs)
-    learnt = run.learn(
-        EVIPATH.name,
-        state,
-        lambda: packed,
+        packed = pack(selection.rows, row_tokens=trainer.row_tokens, seed=run.config.seed)
+    steps = steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.epochs)
+    plan = LearningPlan(
         steps=steps,
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
         warmup_steps=round(config.warmup_ratio * steps),
     )
-    run.commit_policy(learnt, EVIPATH.step)
-    counts = _summed(trajectories)
-    forward = 0
+    learnt_state = run.learn(EVIPATH.name, state, lambda: packed, plan=plan)
+
+    # Commit and evaluate.
+    run.commit_policy(learnt_state, EVIPATH.step)
+    teacher_tokens = 0
     if config.teacher in ("policy", "checkpoint"):
-        forward = counts[TEACHER_TOKENS] + counts[TEACHER_PROMPT_TOKENS]
-    spent = {"accepted": len(kept), "forward_tokens": forward, "trained_slots": steps * slots}
-    result = run.finish_phase(EVIPATH, learnt, began=began, trajectories=len(trajectories), **spent)
-    _write_metrics(run, trajectories, right, kept, conversations, rows, steps)
-    return with_control(run, state, demonstrations, started, [result])
+        counts = _total_counts(trajectories)
+        teacher_tokens = counts[TEACHER_TOKENS] + counts[TEACHER_PROMPT_TOKENS]
+    result = run.finish_phase(
+        EVIPATH,
+        learnt_state,
+        start_time=start_time,
+        trajectories=len(trajectories),
+        accepted=len(selection.kept_trajectories),
+        forward_tokens=teacher_tokens,
+        trained_slots=steps * trainer.rows_per_step * trainer.row_tokens,
+    )
+    _write_metrics(run, selection, steps=steps)
+    return with_control(run, state, demonstrations, first_result, [result])
 
 
 def _questions(run: Run) -> list[Question]:
-    """The first ones; a script follows triples, and plays questions that have some."""
-    scripted = method_of(run, EviPathConfig).teacher == "scripted"
+    """Return the first training questions.
+
+    A script follows triples, so it plays questions that have some."""
+    is_scripted = method_of(run, EviPathConfig).teacher == "scripted"
     questions = [
-        question for question in run.task.questions("train") if question.evidences or not scripted
+        question
+        for question in run.task.questions("train")
+        if question.evidences or not is_scripted
     ]
     if not questions:
         raise UserError(
@@ -133,26 +144,64 @@ def _questions(run: Run) -> list[Question]:
     return questions[: run.config.sampling.questions_per_round]
 
 
-def _say_what_pools_hold(run: Run, questions: Sequence[Question]) -> None:
-    """Say where pools hold what a search finds because questions bring no paragraphs of their
-    own."""
+def _print_lacking_paragraphs(run: Run, questions: Sequence[Question]) -> None:
+    """Print how many questions bring no paragraphs of their own.
+
+    Their pools hold what a search finds instead."""
     config = method_of(run, EviPathConfig)
-    if (
-        config.mode != "abductive"
-        or config.distractors != "own"
-        or run.task.environment_kind != "text"
-    ):
-        return
     task = run.task
-    bring_some = [
-        isinstance(task, ParagraphTask) and bool(task.own_paragraphs(question))
-        for question in questions
-    ]
-    if lacking := bring_some.count(False):
+    uses_own_paragraphs = config.mode == "abductive" and config.distractors == "own"
+    if not uses_own_paragraphs or task.environment_kind != "text":
+        return
+    num_lacking = 0
+    for question in questions:
+        if not isinstance(task, ParagraphTask) or not task.own_paragraphs(question):
+            num_lacking += 1
+    if num_lacking:
         run.progress.line(
-            f"{EVIPATH.name}: {lacking} of {len(questions)} questions bring no paragraphs of their "
-            "own; their workers read what searches find, with the gold passages among it"
+            f"{EVIPATH.name}: {num_lacking} of {len(questions)} questions bring no paragraphs of "
+            "their own; their workers read what searches find, with the gold passages among it"
         )
+
+
+def _select(run: Run, questions: Sequence[Question], trajectories: list[Trajectory]) -> _Selection:
+    """Choose what is learnt, and print it. Raises UserError if that is nothing."""
+    config = method_of(run, EviPathConfig)
+    right = right_ones(questions, trajectories, run.task.rule)
+    kept_trajectories = right[: config.trajectories or None]
+    num_kept = len(kept_trajectories)
+    if num_kept < config.trajectories:
+        run.progress.line(
+            f"{EVIPATH.name}: all {len(questions)} questions give {num_kept} right "
+            f"trajectories, and method.trajectories is {config.trajectories}: give more questions with "
+            "--sampling.questions-per-round"
+        )
+    conversations = [
+        row for row in training_rows(kept_trajectories) if row.role in TUNED[config.tune]
+    ]
+    rows = run.fitting(conversations)
+
+    num_beyond = len(right) - num_kept
+    beyond = f" ({num_beyond} more are right)" if num_beyond else ""
+    reasons = _reasons_in_words(trajectories, right)
+    run.progress.line(
+        f"{EVIPATH.name}: {num_kept} of {len(trajectories)} trajectories are "
+        f"kept{beyond}, after {_total_counts(trajectories)[RETRIES]} retries of the teacher; not kept: "
+        f"{reasons or 'none'}"
+    )
+    if not rows:
+        raise UserError(
+            f"of {len(trajectories)} trajectories {num_kept} are right, and none of "
+            f"their {len(conversations)} conversations can be learnt ({reasons}): ask another teacher, "
+            f"give more questions, or raise trainer.row_tokens {run.config.trainer.row_tokens}"
+        )
+    return _Selection(
+        trajectories=trajectories,
+        right_trajectories=right,
+        kept_trajectories=kept_trajectories,
+        conversations=conversations,
+        rows=rows,
+    )
 
 
 def _synthesize(
@@ -161,22 +210,30 @@ def _synthesize(
     """Return one trajectory a question, made in shards, until enough of them are right.
 
     Raises UserError as soon as all that a teacher wrote is malformed."""
-    number, config = EVIPATH.step, method_of(run, EviPathConfig)
+    config = method_of(run, EviPathConfig)
+    number = EVIPATH.step
     name = f"{EVIPATH.name}: synthesis"
-    earlier = finished_round(run, number)
-    if earlier is not None:
-        return earlier[0]
-    size = run.config.sampling.shard_questions
-    shards = [questions[start : start + size] for start in range(0, len(questions), size)]
+    finished = finished_round(run, number)
+    if finished is not None:
+        return finished.trajectories
+
+    # Plan the shards, and open the teacher.
+    shard_size = run.config.sampling.shard_questions
+    shards = [
+        questions[start : start + shard_size] for start in range(0, len(questions), shard_size)
+    ]
     if distributed.is_primary():
-        ids = [[question.id for question in shard] for shard in shards]
-        run.store.write_plan(number, {"policy_version": 0, "shards": ids, "mode": config.mode})
+        question_ids = []
+        for shard in shards:
+            question_ids.append([question.id for question in shard])
+        plan = {"policy_version": 0, "shards": question_ids, "mode": config.mode}
+        run.store.write_plan(number, plan)
     run.preemption.enter(name, kept=KEPT_SHARDS)
     if config.teacher == "policy":
         run.use_policy(state, 0)
     author = open_author()
 
-    def unit(index: int, on_episode: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
+    def play(index: int, on_episode: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
         author.begin_shard()
         attempts = [attempt(run, question, 0, number) for question in shards[index]]
         return run.sample(
@@ -188,130 +245,141 @@ def _synthesize(
             concurrency=author.concurrency,
         )
 
-    units = [functools.partial(unit, index) for index in range(len(shards))]
+    units = [functools.partial(play, index) for index in range(len(shards))]
     # If the synthesis may end early, the hosts share out a few shards at a time: one for each host.
     group_size = distributed.processes() if config.trajectories else len(units)
-    made = _Made(run.task.rule, wanted=config.trajectories)
     with sampling(run, name, number, total=len(questions), unit="questions") as stage:
-
-        def on_episode(trajectory: Trajectory) -> None:
-            made.count(trajectory)
-            stage.update(made.episodes, failed=made.failed)
-
+        synthesized = _Synthesized(run.task.rule, stage, num_wanted=config.trajectories)
         for start in range(0, len(units), group_size):
             group = range(start, min(start + group_size, len(units)))
             play_share(run.progress, name, [units[index] for index in group])
             for index in group:
-                if made.has_enough:
+                if synthesized.has_enough:
                     break
-                entry, trajectories = units[index](on_episode)
-                made.add(entry, trajectories, shards[index])
-                if made.nothing_usable:
-                    raise UserError(
-                        f"nothing that the teacher {config.teacher} wrote for "
-                        f"{len(made.trajectories)} questions can be used "
-                        f"({_not_kept(made.trajectories, [])}); what was made is kept: ask another "
-                        "teacher, or begin another run with more than method.max_tries "
-                        f"{config.max_tries}"
-                    )
-            if made.has_enough:
+                entry, trajectories = units[index](synthesized.on_episode)
+                synthesized.add(entry, trajectories, shards[index])
+                _check_usable(synthesized, config)
+            if synthesized.has_enough:
                 break
-    close_round(run, number, made.entries, mean_reward=mean_reward(made.trajectories))
-    return made.trajectories
+    trajectories = synthesized.trajectories
+    close_round(run, number, synthesized.entries, mean_reward=mean_reward(trajectories))
+    return trajectories
 
 
-class _Made:
-    """What a synthesis has made so far. It ends at `wanted` right trajectories; 0: it asks all
-    questions."""
+def _check_usable(synthesized: "_Synthesized", config: EviPathConfig) -> None:
+    """Raise UserError if all that the teacher wrote is malformed."""
+    if synthesized.has_usable:
+        return
+    trajectories = synthesized.trajectories
+    raise UserError(
+        f"nothing that the teacher {config.teacher} wrote for {len(trajectories)} questions can be "
+        f"used ({_reasons_in_words(trajectories, [])}); what was made is kept: ask another "
+        f"teacher, or begin another run with more than method.max_tries {config.max_tries}"
+    )
 
-    def __init__(self, rule: Rule, wanted: int) -> None:
+
+class _Synthesized:
+    """What a synthesis has made so far.
+
+    It has enough with `num_wanted` right trajectories. If that is 0, it asks all questions."""
+
+    def __init__(self, rule: Rule, stage: Stage, *, num_wanted: int) -> None:
         self._rule: Rule = rule
-        self._wanted = wanted
+        self._stage = stage
+        self._num_wanted = num_wanted
+        self._num_episodes = 0  # with those of the shard under way
+        self._num_failed = 0
+        self._num_right = 0
         self.entries: list[ShardEntry] = []
         self.trajectories: list[Trajectory] = []
-        self.episodes = 0  # those of the shard under way among them
-        self.failed = 0
-        self.right = 0
 
-    def count(self, trajectory: Trajectory) -> None:
-        self.episodes += 1
-        self.failed += trajectory.stop_reason is StopReason.SYNTHESIS_FAILED
+    def on_episode(self, trajectory: Trajectory) -> None:
+        """Count an episode of the shard under way, and show it."""
+        self._num_episodes += 1
+        if trajectory.stop_reason is StopReason.SYNTHESIS_FAILED:
+            self._num_failed += 1
+        self._stage.update(self._num_episodes, failed=self._num_failed)
 
     def add(
         self, entry: ShardEntry, trajectories: Sequence[Trajectory], questions: Sequence[Question]
     ) -> None:
+        """Add a finished shard."""
         self.entries.append(entry)
         self.trajectories += trajectories
-        self.right += len(right_ones(questions, trajectories, self._rule))
+        self._num_right += len(right_ones(questions, trajectories, self._rule))
 
     @property
     def has_enough(self) -> bool:
-        return 0 < self._wanted <= self.right
+        return 0 < self._num_wanted <= self._num_right
 
     @property
-    def nothing_usable(self) -> bool:
+    def has_usable(self) -> bool:
+        """Whether anything that the teacher wrote can be used, or it wrote nothing yet."""
         written = [
             trajectory for trajectory in self.trajectories if not trajectory.is_environment_fault
         ]
-        return bool(written) and all(
-            trajectory.stop_reason is StopReason.SYNTHESIS_FAILED for trajectory in written
+        return not written or any(
+            trajectory.stop_reason is not StopReason.SYNTHESIS_FAILED for trajectory in written
         )
 
 
-def _summed(trajectories: Sequence[Trajectory]) -> collections.Counter[str]:
+def _total_counts(trajectories: Sequence[Trajectory]) -> collections.Counter[str]:
+    """Return the sum of the trajectories' counts, by name."""
     total: collections.Counter[str] = collections.Counter()
     for trajectory in trajectories:
         total.update({name: round(count) for name, count in trajectory.counts.items()})
     return total
 
 
-def _reasons(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> dict[str, int]:
-    """Why trajectories are not kept, the commonest reason first: a teacher's failing turn, another
-    end of the episode, or a wrong answer."""
-    right = {id(trajectory) for trajectory in kept}
-    found: collections.Counter[str] = collections.Counter()
+def _reasons(
+    trajectories: Sequence[Trajectory], kept_trajectories: Sequence[Trajectory]
+) -> dict[str, int]:
+    """Count why trajectories are not kept, the commonest reason first.
+
+    A reason is a teacher's failing turn, another end of the episode, or a wrong answer."""
+    kept_ids = {id(trajectory) for trajectory in kept_trajectories}
+    counts: collections.Counter[str] = collections.Counter()
     for trajectory in trajectories:
-        failed = [
-            name.removeprefix(FAILED) for name in trajectory.counts if name.startswith(FAILED)
-        ]
-        ended = trajectory.stop_reason
-        why = (
-            failed[0] if failed else "wrong_answer" if ended is StopReason.ANSWERED else ended.value
-        )
-        found[why] += id(trajectory) not in right
-    return {
-        why: count
-        for why, count in sorted(found.items(), key=lambda item: (-item[1], item[0]))
-        if count
-    }
+        if id(trajectory) not in kept_ids:
+            counts[_reason(trajectory)] += 1
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))
 
 
-def _not_kept(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory]) -> str:
-    return ", ".join(f"{why} {count}" for why, count in _reasons(trajectories, kept).items())
+def _reason(trajectory: Trajectory) -> str:
+    """Return why a trajectory is not kept."""
+    failed_turns = [
+        name.removeprefix(FAILED) for name in trajectory.counts if name.startswith(FAILED)
+    ]
+    if failed_turns:
+        return failed_turns[0]
+    if trajectory.stop_reason is StopReason.ANSWERED:
+        return "wrong_answer"
+    return trajectory.stop_reason.value
 
 
-def _write_metrics(
-    run: Run,
-    trajectories: Sequence[Trajectory],
-    right: Sequence[Trajectory],
-    kept: Sequence[Trajectory],
-    conversations: Sequence[Conversation],
-    rows: Sequence[Conversation],
-    steps: int,
-) -> None:
-    counts = _summed(trajectories)
+def _reasons_in_words(
+    trajectories: Sequence[Trajectory], kept_trajectories: Sequence[Trajectory]
+) -> str:
+    reasons = _reasons(trajectories, kept_trajectories)
+    return ", ".join(f"{reason} {count}" for reason, count in reasons.items())
+
+
+def _write_metrics(run: Run, selection: _Selection, *, steps: int) -> None:
+    """Write what the teacher made and what of it is learnt."""
+    counts = _total_counts(selection.trajectories)
+    reasons = _reasons(selection.trajectories, selection.right_trajectories)
     refused = {name: count for name, count in sorted(counts.items()) if name.startswith(REFUSED)}
-    failed = {f"{FAILED}{why}": count for why, count in _reasons(trajectories, right).items()}
+    failed = {f"{FAILED}{reason}": count for reason, count in reasons.items()}
     values = {
-        "trajectories": len(trajectories),
-        "right": len(right),
-        "kept": len(kept),
+        "trajectories": len(selection.trajectories),
+        "right": len(selection.right_trajectories),
+        "kept": len(selection.kept_trajectories),
         RETRIES: counts[RETRIES],
         TEACHER_TOKENS: counts[TEACHER_TOKENS],
         TEACHER_PROMPT_TOKENS: counts[TEACHER_PROMPT_TOKENS],
-        "planner_rows": sum(row.role == PLANNER for row in rows),
-        "worker_rows": sum(row.role == WORKER for row in rows),
-        "too_long": too_long(conversations, run.config.trainer.row_tokens),
+        "planner_rows": sum(row.role == PLANNER for row in selection.rows),
+        "worker_rows": sum(row.role == WORKER for row in selection.rows),
+        "too_long": too_long(selection.conversations, run.config.trainer.row_tokens),
         "steps": steps,
     }
     run.metrics.write("evipath", EVIPATH.step, {**values, **refused, **failed})

@@ -14,14 +14,14 @@ demonstrations hold none.
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import cast
 
 from mujica_jax.agents.agent import Attempt, EnginePolicy, Policy
 from mujica_jax.agents.mujica import PLANNER, WORKER, contract_of
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.agents.scripted import ScriptedPolicy
-from mujica_jax.agents.synthesis import Synthesis, Synthesizer
+from mujica_jax.agents.synthesis import ParagraphsOf, Synthesis, Synthesizer
 from mujica_jax.agents.synthesis_prompts import planner_addition, worker_addition
 from mujica_jax.agents.teacher import Teacher
 from mujica_jax.config.method_checks import is_taught
@@ -34,7 +34,7 @@ from mujica_jax.methods.rounds import method_of
 from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import from_scratch
 from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.records import Conversation
+from mujica_jax.records import Conversation, GoldPassage, Question
 from mujica_jax.retrieval.text.similarity import find_similarity
 from mujica_jax.runtime import distributed
 from mujica_jax.tasks.task import ParagraphTask
@@ -45,14 +45,14 @@ class Author:
     """A synthesizer with the teacher that writes for it."""
 
     synthesizer: Synthesizer
-    concurrency: int | None = (
-        None  # episodes at a time; None: as many as the run's engine has slots
-    )
+    # Episodes at a time; None: as many as the run's engine has slots.
+    concurrency: int | None = None
     generator: PolicyGenerator | None = None  # of a second checkpoint
 
     def begin_shard(self) -> None:
-        """Empty the teacher's cache, so that a shard is a function of its attempts and the teacher
-        alone."""
+        """Empty the teacher's cache.
+
+        So a shard is a function of its attempts and the teacher alone."""
         if self.generator is not None:
             self.generator.reset_cache()
 
@@ -65,28 +65,49 @@ def find_author(run: Run) -> Callable[[], Author]:
     if config.teacher == "scripted":
         return functools.partial(_script, run)
     if config.teacher == "policy":
-        trained = _agent(run).prompt if run.config.warmup.steps else None
-        limit = _agent(run).max_trajectory_tokens
-        _check_room(run, run.tokenizer, _prompt(run, trained), limit, "agent.max_trajectory_tokens")
-        return functools.partial(_own_policy, run, trained)
+        return _find_own_policy(run)
     if config.teacher == "remote":
         return functools.partial(_endpoint, run, open_endpoint(config.remote, run.store.root))
     assert config.teacher_checkpoint is not None, (
         "the configuration was checked to name a checkpoint"
     )
-    name = config.teacher_checkpoint
+    return _find_checkpoint(run, config.teacher_checkpoint)
+
+
+def _find_own_policy(run: Run) -> Callable[[], Author]:
+    """Check that the run's own policy has room for the teacher's prompts."""
+    agent = _agent(run)
+    trained_prompt = agent.prompt if run.config.warmup.steps else None
+    _check_room(
+        run,
+        run.tokenizer,
+        _prompt(run, trained_prompt),
+        limit=agent.max_trajectory_tokens,
+        field="agent.max_trajectory_tokens",
+    )
+    return functools.partial(_own_policy, run, trained_prompt)
+
+
+def _find_checkpoint(run: Run, name: str) -> Callable[[], Author]:
+    """Find a second checkpoint, and check that it can teach."""
     policy = distributed.primary_first(
         "the teacher", lambda: find_policy(name, policy=None, adapter=None)
     )
     _check_trained_agent(run, policy)
-    trained = None if policy.run is None else _trained_agent(policy).get("prompt")
+    trained_prompt = None
+    if policy.run is not None:
+        trained_prompt = _trained_agent(policy).get("prompt")
     tokenizer = distributed.primary_first(
         "the teacher's tokenizer", lambda: Tokenizer.load(policy.model)
     )
     _check_room(
-        run, tokenizer, _prompt(run, trained), _checkpoint_limit(run), "method.teacher_max_tokens"
+        run,
+        tokenizer,
+        _prompt(run, trained_prompt),
+        limit=_checkpoint_limit(run),
+        field="method.teacher_max_tokens",
     )
-    return functools.partial(_checkpoint, run, policy, trained)
+    return functools.partial(_checkpoint, run, policy, trained_prompt)
 
 
 def lessons(run: Run) -> list[Conversation]:
@@ -111,16 +132,19 @@ def lessons(run: Run) -> list[Conversation]:
 
 
 def _script(run: Run) -> Author:
+    """Open the script as teacher."""
     return Author(synthesizer=_synthesizer(run, _scripted_teacher(run), _agent(run).prompt))
 
 
 def _own_policy(run: Run, trained: PromptMode | None) -> Author:
+    """Open the policy that the run starts with as teacher."""
     limit = _agent(run).max_trajectory_tokens
     teacher = _model_teacher(run, None, run.tokenizer, trained, limit)
     return Author(synthesizer=_synthesizer(run, teacher, _prompt(run, trained)))
 
 
 def _endpoint(run: Run, endpoint: Endpoint) -> Author:
+    """Open the model behind an endpoint as teacher."""
     teacher = Teacher(policy=EnginePolicy(endpoint.generator), tokenizer=endpoint.tokenizer)
     synthesizer = _synthesizer(run, teacher, _prompt(run, trained=None))
     return Author(
@@ -129,19 +153,17 @@ def _endpoint(run: Run, endpoint: Endpoint) -> Author:
 
 
 def _checkpoint(run: Run, policy: SavedPolicy, trained: PromptMode | None) -> Author:
+    """Load a second checkpoint as teacher."""
     run.generator.release_weights()  # the teacher takes their place
     limit = _checkpoint_limit(run)
-    served = dataclasses.replace(
-        run.config, agent=dataclasses.replace(_agent(run), max_trajectory_tokens=limit)
-    )
+    agent = dataclasses.replace(_agent(run), max_trajectory_tokens=limit)
+    config = dataclasses.replace(run.config, agent=agent)
     checkpoint = Checkpoint(**vars(policy), out=run.store.root)
-    tokenizer, generator = checkpoint.open(served, context_setting="method.teacher_max_tokens")
+    tokenizer, generator = checkpoint.open(config, context_setting="method.teacher_max_tokens")
     teacher = _model_teacher(run, EnginePolicy(generator), tokenizer, trained, limit)
-    served_by = cast(
-        PolicyGenerator, generator
-    )  # a checkpoint is served by an engine on this machine
     return Author(
-        synthesizer=_synthesizer(run, teacher, _prompt(run, trained)), generator=served_by
+        synthesizer=_synthesizer(run, teacher, _prompt(run, trained)),
+        generator=cast(PolicyGenerator, generator),  # a checkpoint has an engine on this machine
     )
 
 
@@ -154,15 +176,21 @@ def _checkpoint_limit(run: Run) -> int:
 def _model_teacher(
     run: Run, policy: Policy | None, tokenizer: Tokenizer, trained: PromptMode | None, limit: int
 ) -> Teacher:
-    """Return a teacher on this machine. A teacher that reads brief prompts was never shown a
-    request for a plan."""
-    plans = _prompt(run, trained) != "brief"
-    return Teacher(policy=policy, tokenizer=tokenizer, plans=plans, max_tokens=limit)
+    """Return a teacher on this machine.
+
+    A teacher that reads brief prompts was never shown a request for a plan."""
+    return Teacher(
+        policy=policy,
+        tokenizer=tokenizer,
+        plans=_prompt(run, trained) != "brief",
+        max_tokens=limit,
+    )
 
 
 def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, field: str) -> None:
-    """Refuse a teacher whose prompt leaves no room for what it reads and writes, before anything is
-    learnt."""
+    """Refuse a teacher whose prompt leaves no room for what it reads and writes.
+
+    This is checked before anything is learnt."""
     agent = _agent(run)
     kind = run.task.environment_kind
     for role in (PLANNER, WORKER):
@@ -170,13 +198,14 @@ def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, 
         system = opening.system
         if method_of(run, EviPathConfig).mode != "deductive":
             system += planner_addition(prompt) if role == PLANNER else worker_addition(prompt)
-        tokens = len(tokenizer.open_conversation(system, "", opening.examples))
-        needed = (
-            tokens + agent.max_turn_tokens + (agent.max_observation_tokens if role == WORKER else 0)
-        )
-        if needed > limit:
+        prompt_tokens = len(tokenizer.open_conversation(system, "", opening.examples))
+        needed_tokens = prompt_tokens + agent.max_turn_tokens
+        if role == WORKER:
+            needed_tokens += agent.max_observation_tokens
+        if needed_tokens > limit:
             raise UserError(
-                f"the teacher's prompt as {role} ({prompt}) has {tokens} tokens, needs {needed} "
+                f"the teacher's prompt as {role} ({prompt}) has {prompt_tokens} tokens, needs "
+                f"{needed_tokens} "
                 "with what agent.max_turn_tokens and agent.max_observation_tokens allow, and "
                 f"{field} is {limit}: raise it, evidence comes on top, or choose a shorter "
                 "--method.teacher-prompt"
@@ -186,10 +215,11 @@ def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, 
 def _synthesizer(
     run: Run, teacher: Teacher, prompt: PromptMode, *, mode: str | None = None
 ) -> Synthesizer:
+    """Return what writes trajectories with a teacher (`mode` None: in the configured mode)."""
     config = method_of(run, EviPathConfig)
-    paragraphs = run.task.own_paragraphs if isinstance(run.task, ParagraphTask) else None
-    if config.distractors == "retrieved":
-        paragraphs = None
+    paragraphs: ParagraphsOf = _no_paragraphs
+    if isinstance(run.task, ParagraphTask) and config.distractors != "retrieved":
+        paragraphs = run.task.own_paragraphs
     return Synthesizer(
         Synthesis(
             method=config if mode is None else dataclasses.replace(config, mode=mode),
@@ -199,16 +229,25 @@ def _synthesizer(
             similarity=find_similarity(config.embedder),
             prompt=prompt,
             rule=run.task.rule,
-            paragraphs=paragraphs or (lambda question: ()),
+            paragraphs=paragraphs,
         )
     )
 
 
+def _no_paragraphs(question: Question) -> Sequence[GoldPassage]:
+    """Return the paragraphs of a question that brings none of its own."""
+    del question
+    return ()
+
+
 def _prompt(run: Run, trained: PromptMode | None) -> PromptMode:
-    """Return the mode of prompts that the teacher reads; `trained` is the mode that it was trained
-    on, if any."""
+    """Return the mode of prompts that the teacher reads.
+
+    `trained` is the mode that it was trained on, if any."""
     config = method_of(run, EviPathConfig)
-    return (trained or "few_shot") if config.teacher_prompt == "auto" else config.teacher_prompt
+    if config.teacher_prompt != "auto":
+        return config.teacher_prompt
+    return trained or "few_shot"
 
 
 def _script_policy(run: Run) -> ScriptedPolicy:
@@ -235,15 +274,17 @@ def _trained_agent(policy: SavedPolicy) -> dict:
 
 
 def _check_trained_agent(run: Run, policy: SavedPolicy) -> None:
-    """Refuse a teacher that was trained as another agent, and say what else its run says
-    otherwise."""
+    """Refuse a teacher that was trained as another agent.
+
+    Prints in what else the agent of its run differs."""
     if policy.run is None:
         return
-    trained = _trained_agent(policy)["kind"]
-    if trained != _agent(run).kind:
+    trained_kind = _trained_agent(policy)["kind"]
+    if trained_kind != _agent(run).kind:
         raise UserError(
-            f"method.teacher_checkpoint {policy.run} was trained as {trained}, and a teacher of "
-            f"EviPath plays {_agent(run).kind}: choose another --method.teacher-checkpoint"
+            f"method.teacher_checkpoint {policy.run} was trained as {trained_kind}, and a teacher "
+            f"of EviPath plays {_agent(run).kind}: choose another --method.teacher-checkpoint"
         )
-    if otherwise := policy.trained_otherwise(_agent(run)):
-        run.progress.line(f"the teacher was trained under other settings: {'; '.join(otherwise)}")
+    differences = policy.trained_otherwise(_agent(run))
+    if differences:
+        run.progress.line(f"the teacher was trained under other settings: {'; '.join(differences)}")

@@ -86,14 +86,17 @@ class RunVerdicts:
         self._store = store
 
     def read(self, key: str) -> str | None:
-        return self._kept(self._name(key)) if self._store.exists(self._name(key)) else None
+        name = self._name(key)
+        return self._read_reply(name) if self._store.exists(name) else None
 
     def write(self, key: str, reply: str) -> str:
         name = self._name(key)
         data = json.dumps({"reply": reply}).encode()
-        return reply if self._store.create(name, data) else self._kept(name)
+        is_first = self._store.create(name, data)
+        return reply if is_first else self._read_reply(name)
 
-    def _kept(self, name: str) -> str:
+    def _read_reply(self, name: str) -> str:
+        """Read a reply. Raises StoreError where it is no verdict."""
         try:
             reply = self._store.read_json(name)["reply"]
             _verdict_of(reply)
@@ -118,15 +121,19 @@ class Judgement:
     exact: tuple[bool, ...]
 
     def summary(self) -> dict[str, object]:
-        known = [float(verdict) for verdict in self.verdicts if verdict is not None]
+        """Return what is written down of the verdicts, in percent."""
+        scores = [float(verdict) for verdict in self.verdicts if verdict is not None]
+        mean = None
+        interval = None
+        if scores:
+            mean = round(100 * sum(scores) / len(scores), 2)
+            interval = [round(bound, 2) for bound in bootstrap_interval(scores)]
         pairs = list(zip(self.verdicts, self.exact, strict=True))
         return {
-            "judge": round(100 * sum(known) / len(known), 2) if known else None,
-            "judge_interval": [round(bound, 2) for bound in bootstrap_interval(known)]
-            if known
-            else None,
+            "judge": mean,
+            "judge_interval": interval,
             "judge_failures": self.verdicts.count(None),
-            # where the judge and exact match differ
+            # Where the judge and exact match differ.
             "judge_yes_not_exact": pairs.count((True, False)),
             "judge_no_but_exact": pairs.count((False, True)),
         }
@@ -146,37 +153,39 @@ class Judge:
         verdicts: VerdictStore | None = None,
         max_failures_in_a_row: int = 16,
     ) -> None:
-        """`name` is the model's name, since another judge has other verdicts. `concurrency` bounds
-        the requests under way. `verdicts` keeps the replies (None: the user's cache folder)."""
+        """Make a judge of a model.
+
+        `name` is the model's name, since another judge has other verdicts. `concurrency` bounds the
+        requests under way. `verdicts` keeps the replies (None: the user's cache folder)."""
         self.name = name
-        self._generator, self._tokenizer = generator, tokenizer
+        self._generator = generator
+        self._tokenizer = tokenizer
         self._show_question = show_question
         self._concurrency = concurrency
         self._verdicts = CachedVerdicts() if verdicts is None else verdicts
         self._max_failures_in_a_row = max_failures_in_a_row
         self._failures_in_a_row = 0
         self._instruction = INSTRUCTION_WITH_QUESTION if show_question else INSTRUCTION
-        self._known: dict[str, bool] = {}
-        self._asking: dict[str, asyncio.Future[bool]] = {}  # what is being asked now
-        self._places: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._verdict_of_key: dict[str, bool] = {}
+        self._pending: dict[str, asyncio.Future[bool]] = {}  # verdicts that are being asked for
+        # The semaphore of the event loop that ran last.
+        self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def __call__(self, question: Question, answer: str | None) -> bool:
-        """Return whether an answer is right. The judge is not asked where there is no answer: that
-        is wrong.
+        """Return whether an answer is right.
 
-        Raises NoVerdict and JudgeLost."""
+        No answer is wrong, and the judge is not asked. Raises NoVerdict and JudgeLost."""
         if answer is None:
             return False
         text = self._message(question, answer)
         key = hashlib.sha256("\n".join([self.name, self._instruction, text]).encode()).hexdigest()
-        if key in self._known:
-            return self._known[key]
-        if (
-            key not in self._asking
-        ):  # attempts that answer the same at the same time share one verdict
-            self._asking[key] = asyncio.ensure_future(self._find(key, text))
-            self._asking[key].add_done_callback(functools.partial(self._answered, key))
-        return await asyncio.shield(self._asking[key])
+        if key in self._verdict_of_key:
+            return self._verdict_of_key[key]
+        # Attempts that answer the same at the same time share one verdict.
+        if key not in self._pending:
+            self._pending[key] = asyncio.ensure_future(self._find(key, text))
+            self._pending[key].add_done_callback(functools.partial(self._remove_pending, key))
+        return await asyncio.shield(self._pending[key])
 
     def judge(
         self, questions: Sequence[Question], trajectories: Sequence[Trajectory], rule: Rule
@@ -195,48 +204,46 @@ class Judge:
                 return None
 
         async def all_verdicts() -> list[bool | None]:
-            return await asyncio.gather(
-                *(verdict(question, played.final_answer) for question, played in pairs)
-            )
+            asking = [verdict(question, trajectory.final_answer) for question, trajectory in pairs]
+            return await asyncio.gather(*asking)
 
-        exact = (
-            score(played.final_answer, question.answers, rule).em == 1.0
-            for question, played in pairs
-        )
-        return Judgement(verdicts=tuple(asyncio.run(all_verdicts())), exact=tuple(exact))
+        verdicts = asyncio.run(all_verdicts())
+        is_exact = [
+            score(trajectory.final_answer, question.answers, rule).em == 1.0
+            for question, trajectory in pairs
+        ]
+        return Judgement(verdicts=tuple(verdicts), exact=tuple(is_exact))
 
     def check(self) -> None:
         """Ask for one verdict, before anything is played. Raises UserError where none comes."""
-        text = self._message(
-            Question(id="check", text="What is the capital of France?", answers=("Paris",)), "Paris"
-        )
-
-        async def asked() -> None:
-            _verdict_of(await self._reply(text))
-
+        question = Question(id="check", text="What is the capital of France?", answers=("Paris",))
+        text = self._message(question, "Paris")
         try:
-            asyncio.run(asked())
+            _verdict_of(asyncio.run(self._reply(text)))
         except NoVerdict as error:
             raise UserError(
                 f"the judge {self.name} gives no verdict ({error}): correct --judge.base-url and "
                 "--judge.model"
             ) from error
 
-    def _answered(self, key: str, task: asyncio.Future[bool]) -> None:
-        del self._asking[key]
+    def _remove_pending(self, key: str, task: asyncio.Future[bool]) -> None:
+        """Forget a request that has ended."""
+        del self._pending[key]
         if not task.cancelled():
             task.exception()  # read here: whoever asked may have been cancelled
 
     async def _find(self, key: str, text: str) -> bool:
-        """Read the verdict, or ask for it and keep it. Stores are asked in a thread: one in a
-        bucket is slow."""
+        """Read the verdict, or ask for it and store it.
+
+        Stores are asked in a thread: one in a bucket is slow."""
         reply = await asyncio.to_thread(self._verdicts.read, key)
-        if reply is None or not _is_verdict(reply):  # what is kept may be damaged
-            async with self._place():
+        if reply is None or not _is_verdict(reply):  # what is stored may be damaged
+            async with self._running_semaphore():
                 reply = await self._counted_reply(text)
             reply = await asyncio.to_thread(self._verdicts.write, key, reply)
-        self._known[key] = _verdict_of(reply)
-        return self._known[key]
+        verdict = _verdict_of(reply)
+        self._verdict_of_key[key] = verdict
+        return verdict
 
     async def _counted_reply(self, text: str) -> str:
         """Return a reply that is a verdict, and count failures in a row."""
@@ -257,34 +264,43 @@ class Judge:
         return reply
 
     async def _reply(self, text: str) -> str:
+        """Ask the model once. Raises NoVerdict where the request fails."""
         params = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=0.0, seed=0)
         prompt = self._tokenizer.open_conversation(self._instruction, text)
         try:
             completion = await self._generator.generate(prompt, params)
         except RequestError as error:
             raise NoVerdict(str(error)) from error
-        ids = completion.token_ids
-        return self._tokenizer.decode(ids[:-1] if completion.finish_reason == "stop" else ids)
+        token_ids = completion.token_ids
+        if completion.finish_reason == "stop":
+            token_ids = token_ids[:-1]  # without the stop token
+        return self._tokenizer.decode(token_ids)
 
     def _message(self, question: Question, answer: str) -> str:
+        """Return what the judge reads: prediction, references, and the question if configured."""
         references = list(dict.fromkeys(_shown(gold) for gold in question.answers))
-        lines = [f"Question: {' '.join(question.text.split())}"] if self._show_question else []
+        lines = []
+        if self._show_question:
+            lines.append(f"Question: {' '.join(question.text.split())}")
         lines.append(f"Prediction: {_shown(answer)}")
         lines += [f"Reference: {reference}" for reference in references]
         return "\n".join(lines)
 
-    def _place(self) -> asyncio.Semaphore:
-        """Return the places of the event loop that runs. Waiting for one does not count against a
-        request's deadline, as there may be many more answers than places."""
+    def _running_semaphore(self) -> asyncio.Semaphore:
+        """Return the semaphore of the event loop that runs.
+
+        Waiting for it does not count against a request's deadline, as there may be many more
+        answers than places."""
         loop = asyncio.get_running_loop()
-        if self._places is None or self._places[0] is not loop:
-            self._places = loop, asyncio.Semaphore(self._concurrency)
-        return self._places[1]
+        if self._semaphore is None or self._semaphore[0] is not loop:
+            self._semaphore = (loop, asyncio.Semaphore(self._concurrency))
+        return self._semaphore[1]
 
 
 def open_judge(config: Config, verdicts: VerdictStore | None, *, out: RunPath) -> Judge | None:
-    """Return the judge that the reward of a configuration asks; None where it asks none. Sends no
-    request yet."""
+    """Return the judge that the reward of a configuration asks; None where it asks none.
+
+    Sends no request yet."""
     if not needs_judge(config.reward, config.staged):
         return None
     return judge_behind(open_endpoint(config.judge, out), config, verdicts)
@@ -304,8 +320,9 @@ def judge_behind(endpoint: Endpoint, config: Config, verdicts: VerdictStore | No
 
 
 def _shown(answer: str) -> str:
-    """Return an answer as the judge reads it: normalised, and as it is written where nothing would
-    be left of it."""
+    """Return an answer as the judge reads it: normalised.
+
+    Where nothing would be left of it, it stays as it is written."""
     return normalise_squad(answer) or " ".join(answer.split())
 
 

@@ -1,5 +1,6 @@
-"""Whether the engine that samples and the trainer that learns are the same policy: their
-log-probabilities of the same tokens.
+"""Compare the log-probabilities of the engine that samples and of the trainer that learns.
+
+The comparison shows whether both are the same policy:
 
     d = log p_engine(token) - log p_trainer(token)          over sampled tokens
 
@@ -30,44 +31,45 @@ def compared(
     conversations: int,
     seed: int,
 ) -> dict[str, float | int]:
-    """The differences over at most so many conversations, drawn by the seed. Empty if none can be
-    compared."""
-    played = [
-        conversation for trajectory in trajectories for conversation in trajectory.conversations
-    ]
-    sampled = [
-        conversation for conversation in played if any(turn.logprobs for turn in conversation.turns)
-    ]
-    fitting = [one for one in sampled if len(one.token_ids) <= trainer.config.row_tokens]
-    draw = np.random.default_rng(seed)
-    chosen = sorted(
-        draw.choice(len(fitting), min(conversations, len(fitting)), replace=False).tolist()
-    )
-    if not chosen:
+    """Return the differences over at most `conversations` conversations, drawn by the seed.
+
+    The result is empty if none can be compared."""
+    row_tokens = trainer.config.row_tokens
+    comparable: list[Conversation] = []
+    for trajectory in trajectories:
+        for conversation in trajectory.conversations:
+            is_sampled = any(turn.logprobs for turn in conversation.turns)
+            if is_sampled and len(conversation.token_ids) <= row_tokens:
+                comparable.append(conversation)
+    random = np.random.default_rng(seed)
+    count = min(conversations, len(comparable))
+    places = sorted(random.choice(len(comparable), count, replace=False).tolist())
+    if not places:
         return {}
-    sample = [fitting[index] for index in chosen]
-    rows = pack(sample, row_tokens=trainer.config.row_tokens, seed=seed)
+    sample = [comparable[place] for place in places]
+    rows = pack(sample, row_tokens=row_tokens, seed=seed)
     return differences(sample, rows, trainer.score(state, rows))
 
 
 def differences(
     conversations: Sequence[Conversation], rows: PackedRows, scores: np.ndarray
 ) -> dict[str, float | int]:
-    """Of the conversations' own log-probabilities and `scores` [rows, time], the trainer's of the
-    same tokens."""
-    engine, trainer = [], []
+    """Return how the conversations' own log-probabilities differ from the trainer's.
+
+    `scores` [rows, time] are the trainer's log-probabilities of the same tokens."""
+    engine_log_probs = []
+    trainer_log_probs = []
     for conversation, (row, start) in zip(conversations, rows.placements, strict=True):
         place = int(start)
         for turn in conversation.turns:
-            after = place + len(turn.token_ids)
+            end = place + len(turn.token_ids)
             if turn.logprobs is not None:
-                skipped = int(
-                    place == start
-                )  # nothing stands before a first token that could predict it
-                engine.append(np.asarray(turn.logprobs[skipped:], np.float64))
-                trainer.append(scores[row, place + skipped : after].astype(np.float64))
-            place = after
-    difference = np.concatenate(engine) - np.concatenate(trainer)
+                # Nothing stands before a first token that could predict it.
+                num_skipped = int(place == start)
+                engine_log_probs.append(np.asarray(turn.logprobs[num_skipped:], np.float64))
+                trainer_log_probs.append(scores[row, place + num_skipped : end].astype(np.float64))
+            place = end
+    difference = np.concatenate(engine_log_probs) - np.concatenate(trainer_log_probs)
     if not difference.size:
         return {}
     return {

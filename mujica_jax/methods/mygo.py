@@ -55,7 +55,8 @@ import numpy as np
 
 from mujica_jax.config.methods import MygoConfig
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.mygo_rounds import plan_round, sample_round
+from mujica_jax.methods.learning_phase import LearningPlan
+from mujica_jax.methods.mygo_rounds import SampledRound, plan_round, sample_round
 from mujica_jax.methods.phases import Phase, PhaseResult, PhaseState, tokens_of
 from mujica_jax.methods.round_statistics import advice, in_words, round_statistics
 from mujica_jax.methods.rounds import method_of
@@ -65,130 +66,216 @@ from mujica_jax.records import Conversation, Trajectory
 from mujica_jax.trajectories.packing import PackedRows, pack, too_long
 from mujica_jax.trajectories.select import select, training_rows
 
-LAG_ROUNDS = {
-    "online": 0,
-    "asynchronous": 1,
-}  # rounds that are sampled before one is learnt; offline: all
+# Rounds that are sampled before one is learnt. Offline samples all of them.
+ROUNDS_AHEAD = {"online": 0, "asynchronous": 1}
 
 
 def mygo(run: Run) -> list[PhaseResult]:
-    """The warm-up, all rounds, and the control if asked for. Finished phases are read from the run
-    directory."""
-    state, warmed, demonstrations = begin(run, replayed=True)
+    """Run the warm-up, all rounds, and the control if it is asked for.
+
+    Finished phases are read from the run directory."""
+    state, warmed_up, demonstrations = begin(run, replayed=True)
     rounds = _run_rounds(run, state, demonstrations.rewarded)
-    return with_control(run, state, demonstrations, warmed, rounds)
+    return with_control(run, state, demonstrations, warmed_up, rounds)
 
 
-def _run_rounds(run: Run, state: PhaseState, rewarded: Sequence[Conversation]) -> list[PhaseResult]:
-    """From the warmed-up state. `rewarded`: rows of the warm-up with the best reward, for the
-    replay."""
+def _run_rounds(
+    run: Run, warm_state: PhaseState, rewarded: Sequence[Conversation]
+) -> list[PhaseResult]:
+    """Run MyGO's rounds and return the result of each.
+
+    `warm_state` is what the warm-up ends with. `rewarded` holds the warm-up's rows with the best
+    reward, for the replay.
+
+    A round has four steps: sample, select, learn and commit. After a restart each step finds its
+    stored result, so calling this function again resumes the run."""
     config = method_of(run, MygoConfig)
-    lag = LAG_ROUNDS.get(config.schedule, config.rounds)
-    states = [state]  # by version of their policies
-    waiting: collections.deque[tuple[list[Trajectory], float]] = (
-        collections.deque()
-    )  # sampled and not learnt
-    k = config.initial_threshold
+    trainer = run.config.trainer
+    rounds_ahead = ROUNDS_AHEAD.get(config.schedule, config.rounds)
+    states = [warm_state]  # by the version of their policies
+    sampler = _RoundSampler(run, states, rounds_ahead=rounds_ahead)
     replay = list(rewarded)
     results: list[PhaseResult] = []
+
     for number in range(1, config.rounds + 1):
-        began = time.monotonic()
+        start_time = time.monotonic()
         phase = Phase(name=f"round {number}", step=number)
-        for coming in range(number + len(waiting), min(number + lag, config.rounds) + 1):
-            version = max(0, coming - 1 - lag)
-            if coming > number and run.config.sampling.workers == "external":
-                plan_round(
-                    run, coming, version, k
-                )  # the samplers begin with it; it is waited for when its turn comes
-                break
-            trajectories, k = sample_round(
-                run, states[version], coming, version=version, previous_k=k
-            )
-            waiting.append((trajectories, k))
-            run.compare(states[version], trajectories, coming, version)
-        trajectories, round_k = waiting.popleft()
-        kept = select(
-            trajectories,
-            k=round_k,
-            keep_per_question=config.keep_per_question,
-            best_reward=run.reward.best,
-        )
-        found = round_statistics(trajectories, kept, best_reward=run.reward.best)
-        behind = min(lag, number - 1)
-        stale = f", sampled by policy {number - 1 - behind}, {behind} behind" if lag else ""
-        run.progress.line(f"{phase.name}: K {round_k:.3f}, {in_words(found)}{stale}")
-        selected = training_rows(kept)
-        rows = run.fitting(selected)
+
+        # Sample: play each question until enough trajectories beat K or the attempts run out.
+        sampled = sampler.sample(number)
+        trajectories = sampled.trajectories
+        k = sampled.threshold
+
+        # Select: keep the trajectories above K, at most `keep_per_question` of each question.
+        policy_lag = min(rounds_ahead, number - 1)
+        kept_trajectories, statistics = _select(run, number, sampled, policy_lag=policy_lag)
+
+        # Learn: maximise the likelihood of the rows that fit, mixed with replayed older ones.
+        selected_rows = training_rows(kept_trajectories)
+        rows = run.fitting(selected_rows)
         with run.clock.stage("packing"):
-            packed = _mixture(run, rows, replay, number)
-        steps = (
-            steps_of_epochs(packed.num_rows, run.config.trainer.rows_per_step, config.epochs)
-            if kept
-            else 0
-        )
+            packed = _mix_with_replay(run, rows, replay, number)
+        steps = 0
+        if kept_trajectories:
+            steps = steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.epochs)
+        state = states[-1]
         if steps:
-            state = run.learn(
-                phase.name,
-                state,
-                lambda packed=packed: packed,
-                steps=steps,
-                peak=config.learning_rate,
-                end_value=config.end_learning_rate,
-                stretch=((number - 1) / config.rounds, number / config.rounds),
-            )
+            state = _learn_round(run, number, state, packed, steps=steps)
         else:
             reason = why_nothing_is_learnt(
-                trajectories, kept, k=round_k, row_tokens=run.config.trainer.row_tokens
+                trajectories, kept_trajectories, k=k, row_tokens=trainer.row_tokens
             )
             run.progress.line(f"{phase.name}: {reason}")
         replay += rows
         states.append(state)
+
+        # Commit: save the policy, evaluate it, and log the round.
         run.commit_policy(state, number)
-        slots = steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens
-        spent = {
-            "accepted": len(kept),
-            "forward_tokens": tokens_of(trajectories),
-            "trained_slots": slots,
-        }
-        results.append(
-            run.finish_phase(phase, state, began=began, trajectories=len(trajectories), **spent)
+        result = run.finish_phase(
+            phase,
+            state,
+            start_time=start_time,
+            trajectories=len(trajectories),
+            accepted=len(kept_trajectories),
+            forward_tokens=tokens_of(trajectories),
+            trained_slots=steps * trainer.rows_per_step * trainer.row_tokens,
         )
-        left_out = too_long(selected, run.config.trainer.row_tokens)
-        of_rows = {"policy_lag": behind, "rows": len(rows), "too_long": left_out, "steps": steps}
-        run.metrics.write("mygo", number, {"k": round_k, **found, **of_rows})
+        results.append(result)
+        row_counts = {
+            "policy_lag": policy_lag,
+            "rows": len(rows),
+            "too_long": too_long(selected_rows, trainer.row_tokens),
+            "steps": steps,
+        }
+        run.metrics.write("mygo", number, {"k": k, **statistics, **row_counts})
+
     return results
 
 
+class _RoundSampler:
+    """Samples rounds in their order, as far ahead of learning as the schedule says.
+
+    It carries the threshold from round to round. `states` grows while rounds are learnt: its index
+    is the version of a policy."""
+
+    def __init__(self, run: Run, states: Sequence[PhaseState], *, rounds_ahead: int) -> None:
+        self._run = run
+        self._config = method_of(run, MygoConfig)
+        self._states = states
+        self._rounds_ahead = rounds_ahead
+        self._threshold = self._config.initial_threshold
+        self._waiting: collections.deque[SampledRound] = collections.deque()  # not yet learnt
+
+    def sample(self, round_number: int) -> SampledRound:
+        """Return a round, after it and the rounds that belong before its learning are sampled."""
+        first = round_number + len(self._waiting)
+        last = min(round_number + self._rounds_ahead, self._config.rounds)
+        has_workers = self._run.config.sampling.workers == "external"
+
+        for number in range(first, last + 1):
+            # A round ahead is only planned where workers sample: they begin with it, and it is
+            # waited for when its turn comes.
+            if number > round_number and has_workers:
+                plan_round(self._run, number, self._version(number), self._threshold)
+                break
+            self._sample_one(number)
+
+        return self._waiting.popleft()
+
+    def _sample_one(self, number: int) -> None:
+        """Sample a round, carry its threshold on, and compare the engine with the trainer."""
+        version = self._version(number)
+        state = self._states[version]
+        sampled = sample_round(
+            self._run, state, number, version=version, previous_k=self._threshold
+        )
+        self._threshold = sampled.threshold
+        self._waiting.append(sampled)
+        self._run.compare(state, sampled.trajectories, number, version)
+
+    def _version(self, number: int) -> int:
+        """Return the version of the policy that samples a round."""
+        return max(0, number - 1 - self._rounds_ahead)
+
+
+def _select(
+    run: Run, number: int, sampled: SampledRound, *, policy_lag: int
+) -> tuple[list[Trajectory], dict[str, float | int]]:
+    """Return the trajectories that are learnt and the round's statistics, which are printed.
+
+    `policy_lag` says how many versions the sampling policy is behind the newest one."""
+    config = method_of(run, MygoConfig)
+    kept_trajectories = select(
+        sampled.trajectories,
+        k=sampled.threshold,
+        keep_per_question=config.keep_per_question,
+        best_reward=run.reward.best,
+    )
+    statistics = round_statistics(
+        sampled.trajectories, kept_trajectories, best_reward=run.reward.best
+    )
+    sampled_by = ""
+    if config.schedule != "online":
+        sampled_by = f", sampled by policy {number - 1 - policy_lag}, {policy_lag} behind"
+    run.progress.line(
+        f"round {number}: K {sampled.threshold:.3f}, {in_words(statistics)}{sampled_by}"
+    )
+    return kept_trajectories, statistics
+
+
+def _learn_round(
+    run: Run, number: int, state: PhaseState, packed: PackedRows, *, steps: int
+) -> PhaseState:
+    """Train on the packed rows of a round, on its stretch of the cosine over all rounds."""
+    config = method_of(run, MygoConfig)
+    plan = LearningPlan(
+        steps=steps,
+        peak=config.learning_rate,
+        end_value=config.end_learning_rate,
+        stretch=((number - 1) / config.rounds, number / config.rounds),
+    )
+    return run.learn(f"round {number}", state, lambda: packed, plan=plan)
+
+
 def why_nothing_is_learnt(
-    trajectories: Sequence[Trajectory], kept: Sequence[Trajectory], *, k: float, row_tokens: int
+    trajectories: Sequence[Trajectory],
+    kept_trajectories: Sequence[Trajectory],
+    *,
+    k: float,
+    row_tokens: int,
 ) -> str:
-    """Return the sentence for a round without a training row: nothing beat K, or all of what was
-    kept is too long."""
-    if not kept:
+    """Return the sentence for a round without a training row.
+
+    Either nothing beat K, or all conversations that were kept are too long."""
+    if not kept_trajectories:
         return (
             f"no trajectory of {len(trajectories)} beat K = {k:.3f}; the policy stays as it is. "
             f"{advice(trajectories)}"
         )
-    lengths = [len(row.token_ids) for row in training_rows(kept)]
+    num_kept = len(kept_trajectories)
+    lengths = [len(row.token_ids) for row in training_rows(kept_trajectories)]
     return (
-        f"{len(kept)} of {len(trajectories)} trajectories beat K = {k:.3f}, and none of their "
-        f"{len(lengths)} conversations fits trainer.row_tokens {row_tokens}, the shortest has "
+        f"{num_kept} of {len(trajectories)} trajectories beat K = {k:.3f}, and none "
+        f"of their {len(lengths)} conversations fits trainer.row_tokens {row_tokens}, the shortest has "
         f"{min(lengths)} tokens; the policy stays as it is. Raise trainer.row_tokens, or lower "
         "agent.max_trajectory_tokens"
     )
 
 
-def _mixture(
+def _mix_with_replay(
     run: Run, rows: Sequence[Conversation], replay: Sequence[Conversation], number: int
 ) -> PackedRows:
-    """The round's rows and `replay` times as many older ones, drawn without replacement."""
-    draw = np.random.default_rng((run.config.seed, number))
+    """Pack the round's rows with older ones.
+
+    The older rows are `replay` times as many as the round's, drawn without replacement."""
+    random = np.random.default_rng((run.config.seed, number))
     count = min(len(replay), round(method_of(run, MygoConfig).replay * len(rows)))
-    older = (
-        [replay[index] for index in sorted(draw.choice(len(replay), count, replace=False))]
-        if count
-        else []
-    )
+    older_rows: list[Conversation] = []
+    if count:
+        places = sorted(random.choice(len(replay), count, replace=False))
+        older_rows = [replay[place] for place in places]
     return pack(
-        [*rows, *older], row_tokens=run.config.trainer.row_tokens, seed=run.config.seed + number
+        [*rows, *older_rows],
+        row_tokens=run.config.trainer.row_tokens,
+        seed=run.config.seed + number,
     )

@@ -1,5 +1,6 @@
-"""Parts that a configuration describes, for runs and `eval` alike: agent, reward, generator,
-retrieval statistics."""
+"""Make the parts that a configuration describes, for runs and `eval` alike.
+
+These are agent, reward, generator and retrieval statistics."""
 
 import dataclasses
 import itertools
@@ -32,44 +33,45 @@ from mujica_jax.tasks.task import EnvironmentKind, Task
 
 
 def make_agent(config: AgentConfig, tokenizer: Tokenizer) -> Agent:
+    """Return the agent of a configuration."""
     return implementation(config)(tokenizer, config)
 
 
 def check_prompts(
     agent: AgentConfig, tokenizer: Tokenizer, kind: EnvironmentKind, *modes: PromptMode
 ) -> None:
-    """A conversation has room behind its prompt, in the agent's mode and in these, worked examples
-    included."""
-    tokenizer.open_conversation(
-        "", ""
-    )  # refuses a chat template that cannot be used before anything is played
+    """Check that a conversation has room behind its prompt, with worked examples.
+
+    This is checked in the agent's own mode of prompts and in `modes`. Raises UserError."""
+    # This refuses a chat template that cannot be used, before anything is played.
+    tokenizer.open_conversation("", "")
     if not isinstance(agent, PromptedAgent):  # baselines have prompts of their own
         return
-    # Readers are shown what a search found.
-    roles = readers = (agent.kind,)
+
+    # Readers are shown what a search finds.
+    roles = (agent.kind,)
+    readers = (agent.kind,)
     if isinstance(agent, MujicaConfig):
         roles = (PLANNER, WORKER) if agent.split else (PLANNER,)
         readers = (WORKER,) if agent.split else (PLANNER,)
+
     for mode, role in itertools.product(sorted({agent.prompt, *modes}), roles):
         opening = make_agent(dataclasses.replace(agent, prompt=mode), tokenizer).opening(role, kind)
-        tokens = len(tokenizer.open_conversation(opening.system, "", opening.examples))
-        needed = (
-            tokens
-            + agent.max_turn_tokens
-            + (agent.max_observation_tokens if role in readers else 0)
-        )
-        if needed > agent.max_trajectory_tokens:
+        prompt_tokens = len(tokenizer.open_conversation(opening.system, "", opening.examples))
+        needed_tokens = prompt_tokens + agent.max_turn_tokens
+        if role in readers:
+            needed_tokens += agent.max_observation_tokens
+        if needed_tokens > agent.max_trajectory_tokens:
             raise UserError(
-                f"the {role}'s prompt ({mode}) has {tokens} tokens, needs {needed} with what "
-                "agent.max_turn_tokens and agent.max_observation_tokens allow, and "
+                f"the {role}'s prompt ({mode}) has {prompt_tokens} tokens, needs {needed_tokens} "
+                "with what agent.max_turn_tokens and agent.max_observation_tokens allow, and "
                 f"agent.max_trajectory_tokens is {agent.max_trajectory_tokens}: raise it to "
-                f"{needed} or more, or show less"
+                f"{needed_tokens} or more, or show less"
             )
 
 
 def make_reward(config: Config, rule: Rule, judge: Correctness | None = None) -> RewardFunction:
-    """Return the reward of a configuration, with the embedder that it needs and the judge that it
-    asks."""
+    """Return the reward of a configuration, with its embedder and the judge that it asks."""
     similarity = None
     if config.reward == STAGED and config.staged.search:
         similarity = find_similarity(config.staged.embedder)
@@ -77,11 +79,13 @@ def make_reward(config: Config, rule: Rule, judge: Correctness | None = None) ->
 
 
 def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatistics:
-    """Of all environments that these questions are answered in; those that share a retriever share
-    its statistics."""
+    """Return the sum over all environments that these questions are answered in.
+
+    Environments that share a retriever share its statistics, which are counted once."""
     all_statistics = [task.environment(question).statistics for question in questions]
+    distinct_statistics = {id(statistics): statistics for statistics in all_statistics}
     total = RetrievalStatistics()
-    for statistics in {id(statistics): statistics for statistics in all_statistics}.values():
+    for statistics in distinct_statistics.values():
         total = total.with_more(**dataclasses.asdict(statistics))
     return total
 
@@ -124,7 +128,7 @@ def open_generator(
             queue_size=queue_size,
             reserved_bytes=reserved_bytes,
         )
-    own = make_engine(
+    decoding_engine = make_engine(
         decoder,
         engine,
         positions=positions,
@@ -132,7 +136,7 @@ def open_generator(
         reserved_bytes=reserved_bytes,
     )
     return BatchedGenerator(
-        own,
+        decoding_engine,
         prefix_reuse=engine.prefix_reuse,
         queue_size=queue_size,
         token_bytes=tokenizer.token_bytes,
@@ -166,11 +170,13 @@ def check_engine_temperatures(
 
 
 def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
-    """Return what training goes on from, if the configuration names an adapter: it has the rank
-    that is trained."""
+    """Return the adapter that training goes on from, if the configuration names one.
+
+    Raises UserError where it does not have the rank that is trained."""
     if config.adapter is None:
         return None
-    adapter, trainer = read_adapter(decoder, local_folder(config.adapter)), config.trainer
+    trainer = config.trainer
+    adapter = read_adapter(decoder, local_folder(config.adapter))
     rank, alpha = adapter.rank_and_alpha()
     if rank != trainer.lora_rank or not math.isclose(alpha, trainer.lora_alpha, rel_tol=1e-4):
         raise UserError(
@@ -184,6 +190,8 @@ def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
 def use_weights(
     generator: PolicyGenerator, decoder: Decoder, weights: nnx.State, storage: Storage, version: int
 ) -> None:
-    """Let the engine sample from these weights of a model like `decoder`; returns when they are
-    there. They are copied: training reuses its buffers."""
-    generator.set_weights(engine_weights(weights, decoder.config, storage, decoder.dtype), version)
+    """Let the engine sample from these weights of a model like `decoder`.
+
+    Returns when they are there. They are copied, because training reuses its buffers."""
+    stored_weights = engine_weights(weights, decoder.config, storage, decoder.dtype)
+    generator.set_weights(stored_weights, version)

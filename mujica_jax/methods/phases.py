@@ -12,13 +12,11 @@ from mujica_jax.report.results import PhaseRow
 
 GetState = Callable[[], TrainState]
 # Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
-SAMPLING, EVALUATING, LEARNING, MISMATCH, TIME = (
-    "sampling",
-    "evaluating",
-    "learning",
-    "mismatch",
-    "time",
-)
+SAMPLING = "sampling"
+EVALUATING = "evaluating"
+LEARNING = "learning"
+MISMATCH = "mismatch"
+TIME = "time"
 RETRIEVAL = "retrieval"
 
 
@@ -48,7 +46,7 @@ class PhaseResult:
 class PhaseState:
     """The state that a phase ends with: trained, or restored, when it is first called for.
 
-    Training that goes on from it reuses its buffers; called again after that, it is restored from
+    Training that goes on from it reuses its buffers. Called again after that, it is restored from
     its checkpoint."""
 
     def __init__(self, make: GetState) -> None:
@@ -57,9 +55,10 @@ class PhaseState:
 
     @property
     def is_here(self) -> bool:
-        return self._state is not None and not any(
-            leaf.is_deleted() for leaf in jax.tree.leaves(self._state)
-        )
+        """Whether the state is in memory."""
+        if self._state is None:
+            return False
+        return not any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state))
 
     def __call__(self) -> TrainState:
         if self._state is None or not self.is_here:
@@ -68,17 +67,20 @@ class PhaseState:
 
 
 def phase_file(name: str) -> str:
-    """In the run directory: it says that the phase is over, with its row of the table."""
+    """Return the file that says that a phase is over. It holds the phase's row of the table."""
     return f"{PHASES}{name.replace(' ', '-')}.json"
 
 
 def learning_folder(name: str) -> str:
-    """Of the checkpoints of a phase."""
+    """Return the folder of the checkpoints of a phase."""
     return f"{LEARNING}/{name.replace(' ', '-')}"
 
 
 def tokens_of(trajectories: Sequence[Trajectory]) -> int:
-    """Tokens of all conversations: each went through the model once while sampling."""
+    """Count the tokens of all conversations. Each went through the model once while sampling."""
     return sum(
-        len(turn.token_ids) for t in trajectories for c in t.conversations for turn in c.turns
+        len(turn.token_ids)
+        for trajectory in trajectories
+        for conversation in trajectory.conversations
+        for turn in conversation.turns
     )

@@ -1,5 +1,7 @@
-"""Finding a policy by the name that a user gives it: a run directory, a model on disk, or one that
-is converted first. Called by `eval` and `serve`.
+"""Find a policy by the name that a user gives it.
+
+The name is a run directory, a model on disk, or a model that is converted first. Called by `eval`
+and `serve`.
 """
 
 import dataclasses
@@ -65,32 +67,33 @@ class SavedPolicy:
         return tokenizer, with_adapter(load(mesh), self.adapter)
 
     def trained_otherwise(self, agent: AgentConfig) -> list[str]:
-        """What the run that made the policy says otherwise of its agent: a configuration beside a
-        run replaces it."""
+        """Return how this agent differs from the one of the run that made the policy.
+
+        They may differ because a configuration beside a run replaces the run's own."""
         if self.run is None:
             return []
-        trained, now = (
-            read_object(self.run / "config.json")["config"]["agent"],
-            dataclasses.asdict(agent),
-        )
-        said = trained if trained["kind"] == now["kind"] else {"kind": trained["kind"]}
-        return differences(
-            {"agent": said}, {"agent": {key: now.get(key) for key in said}}, ignore=()
-        )
+        trained_agent = read_object(self.run / "config.json")["config"]["agent"]
+        configured_agent = dataclasses.asdict(agent)
+        if trained_agent["kind"] != configured_agent["kind"]:
+            trained_agent = {"kind": trained_agent["kind"]}
+        comparable_fields = {key: configured_agent.get(key) for key in trained_agent}
+        return differences({"agent": trained_agent}, {"agent": comparable_fields}, ignore=())
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint(SavedPolicy):
-    """What is evaluated and where that is written down."""
+    """A policy that is evaluated, and the folder of its results."""
 
     out: RunPath
 
     def concurrency(self, config: Config) -> int:
+        """Return how many episodes are played at a time."""
         return config.engine.slots
 
     def open(
         self, config: Config, *, context_setting: str = ""
     ) -> "tuple[Tokenizer, ScoredGenerator]":
+        """Load the policy into an engine. `context_setting`: see `load`."""
         from flax import nnx
 
         from mujica_jax.inference.engine.factory import engine_mesh
@@ -109,12 +112,15 @@ class Checkpoint(SavedPolicy):
         return tokenizer, generator
 
     def about(self) -> dict[str, Any]:
-        adapter = {} if self.adapter is None else {"adapter": str(self.adapter)}
-        return {"checkpoint": self.place, "policy": self.version, **adapter}
+        """Return what results say of the policy."""
+        fields = {"checkpoint": self.place, "policy": self.version}
+        if self.adapter is not None:
+            fields["adapter"] = str(self.adapter)
+        return fields
 
 
 def init_as_checkpoint(words: Sequence[str]) -> list[str]:
-    """`--init` is another name of `--checkpoint`, for models that are no run."""
+    """Replace `--init` by `--checkpoint`: it is another name of it, for models that are no run."""
     return [
         "--checkpoint" + word.removeprefix("--init") if _INIT.match(word) else word
         for word in words
@@ -122,10 +128,9 @@ def init_as_checkpoint(words: Sequence[str]) -> list[str]:
 
 
 def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> SavedPolicy:
-    """What `--checkpoint`, `--policy` and `--adapter` name; the files of a run are compared with
-    their checksums.
+    """Find what `--checkpoint`, `--policy` and `--adapter` name.
 
-    Raises UserError."""
+    The files of a run are compared with their checksums. Raises UserError."""
     folder = checkpoint_folder(checkpoint) if is_converted(checkpoint) else run_path(checkpoint)
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {WANTED}")
@@ -134,17 +139,31 @@ def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> 
             f"{folder} is an adapter: give --init the checkpoint it was trained on, and --adapter "
             f"{folder}"
         )
-    if not is_run(folder):
-        if policy is not None:
-            raise UserError(
-                f"--policy is {policy} and {folder} is no run directory: leave --policy out"
-            )
-        of_adapter = local_folder(adapter) if adapter else None
-        name = checkpoint if of_adapter is None else f"{checkpoint} with {adapter}"
-        model = local_folder(folder)
-        return SavedPolicy(
-            name=name, model=model, place=str(folder), version=0, run=None, adapter=of_adapter
+    if is_run(folder):
+        return _find_in_run(folder, policy=policy, adapter=adapter)
+
+    # A model that is no run.
+    if policy is not None:
+        raise UserError(
+            f"--policy is {policy} and {folder} is no run directory: leave --policy out"
         )
+    name = checkpoint
+    adapter_folder = None
+    if adapter:
+        name = f"{checkpoint} with {adapter}"
+        adapter_folder = local_folder(adapter)
+    return SavedPolicy(
+        name=name,
+        model=local_folder(folder),
+        place=str(folder),
+        version=0,
+        run=None,
+        adapter=adapter_folder,
+    )
+
+
+def _find_in_run(folder: RunPath, *, policy: int | None, adapter: str | None) -> SavedPolicy:
+    """Find a policy of a run; `policy` None is the newest. Raises UserError."""
     if adapter is not None:
         raise UserError(
             f"--adapter is {adapter} and {folder} is a run, whose policies have theirs merged in: "
@@ -154,18 +173,23 @@ def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> 
     version = max(store.policies(), default=None) if policy is None else policy
     if version is None:
         raise UserError(f"{folder} has no policy yet: go on with the run until its warm-up is done")
-    model = store.policy_path(version) / "model"
-    place = str(store.policy_place(version) / "model")
     return SavedPolicy(
-        name=f"policy {version}", model=model, place=place, version=version, run=folder
+        name=f"policy {version}",
+        model=store.policy_path(version) / "model",
+        place=str(store.policy_place(version) / "model"),
+        version=version,
+        run=folder,
     )
 
 
 def is_run(folder: RunPath) -> bool:
-    """A run's config.json holds `config`; that of a Hugging Face directory is the model's own."""
+    """Whether a folder is a run directory.
+
+    A run's config.json holds `config`; that of a Hugging Face directory is the model's own."""
     file = folder / "config.json"
     return file.exists() and isinstance(read_object(file).get("config"), dict)
 
 
 def read_object(file: RunPath) -> dict[str, Any]:
+    """Read a JSON object. Raises UserError where the file holds none."""
     return json_object(file.read_bytes(), file, "restore it or choose another --checkpoint")

@@ -1,10 +1,12 @@
-"""Preference pairs of a search tree: of two executions after the same past, the one whose mean
-reward is higher is chosen (equation 2 of the DecEx-RAG paper: chosen and rejected after the
-question and the steps before).
+"""Preference pairs of a search tree.
 
-    execution   the best execution of a kind against each worse one: sub-questions, answers from memory, sub-queries,
-                final answers
-    decision    the best executions of the two branches of a decision: stop and go on, memory and search
+Of two executions after the same past, the one whose mean reward is higher is chosen (equation 2 of
+the DecEx-RAG paper: chosen and rejected after the question and the steps before).
+
+    execution   the best execution of a kind against each worse one: sub-questions, answers from
+                memory, sub-queries, final answers
+    decision    the best executions of the two branches of a decision: stop and go on, memory and
+                search
 
 Equal means give no pair, and neither does what was not scored. The paper does not say which
 siblings it pairs.
@@ -38,8 +40,9 @@ PREFERENCES = (*DECISIONS, *EXECUTIONS.values())
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two conversations that differ in their last turn, which alone is trained; the first one is
-    preferred."""
+    """Two conversations that differ in their last turn, which alone is trained.
+
+    The first one is preferred."""
 
     kind: PairKind
     prefers: str  # one of PREFERENCES
@@ -70,19 +73,21 @@ Group = Sequence[Node]
 
 
 def execution_pairs(groups: Sequence[Group]) -> list[Pair]:
-    """The best of each group of siblings against each that is worse."""
+    """Pair the best of each group of siblings with each that is worse."""
     pairs = []
     for group in groups:
         nodes = scored(group)
+        if not nodes:
+            continue
+        best = best_of(nodes)
         for node in nodes:
-            best = best_of(nodes)
             if node.mean < best.mean:
                 pairs.append(_pair("execution", EXECUTIONS[best.kind], best, node))
     return pairs
 
 
 def decision_pairs(decisions: Sequence[tuple[Group, Group]]) -> list[Pair]:
-    """The best executions of the two branches of a decision, where their means differ."""
+    """Pair the best executions of the two branches of a decision, where their means differ."""
     pairs = []
     for decision in decisions:
         branches = [scored(branch) for branch in decision]
@@ -95,13 +100,14 @@ def decision_pairs(decisions: Sequence[tuple[Group, Group]]) -> list[Pair]:
 
 
 def scored(siblings: Group) -> list[Node]:
-    """Return the siblings that have a reward. Of the others no episode was played, or every search
-    failed."""
+    """Return the siblings that have a reward.
+
+    For the others no episode was played, or every search failed."""
     return [node for node in siblings if node.rewards]
 
 
 def best_of(siblings: Group) -> Node:
-    """The first of the best ones."""
+    """Return the sibling with the highest mean reward, the first of equal ones."""
     return max(siblings, key=lambda node: node.mean)
 
 
@@ -116,7 +122,7 @@ def _pair(kind: PairKind, prefers: str, chosen: Node, rejected: Node) -> Pair:
 
 
 def _up_to_last_turn(conversation: Conversation, role: str) -> Conversation:
-    """With the last turn of the model at its end, the only one that is trained."""
+    """Cut a conversation after the last turn of the model, the only one that is trained."""
     last = max(place for place, turn in enumerate(conversation.turns) if turn.role == "model")
-    before = (dataclasses.replace(turn, trained=False) for turn in conversation.turns[:last])
-    return Conversation(role=role, turns=(*before, conversation.turns[last]))
+    earlier_turns = [dataclasses.replace(turn, trained=False) for turn in conversation.turns[:last]]
+    return Conversation(role=role, turns=(*earlier_turns, conversation.turns[last]))

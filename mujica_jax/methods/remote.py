@@ -1,5 +1,6 @@
-"""A model behind an OpenAI-compatible endpoint in the place of a policy, for `eval`, such as
-GPT-4.1 or vLLM."""
+"""A model behind an OpenAI-compatible endpoint in the place of a policy, such as GPT-4.1 or vLLM.
+
+It is evaluated by `eval`, judges, teaches, or writes trees."""
 
 import dataclasses
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Endpoint:
-    """What is evaluated and where that is written down. It has no policy version, and its results
-    name none."""
+    """A model that is evaluated, and the folder of its results.
+
+    It has no policy version, and its results name none."""
 
     remote: RemoteConfig
     tokenizer: "Tokenizer"
@@ -31,12 +33,15 @@ class Endpoint:
         return str(self.remote.base_url)
 
     def concurrency(self, config: Config) -> int:
+        """Return how many episodes are played at a time."""
         return self.remote.concurrency
 
     def open(self, config: Config) -> "tuple[Tokenizer, RemoteGenerator]":
+        """Return what is open already."""
         return self.tokenizer, self.generator
 
     def about(self) -> dict[str, Any]:
+        """Return what results say of the model."""
         return {
             "endpoint": self.remote.base_url,
             "model": self.remote.model,
@@ -47,8 +52,7 @@ class Endpoint:
 
 
 def open_endpoint(remote: RemoteConfig, out: RunPath) -> Endpoint:
-    """Tokenizer and generator of an endpoint that `config.checks.check_remote` accepted. Sends no
-    request yet."""
+    """Open an endpoint that `config.checks.check_remote` accepted. Sends no request yet."""
     from mujica_jax.inference.remote.generator import RemoteGenerator
     from mujica_jax.models.tokenizer import Tokenizer
 

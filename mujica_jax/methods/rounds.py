@@ -2,6 +2,7 @@
 restart reads them."""
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
@@ -17,46 +18,65 @@ Section = TypeVar("Section")
 
 
 def method_of(run: Run, kind: type[Section]) -> Section:
-    """The method's section of the configuration, which is of this kind."""
+    """Return the method's section of the configuration, which is of this kind."""
     assert isinstance(run.config.method, kind), (
         f"method {run.config.method.kind} is not run by this file"
     )
     return run.config.method
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FinishedRound:
+    """What an earlier start sampled in a round."""
+
+    trajectories: list[Trajectory]
+    threshold: float | None  # K, of a method that has one
+
+
 def attempt(run: Run, question: Question, number: int, round_number: int) -> Attempt:
-    """One try at a question in a round, by the seed of that."""
-    seed = 1000 * run.config.seed + round_number
+    """Return one try at a question in a round, with the seed of the round."""
     return Attempt(
-        question=question, number=number, seed=seed, temperature=run.config.sampling.temperature
+        question=question,
+        number=number,
+        seed=1000 * run.config.seed + round_number,
+        temperature=run.config.sampling.temperature,
     )
 
 
 def questions_a_round(run: Run, name: str) -> int:
-    """As many as the configuration says, or all training questions, which is said."""
-    wanted, there = run.config.sampling.questions_per_round, len(run.task.questions("train"))
-    if there < wanted:
+    """Return how many questions a round samples.
+
+    It is the configured number. Where there are fewer training questions, it is all of them, and a
+    line says so."""
+    configured = run.config.sampling.questions_per_round
+    available = len(run.task.questions("train"))
+    if available < configured:
         run.progress.line(
-            f"{name}: all {there} training questions; sampling.questions_per_round is {wanted}"
+            f"{name}: all {available} training questions; sampling.questions_per_round is "
+            f"{configured}"
         )
-    return min(wanted, there)
+    return min(configured, available)
 
 
 @contextlib.contextmanager
 def sampling(run: Run, name: str, number: int, *, total: int, unit: str) -> Iterator[Stage]:
-    """The progress of a round's sampling, in `unit`s, and its line of metrics."""
+    """Show the progress of a round's sampling, in `unit`s, and write its line of metrics."""
     stage = run.progress.stage(name, total=total, unit=unit, live=run.counters.figures)
     with run.counted(SAMPLING, number), stage as shown:
         yield shown
 
 
-def finished_round(run: Run, number: int) -> tuple[list[Trajectory], float | None] | None:
-    """What an earlier start sampled, and its threshold; None where the round is open."""
+def finished_round(run: Run, number: int) -> FinishedRound | None:
+    """Return what an earlier start sampled; None where the round is open."""
 
-    def read() -> tuple[list[Trajectory], float | None] | None:
+    def read() -> FinishedRound | None:
         done = run.store.read_done(number)
-        found = None if done is None else run.read_shards(done.shards)
-        return None if done is None or found is None else (found, done.threshold)
+        if done is None:
+            return None
+        trajectories = run.read_shards(done.shards)
+        if trajectories is None:
+            return None
+        return FinishedRound(trajectories=trajectories, threshold=done.threshold)
 
     return distributed.primary_first(f"round {number} is read", read)
 
@@ -69,7 +89,9 @@ def close_round(
     mean_reward: float,
     threshold: float | None = None,
 ) -> None:
-    if distributed.is_primary():
-        # a resumed run finds the round closed and does not write its line again
-        run.metrics.flush()
-        run.store.write_done(number, entries, mean_reward=mean_reward, threshold=threshold)
+    """Write down that a round is sampled, and which shards it has."""
+    if not distributed.is_primary():
+        return
+    # A resumed run finds the round closed and does not write its line of metrics again.
+    run.metrics.flush()
+    run.store.write_done(number, entries, mean_reward=mean_reward, threshold=threshold)

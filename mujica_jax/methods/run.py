@@ -9,12 +9,12 @@ last checkpoint, or one evaluation, and ends with the same numbers.
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 from flax import nnx
 
 from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, OnEpisode, run_episodes
@@ -23,13 +23,12 @@ from mujica_jax.config.schema import Config, TrainerConfig
 from mujica_jax.errors import StoreError
 from mujica_jax.inference.counters import LiveCounters, between
 from mujica_jax.learning.losses.loss import Loss
-from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.profiling import ProfileWindow
 from mujica_jax.learning.trainer import Trainer, TrainState
 from mujica_jax.methods import phases
-from mujica_jax.methods.evaluation import Scores, held_out_questions, right_ones, score_policy
+from mujica_jax.methods.evaluation import PolicyEvaluator, Scores, held_out_questions, right_ones
 from mujica_jax.methods.judge import RunVerdicts, open_judge
-from mujica_jax.methods.learning_phase import train_phase
+from mujica_jax.methods.learning_phase import LearningPlan, train_phase
 from mujica_jax.methods.mismatch import compared
 from mujica_jax.methods.parts import (
     check_engine_temperatures,
@@ -94,56 +93,76 @@ class Run:
         preemption: Preemption,
         reserved_bytes: int = 0,
     ) -> None:
-        """`decoder` is what the run starts from, without its arrays; `load` brings them, and
+        """Make the parts of a run that its configuration describes.
+
+        `decoder` is what the run starts from, without its arrays. `load` brings the arrays, and
         nothing here keeps them. `reserved_bytes` of each chip are for all but keys and values."""
-        self.config, self.store, self.task, self.tokenizer = config, store, task, tokenizer
-        self.progress, self.metrics, self.preemption = progress, metrics, preemption
+        self.config = config
+        self.store = store
+        self.task = task
+        self.tokenizer = tokenizer
+        self.progress = progress
+        self.metrics = metrics
+        self.preemption = preemption
+        self._decoder = decoder
+        self._load = load
+
+        # What plays and rewards episodes.
         self.agent = make_agent(config.agent, tokenizer)
         self.faults = FaultGuard(config.faults)
-        self.reward = make_reward(
-            config, task.rule, open_judge(config, RunVerdicts(store), out=store.root)
-        )
+        judge = open_judge(config, RunVerdicts(store), out=store.root)
+        self.reward = make_reward(config, task.rule, judge)
+
+        # What learns and samples.
         self.clock = StageClock(compiled=lambda: compile_counter().seconds)
         self.trainer = Trainer(decoder.config, config.trainer)
         self.generator = make_generator(decoder, config, tokenizer, reserved_bytes)
         check_engine_temperatures(self.generator, config, trains=True)
         self.counters = LiveCounters(lambda: self.generator.statistics)
         self.profile = ProfileWindow(config.profile, store.root, progress.line)
-        self._decoder, self._load = decoder, load
-        self.on_poll: Callable[[], None] = lambda: (
-            None
-        )  # while episodes are played, some times a second
-        self._base = ""  # fingerprint of what adapters are trained on
+
+        # Called some times a second while episodes are played.
+        self.on_poll: Callable[[], None] = lambda: None
+        self._base_fingerprint = ""  # of what adapters are trained on
         self.newest_phase = ""  # phase whose checkpoint the run would go on from
 
     def initial_state(self) -> TrainState:
+        """Load what the run starts from, with the adapter that training goes on from, if any."""
         decoder = self._load()
         state = self.trainer.initial_state(decoder, seed=self.config.seed)
         adapter = open_adapter(self.config, decoder)
         if self.config.trainer.lora_rank:
-            self._base = fingerprint(decoder)
-        return (
-            state
-            if adapter is None
-            else state._replace(params=with_trained_adapters(state.params, adapter))
-        )
+            self._base_fingerprint = fingerprint(decoder)
+        if adapter is None:
+            return state
+        return state._replace(params=with_trained_adapters(state.params, adapter))
 
     def use_policy(self, state: GetState, version: int) -> None:
-        """Sample from this state, which the policy of this version is. One that would have to be
-        restored stays where it is: its policy is read."""
-        absent = isinstance(state, PhaseState) and not state.is_here and self._is_committed(version)
+        """Sample from this state, whose policy has this version.
+
+        If the state is not in memory, load the committed policy instead."""
+        reads_committed = _is_absent(state) and self._is_committed(version)
         with self.clock.stage("weight_sync"):
             self.generator.release_weights()
-            weights = (
-                nnx.state(self._committed(version)) if absent else self.trainer.policy(state())
+            if reads_committed:
+                weights = nnx.state(self._load_committed(version))
+            else:
+                weights = self.trainer.policy(state())
+            use_weights(
+                self.generator,
+                self._decoder,
+                weights,
+                storage=self.config.engine.weights,
+                version=version,
             )
-            use_weights(self.generator, self._decoder, weights, self.config.engine.weights, version)
 
     def committed_state(self, version: int) -> TrainState:
-        """The weights of a committed policy for `Trainer.score`, without an optimiser."""
-        return self.trainer.initial_state(self._committed(version))._replace(opt_state=())
+        """Load the weights of a committed policy for `Trainer.score`, without an optimiser."""
+        state = self.trainer.initial_state(self._load_committed(version))
+        return state._replace(opt_state=())
 
-    def _committed(self, version: int) -> Decoder:
+    def _load_committed(self, version: int) -> Decoder:
+        """Load a committed policy over the trainer's mesh."""
         folder = distributed.primary_first(
             "a policy is read", lambda: self.store.policy_path(version)
         )
@@ -154,62 +173,77 @@ class Run:
         return distributed.broadcast(f"policy {version}", lambda: version in self.store.policies())
 
     def commit_policy(self, state: GetState, version: int) -> None:
-        """Write the policy in the compute type as a Hugging Face directory, and beside it what of
-        it is an adapter, with the configuration. The first process writes; the others help to
-        gather it. Checkpoints of the phases before leave, and so do policies beyond
-        `keep_policies`."""
+        """Write the policy in the compute type as a Hugging Face directory.
+
+        Where adapters are trained, the adapter stands beside it, with the configuration. The first
+        process writes; the others help to gather the policy. Checkpoints of the phases before are
+        removed, and so are policies beyond `keep_policies`."""
         self.preemption.enter(f"committing policy {version}")
         name = f"policy {version}"
         if distributed.broadcast(name, lambda: version <= max(self.store.policies(), default=-1)):
             return
-        rank, alpha = self.config.trainer.lora_rank, self.config.trainer.lora_alpha
-        dtype = self.config.trainer.dtype
+
         decoder = nnx.merge(nnx.graphdef(self._decoder), self.trainer.policy(state()))
-        adapters = adapter_tensors(decoder, trained_adapters(state().params)) if rank else {}
-        if rank and not self._base:  # the state came from a checkpoint
-            self._base = fingerprint(self._load())
+        trains_adapters = self.config.trainer.lora_rank > 0
+        adapters: dict[str, np.ndarray] = {}
+        if trains_adapters:
+            adapters = adapter_tensors(decoder, trained_adapters(state().params))
+            if not self._base_fingerprint:  # the state came from a checkpoint
+                self._base_fingerprint = fingerprint(self._load())
         if not distributed.is_primary():
             gather_checkpoint(decoder)
             distributed.barrier(name)
             return
 
         def write(directory: Path) -> None:
-            save_checkpoint(decoder, directory / "model", tokenizer=self.tokenizer, dtype=dtype)
-            if rank:
-                config = json.dumps({"config": dataclasses.asdict(self.config)}, indent=2)
-                save_adapter(
-                    adapters,
-                    directory / "adapter",
-                    alpha=alpha,
-                    base=self._base,
-                    name=str(self.config.init),
-                )
-                (directory / "adapter" / CONFIG).write_text(config + "\n")
+            save_checkpoint(
+                decoder,
+                directory / "model",
+                tokenizer=self.tokenizer,
+                dtype=self.config.trainer.dtype,
+            )
+            if trains_adapters:
+                self._write_adapter(directory / "adapter", adapters)
 
         with self.clock.stage("saving"):
             self.store.commit_policy(version, write)
             self.remove_past_checkpoints()
             if self.config.keep_policies:
-                for past in self.store.policies()[: -self.config.keep_policies]:
-                    self.store.remove_policy(past)
+                for past_version in self.store.policies()[: -self.config.keep_policies]:
+                    self.store.remove_policy(past_version)
         distributed.barrier(name)
 
-    def remove_past_checkpoints(self) -> None:
-        """Of all phases before the newest; the control begins with the warm-up's. Called by the
-        first process, when the newest phase is whole."""
-        kept = (
-            {self.newest_phase, phases.WARM_UP.name}
-            if self.config.eval.control
-            else {self.newest_phase}
+    def _write_adapter(self, directory: Path, adapters: Mapping[str, np.ndarray]) -> None:
+        """Write an adapter, with the run's configuration beside it."""
+        config = json.dumps({"config": dataclasses.asdict(self.config)}, indent=2)
+        save_adapter(
+            adapters,
+            directory,
+            alpha=self.config.trainer.lora_alpha,
+            base=self._base_fingerprint,
+            name=str(self.config.init),
         )
-        held = {"/".join(file.split("/")[:2]) for file in self.store.names(f"{phases.LEARNING}/")}
-        for name in sorted(held - {learning_folder(name) for name in kept}):
-            self.store.remove_folder(name)
+        (directory / CONFIG).write_text(config + "\n")
+
+    def remove_past_checkpoints(self) -> None:
+        """Remove the checkpoints of all phases before the newest.
+
+        Those of the warm-up stay for the control, which begins with them. Called by the first
+        process, when the newest phase is whole."""
+        phase_names = {self.newest_phase}
+        if self.config.eval.control:
+            phase_names.add(phases.WARM_UP.name)
+        needed_folders = {learning_folder(name) for name in phase_names}
+        files = self.store.names(f"{phases.LEARNING}/")
+        stored_folders = {"/".join(file.split("/")[:2]) for file in files}
+        for folder in sorted(stored_folders - needed_folders):
+            self.store.remove_folder(folder)
 
     @contextlib.contextmanager
     def counted(self, kind: str, step: int) -> Iterator[None]:
-        """Writes one line of metrics about the engine's work in this block. It is zero if all was
-        on disk already."""
+        """Write one line of metrics about the engine's work in this block.
+
+        Its numbers are zero if everything was on disk already."""
         before = self.generator.statistics
         with self.clock.stage(kind.rpartition("/")[2]):
             yield
@@ -218,25 +252,30 @@ class Run:
     def compare(
         self, state: GetState, trajectories: Sequence[Trajectory], round_number: int, version: int
     ) -> None:
-        """Write how far the engine's log-probabilities are from the trainer's; `state` is what was
-        sampled from, which the policy of this version is. One that would have to be restored stays
-        where it is: its policy is read."""
-        conversations = self.config.metrics.compared_conversations
-        written = distributed.broadcast(
+        """Write how far the engine's log-probabilities are from the trainer's.
+
+        `state` is what was sampled from; its policy has this version. If the state is not in
+        memory, load the committed policy instead."""
+        num_conversations = self.config.metrics.compared_conversations
+        is_written = distributed.broadcast(
             phases.MISMATCH, lambda: self.metrics.has(phases.MISMATCH, round_number)
         )
-        if not conversations or written:
+        if not num_conversations or is_written:
             return
-        absent = isinstance(state, PhaseState) and not state.is_here and self._is_committed(version)
+
+        reads_committed = _is_absent(state) and self._is_committed(version)
         with self.clock.stage("scoring"):
             self.generator.release_weights()
-            scored = self.committed_state(version) if absent else state()
-            seed = self.config.seed + round_number
-            found = compared(
-                self.trainer, scored, trajectories, conversations=conversations, seed=seed
+            scored_state = self.committed_state(version) if reads_committed else state()
+            differences = compared(
+                self.trainer,
+                scored_state,
+                trajectories,
+                conversations=num_conversations,
+                seed=self.config.seed + round_number,
             )
-        if found:
-            self.metrics.write(phases.MISMATCH, round_number, found)
+        if differences:
+            self.metrics.write(phases.MISMATCH, round_number, differences)
 
     def sample(
         self,
@@ -248,13 +287,19 @@ class Run:
         agent: Agent | None = None,
         concurrency: int | None = None,
     ) -> tuple[ShardEntry, list[Trajectory]]:
-        """One unit of work: play the attempts and write their shard, or read the shard that an
-        earlier run left. `concurrency`: episodes at a time, where another model than the engine's
+        """Play a unit of work and write its shard, or read the shard that an earlier run left.
+
+        `concurrency` is the number of episodes at a time, where another model than the engine's
         writes."""
+
+        def next_wave(played: Sequence[Trajectory]) -> Sequence[Attempt]:
+            """Return all attempts, once."""
+            return () if played else attempts
+
         entry, trajectories = self.sample_waves(
             round_number,
             shard,
-            lambda past: () if past else attempts,
+            next_wave,
             on_episode,
             agent=agent,
             concurrency=concurrency,
@@ -272,13 +317,15 @@ class Run:
         agent: Agent | None = None,
         concurrency: int | None = None,
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
-        """A unit of work whose attempts depend on those before: `wave(trajectories so far)` gives
-        the next ones, or none.
+        """Play a unit of work whose attempts depend on those before.
+
+        `wave(trajectories so far)` returns the next attempts, or none at the end.
 
         The engine's slots are emptied first, so that a unit is a function of its attempts and the
         policy alone. For the same reason a preemption keeps nothing of the unit under way: its
         rest, played without the others, would be rounded differently. What is returned is what the
-        store holds: another process may have been first. None if there was nothing to play."""
+        store holds, because another process may have been first. The entry is None if there was
+        nothing to play."""
 
         def play() -> list[Trajectory]:
             trajectories: list[Trajectory] = []
@@ -307,8 +354,9 @@ class Run:
         play: Callable[[], list[Trajectory]],
         on_read: OnEpisode = lambda trajectory: None,
     ) -> tuple[ShardEntry | None, list[Trajectory]]:
-        """A unit of work: what an earlier run left of it, each passed to `on_read`, or else what
-        `play` gives now, as the store then holds it."""
+        """Read the unit of work that an earlier run left, or play it and return what is stored.
+
+        Each trajectory that is read is passed to `on_read`."""
         entry = self.intact_shard(round_number, shard)
         if entry is not None:
             trajectories = self.store.read_shard(entry)
@@ -326,37 +374,42 @@ class Run:
     def await_shard(
         self, round_number: int, shard: int, on_episode: OnEpisode
     ) -> tuple[ShardEntry, list[Trajectory]]:
-        """A unit of work that another program plays, when it is there; a damaged one is waited for
-        again."""
-        while (entry := self.intact_shard(round_number, shard)) is None:
+        """Wait for a unit of work that another program plays, and read it.
+
+        A damaged one is waited for again."""
+        entry = self.intact_shard(round_number, shard)
+        while entry is None:
             self.preemption.check()
             time.sleep(AWAIT_SECONDS)
+            entry = self.intact_shard(round_number, shard)
         trajectories = self.store.read_shard(entry)
         for trajectory in trajectories:
             on_episode(trajectory)
         return entry, trajectories
 
     def poll(self) -> None:
-        """Called some times a second while episodes are played. Raises Preempted when asked to
-        end."""
+        """Check whether to end; called some times a second while episodes are played.
+
+        Raises Preempted when asked to end."""
         self.preemption.check()
         self.on_poll()
 
     def read_shards(self, entries: Sequence[ShardEntry]) -> list[Trajectory] | None:
-        """The trajectories of a finished round. If a shard is damaged or missing: None, and the
-        round is open again."""
-        trajectories: list[Trajectory] | None = []
+        """Return the trajectories of a finished round.
+
+        If a shard is damaged or missing, return None: the round is open again."""
+        trajectories: list[Trajectory] = []
+        is_intact = True
         for entry in entries:
             try:
-                found = self.store.read_shard(entry)
+                trajectories += self.store.read_shard(entry)
             except StoreError as damage:
                 self._set_aside(entry.name, damage)
-                trajectories = None
-            else:
-                trajectories = None if trajectories is None else trajectories + found
-        return trajectories
+                is_intact = False
+        return trajectories if is_intact else None
 
     def intact_shard(self, round_number: int, shard: int) -> ShardEntry | None:
+        """Find a shard in the store. A damaged one is set aside and counts as missing."""
         try:
             return self.store.find_shard(round_number, shard)
         except StoreError as damage:
@@ -372,19 +425,22 @@ class Run:
     def fitting(
         self,
         conversations: Sequence[Conversation],
-        what: str = "conversations",
+        noun: str = "conversations",
         row_tokens: int | None = None,
     ) -> list[Conversation]:
-        """Conversations that train anything and fit a row (None: the trainer's); how many do not
-        fit is said."""
-        trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
+        """Return the conversations that train anything and fit a row.
+
+        A line says how many do not fit. `row_tokens` is the length of a row (None: the trainer's),
+        and `noun` is what the line calls the conversations."""
         limit = row_tokens or self.config.trainer.row_tokens
-        kept = [conversation for conversation in trained if len(conversation.token_ids) <= limit]
-        if too_long := len(trained) - len(kept):
+        trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
+        fitting = [conversation for conversation in trained if len(conversation.token_ids) <= limit]
+        num_too_long = len(trained) - len(fitting)
+        if num_too_long:
             self.progress.line(
-                f"{too_long} of {len(trained)} {what} exceed {limit} tokens and are left out"
+                f"{num_too_long} of {len(trained)} {noun} exceed {limit} tokens and are left out"
             )
-        return kept
+        return fitting
 
     def learn(
         self,
@@ -392,38 +448,36 @@ class Run:
         start: GetState,
         rows: Callable[[], PackedRows],
         *,
-        steps: int,
-        peak: float,
-        end_value: float,
-        warmup_steps: int = 0,
-        stretch: tuple[float, float] = (0.0, 1.0),
+        plan: LearningPlan,
         loss: Loss | None = None,
         config: TrainerConfig | None = None,
-        over: str | None = None,
+        end_file: str | None = None,
     ) -> PhaseState:
-        """Train for `steps` updates from `start()`, whose buffers are reused, or go on from the
-        last checkpoint of this phase. Of a phase that is written down, nothing is read before its
-        state is called for.
+        """Train a phase from `start()`, or go on from its last checkpoint.
 
-        The learning rate follows `optimizer.schedule`; `stretch` is this phase's part of a cosine
-        that several phases share. `loss` is one of `learning.losses`, whose columns `rows` carry;
-        None is maximum likelihood. `config` has this phase's own rows. `over` is the file that says
-        that the phase is over (None: that of its evaluation). A preemption saves the step it comes
-        at."""
-        file = over or phase_file(name)
-        is_past = distributed.broadcast(f"{name} is over", lambda: self.store.exists(file))
-        rates = schedule(
-            peak=peak,
-            end_value=end_value,
-            total_steps=steps,
-            warmup_steps=warmup_steps,
-            stretch=stretch,
-        )
-        made_by = functools.partial(
-            train_phase, self, name, start, rows, steps=steps, rates=rates, loss=loss
-        )
-        state = PhaseState(lambda: made_by(config=config or self.config.trainer))
-        if not is_past:
+        The buffers of `start()` are reused. Nothing is read of a phase that is written down before
+        its state is called for. A preemption saves the step it comes at.
+
+        `rows` returns the training rows; it is not called for a phase that is over. `loss` is one
+        of `learning.losses`, whose columns the rows carry (None: maximum likelihood). `config` is
+        the trainer's configuration with this phase's own rows (None: the run's). `end_file` is the
+        file that says that the phase is over (None: the file of its evaluation)."""
+        file = end_file or phase_file(name)
+        is_over = distributed.broadcast(f"{name} is over", lambda: self.store.exists(file))
+
+        def train() -> TrainState:
+            return train_phase(
+                self,
+                name,
+                start,
+                rows,
+                plan=plan,
+                loss=loss,
+                config=config or self.config.trainer,
+            )
+
+        state = PhaseState(train)
+        if not is_over:
             state()
         return state
 
@@ -432,33 +486,22 @@ class Run:
         phase: Phase,
         state: GetState,
         *,
-        began: float,
+        start_time: float,
         trajectories: int = 0,
         accepted: int = 0,
         forward_tokens: int = 0,
         trained_slots: int = 0,
     ) -> PhaseResult:
-        """Evaluate greedily and sampled on the held-out questions and write the phase down, or read
-        it back."""
-        name, step = phase.name, phase.step
+        """Evaluate a phase on the held-out questions and write it down, or read it back.
+
+        The evaluation is greedy and sampled. `start_time` is the reading of `time.monotonic` when
+        the phase began."""
+        name = phase.name
         file = phase_file(name)
         if not distributed.broadcast(file, lambda: self.store.exists(file)):
-            self.use_policy(state, step)
-            with self.counted(f"{phase.prefix}{phases.EVALUATING}", step):
-                scores = score_policy(
-                    name,
-                    agent=self.agent,
-                    reward=self.reward.at(step),
-                    faults=self.faults,
-                    generator=self.generator,
-                    task=self.task,
-                    config=self.config,
-                    progress=self.progress,
-                    concurrency=self.config.engine.slots,
-                    preemption=self.preemption,
-                    live=self.counters.figures,
-                    gather=lambda kind, own: gather(self.store, f"{name} {kind}", own),
-                )
+            self.use_policy(state, phase.step)
+            with self.counted(f"{phase.prefix}{phases.EVALUATING}", phase.step):
+                scores = self._score(phase)
             assert scores.sampled is not None, "a run scores both"
             row = PhaseRow(
                 name=name,
@@ -473,7 +516,7 @@ class Run:
                 tokens=forward_tokens,
                 searches=scores.greedy.searches,
                 by_kind=scores.greedy.summary()["by_kind"],
-                seconds=time.monotonic() - began,
+                seconds=time.monotonic() - start_time,
             )
             result = PhaseResult(
                 row=row, forward_tokens=forward_tokens, trained_slots=trained_slots
@@ -481,34 +524,67 @@ class Run:
             if distributed.is_primary():
                 self._write_scores(name, scores)
                 # Before the phase counts as done: a restart skips a phase that is done.
-                seconds = {f"{stage}_seconds": taken for stage, taken in self.clock.take().items()}
-                total = {"total_seconds": sum(seconds.values())}
-                self.metrics.write(f"{phase.prefix}{phases.TIME}", step, seconds | total)
-                searched = dataclasses.asdict(statistics_of(self.task, scores.questions))
-                self.metrics.write(f"{phase.prefix}{phases.RETRIEVAL}", step, searched)
-                self.metrics.flush()
+                self._write_phase_metrics(phase, scores)
                 self.store.write_json_once(file, dataclasses.asdict(result))
             distributed.barrier(f"{name} is written down")
-        found = self.store.read_json(file)
+
+        stored_result = self.store.read_json(file)
         self._write_io_statistics(name)
-        return PhaseResult(**{**found, "row": PhaseRow(**found["row"])})
+        row = PhaseRow(**stored_result["row"])
+        return PhaseResult(**{**stored_result, "row": row})
+
+    def _score(self, phase: Phase) -> Scores:
+        """Score the policy that the engine holds on the held-out questions."""
+
+        def gather_scored(kind: str, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+            return gather(self.store, f"{phase.name} {kind}", trajectories)
+
+        evaluator = PolicyEvaluator(
+            name=phase.name,
+            agent=self.agent,
+            reward=self.reward.at(phase.step),
+            faults=self.faults,
+            generator=self.generator,
+            task=self.task,
+            config=self.config,
+            progress=self.progress,
+            concurrency=self.config.engine.slots,
+            preemption=self.preemption,
+            live=self.counters.figures,
+            gather=gather_scored,
+        )
+        return evaluator.run()
+
+    def _write_phase_metrics(self, phase: Phase, scores: Scores) -> None:
+        """Write where the time of a phase went, and what its evaluation searched."""
+        seconds = {f"{stage}_seconds": spent for stage, spent in self.clock.take().items()}
+        total = {"total_seconds": sum(seconds.values())}
+        self.metrics.write(f"{phase.prefix}{phases.TIME}", phase.step, seconds | total)
+        statistics = statistics_of(self.task, scores.questions)
+        self.metrics.write(
+            f"{phase.prefix}{phases.RETRIEVAL}", phase.step, dataclasses.asdict(statistics)
+        )
+        self.metrics.flush()
 
     def _write_io_statistics(self, name: str) -> None:
-        """What the run directory took since the phase before, in seconds and bytes; once for each
-        phase."""
+        """Write what the run directory took since the phase before, in seconds and bytes.
+
+        This is done once for each phase."""
         if self.metrics.write(f"{name}/store", 0, self.store.io_statistics.summary()):
             self.store.io_statistics.reset()
             self.metrics.flush()
 
     def _write_scores(self, name: str, scores: Scores) -> None:
-        folder = f"eval/{name.replace(' ', '-')}"
-        self.store.write_json_once(f"{folder}.json", scores.summary())
-        self.store.create(f"{folder}.predictions.jsonl", scores.predictions())
-        self.store.create(f"{folder}.parquet", shards.encode(scores.greedy.trajectories))
+        """Write a phase's scores, predictions and greedy trajectories."""
+        stem = f"eval/{name.replace(' ', '-')}"
+        self.store.write_json_once(f"{stem}.json", scores.summary())
+        self.store.create(f"{stem}.predictions.jsonl", scores.predictions())
+        self.store.create(f"{stem}.parquet", shards.encode(scores.greedy.trajectories))
 
     def solved_question(self, name: str) -> tuple[Question, Trajectory] | None:
-        """A held-out question that the policy of a phase solved greedily: the one with most
-        searches."""
+        """Return a held-out question that the policy of a phase solved greedily, or None.
+
+        It is the one with most searches."""
         path = f"eval/{name.replace(' ', '-')}.parquet"
         trajectories = shards.decode(self.store.read(path), path)
         questions = {
@@ -517,5 +593,10 @@ class Run:
         solved = right_ones(questions.values(), trajectories, self.task.rule)
         if not solved:
             return None
-        chosen = max(solved, key=lambda trajectory: len(trajectory.searches))
-        return questions[chosen.question_id], chosen
+        most_searched = max(solved, key=lambda trajectory: len(trajectory.searches))
+        return questions[most_searched.question_id], most_searched
+
+
+def _is_absent(state: GetState) -> bool:
+    """Whether a state would have to be restored."""
+    return isinstance(state, PhaseState) and not state.is_here

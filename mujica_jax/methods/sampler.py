@@ -9,6 +9,7 @@ and know nothing of each other but what the run directory says. The trainer runs
 """
 
 import dataclasses
+import itertools
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -25,17 +26,16 @@ from mujica_jax.storage.leases import Leases
 from mujica_jax.trajectories.select import mean_first_attempt_reward
 from mujica_jax.trajectories.store import DONE, SUMMARY, shard_name
 
-POLL_SECONDS, MAX_POLL_SECONDS = (
-    1.0,
-    8.0,
-)  # between two looks at a run that has nothing to do, twice as long each
+# Between two looks at a run that has nothing to do. Each wait is twice as long as the one before.
+POLL_SECONDS = 1.0
+MAX_POLL_SECONDS = 8.0
 TRIES = 3  # units of a listing, which is old by then
 LOOKS_A_LEASE = 4  # how often leases of others are read while one lasts
 
 
 @dataclasses.dataclass
 class SamplerStatistics:
-    """What a worker did, so far."""
+    """What a worker has done so far."""
 
     units: int = 0
     trajectories: int = 0
@@ -46,12 +46,14 @@ class SamplerStatistics:
     store_operations: int = 0
 
     def in_words(self) -> str:
-        total = max(self.sampling_seconds + self.idle_seconds, 1e-9)
+        """Return the numbers as one line."""
+        total_seconds = max(self.sampling_seconds + self.idle_seconds, 1e-9)
+        operations_per_unit = self.store_operations / max(1, self.units)
         return (
             f"{self.units} units ({self.trajectories} trajectories, {self.takeovers} taken over "
-            f"after at most {self.takeover_seconds:.0f} s) in {total:.0f} s, idle "
-            f"{self.idle_seconds / total:.0%}, {self.store_operations / max(1, self.units):.0f} "
-            "store operations a unit"
+            f"after at most {self.takeover_seconds:.0f} s) in {total_seconds:.0f} s, idle "
+            f"{self.idle_seconds / total_seconds:.0%}, {operations_per_unit:.0f} store operations "
+            "a unit"
         )
 
 
@@ -59,149 +61,185 @@ class Sampler:
     """One worker over one run."""
 
     def __init__(self, run: Run, leases: Leases) -> None:
-        self._run, self._leases = run, leases
+        self._run = run
+        self._leases = leases
         self._questions = {question.id: question for question in run.task.questions("train")}
-        self._version: int | None = None  # of the policy that the engine holds
-        self._oldest = 1  # round that is not known to be done
-        self._draw = random.Random(leases.owner)
-        self._looked = time.monotonic()  # when leases of others were read last
+        self._policy_version: int | None = None  # of the policy that the engine holds
+        self._first_open_round = 1  # first round that is not known to be done
+        self._random = random.Random(leases.owner)
+        self._last_look_time = time.monotonic()  # when leases of others were read last
         self.statistics = SamplerStatistics()
 
     def work(self) -> None:
-        """Until the run is finished. Raises Preempted when asked to end; the unit under way is free
-        for others then."""
+        """Play units of work until the run is finished.
+
+        Raises Preempted when asked to end; the unit under way is free for others then."""
         with self._run.progress.stage("sampling for others", unit="units", live=dict) as stage:
-            wait = POLL_SECONDS
+            wait_seconds = POLL_SECONDS
             while not self._run.store.exists(SUMMARY):
-                began = time.monotonic()
+                start_time = time.monotonic()
                 if any(self._work_on(number) for number in self._open_rounds()):
-                    wait = POLL_SECONDS
+                    wait_seconds = POLL_SECONDS
                 else:
                     self._run.preemption.check()
-                    time.sleep(wait)
-                    if wait >= MAX_POLL_SECONDS:
-                        self._oldest = 1  # a round whose shard was set aside is open again
-                    wait = min(2 * wait, MAX_POLL_SECONDS)
-                    self.statistics.idle_seconds += time.monotonic() - began
+                    time.sleep(wait_seconds)
+                    if wait_seconds >= MAX_POLL_SECONDS:
+                        # A round whose shard was set aside is open again.
+                        self._first_open_round = 1
+                    wait_seconds = min(2 * wait_seconds, MAX_POLL_SECONDS)
+                    self.statistics.idle_seconds += time.monotonic() - start_time
                 self._count()
                 stage.update(self.statistics.units, trajectories=self.statistics.trajectories)
 
     def _open_rounds(self) -> Iterator[int]:
-        """Planned and not done, the oldest first."""
-        store, number = self._run.store, self._oldest
+        """Yield the rounds that are planned and not done, the oldest first."""
+        store = self._run.store
+        number = self._first_open_round
         while store.exists(f"rounds/{number:04d}/plan.json"):
             if not store.exists(f"rounds/{number:04d}/{DONE}"):
                 yield number
-            elif number == self._oldest:
-                self._oldest += 1
+            elif number == self._first_open_round:
+                self._first_open_round += 1
             number += 1
 
     def _work_on(self, number: int) -> bool:
-        """Play one unit of this round, if one is left that nobody plays."""
-        run, store = self._run, self._run.store
+        """Play one unit of this round, if there is one that nobody plays."""
+        store = self._run.store
         plan = store.read_json(f"rounds/{number:04d}/plan.json")
-        if plan["policy_version"] not in store.policies():
+        version = plan["policy_version"]
+        if version not in store.policies():
             return False
+
+        # List the units that have no shard yet: first attempts, and later ones when these are done.
         shards = self._shards(plan)
-        firsts = first_attempts(run, number, shards)
+        first_units = first_attempts(self._run, number, shards)
         names = store.names(f"rounds/{number:04d}/")
-        there = {name for name in names if name.endswith(".parquet")}
+        stored_names = {name for name in names if name.endswith(".parquet")}
         leased = {int(name.split("/")[3]) for name in names if "/leases/" in name}
-        units = [unit for unit in firsts if shard_name(number, unit.index) not in there]
+        units = _without_shard(first_units, number, stored_names)
         if not units:
-            later = self._later(number, plan, shards, firsts)
-            units = [unit for unit in later if shard_name(number, unit.index) not in there]
-        free = [unit for unit in units if unit.index not in leased]
-        if self._play_one(number, free, plan["policy_version"], fresh=True):
+            later_units = self._later_units(number, plan, shards, first_units)
+            units = _without_shard(later_units, number, stored_names)
+
+        # Play a unit that nobody leases.
+        free_units = [unit for unit in units if unit.index not in leased]
+        if self._play_one(number, free_units, version, fresh=True):
             return True
+
         # Whether others still live is read from time to time, of some of them: all workers together
         # look at all.
-        if time.monotonic() - self._looked < self._leases.seconds / LOOKS_A_LEASE:
+        seconds_since_look = time.monotonic() - self._last_look_time
+        if seconds_since_look < self._leases.seconds / LOOKS_A_LEASE:
             return False
-        taken = [unit for unit in units if unit.index in leased]
-        played = self._play_one(number, taken, plan["policy_version"], fresh=False)
-        if not played:
-            self._looked = time.monotonic()
-        return played
+        leased_units = [unit for unit in units if unit.index in leased]
+        has_played = self._play_one(number, leased_units, version, fresh=False)
+        if not has_played:
+            self._last_look_time = time.monotonic()
+        return has_played
 
-    def _later(
-        self, number: int, plan: dict[str, Any], shards: list[list[Question]], firsts: list[Unit]
+    def _later_units(
+        self,
+        number: int,
+        plan: dict[str, Any],
+        shards: list[list[Question]],
+        first_units: list[Unit],
     ) -> list[Unit]:
-        """The units of later attempts that have work. The first worker that comes here reads all
-        first attempts and writes down what follows from them, for the others."""
-        run, name = self._run, f"rounds/{number:04d}/threshold.json"
+        """Return the units of later attempts that have work.
+
+        The first worker that comes here reads all first attempts and writes down what follows from
+        them, for the others."""
+        run = self._run
+        name = f"rounds/{number:04d}/threshold.json"
         if not run.store.exists(name):
-            of_shard = [_read(run, number, unit) for unit in firsts]
-            if not all(of_shard):
+            trajectories_by_shard = [_read(run, number, unit) for unit in first_units]
+            if not all(trajectories_by_shard):
                 return []
             mean_reward = mean_first_attempt_reward(
-                [trajectory for shard in of_shard for trajectory in shard]
+                list(itertools.chain.from_iterable(trajectories_by_shard))
             )
             k = next_threshold(
                 method_of(run, MygoConfig), plan["previous_threshold"], mean_reward, run.reward.best
             )
-            later = later_attempts(run, number, shards, of_shard.__getitem__, k)
-            run.store.write_json_once(
-                name, {"k": k, "units": [unit.index for unit in later if unit.has_work()]}
-            )
-        found = run.store.read_json(name)
+            later = later_attempts(run, number, shards, trajectories_by_shard.__getitem__, k)
+            indexes = [unit.index for unit in later if unit.has_work()]
+            run.store.write_json_once(name, {"k": k, "units": indexes})
+
+        threshold = run.store.read_json(name)
         later = later_attempts(
-            run, number, shards, lambda index: _read(run, number, firsts[index]), found["k"]
+            run,
+            number,
+            shards,
+            lambda index: _read(run, number, first_units[index]),
+            threshold["k"],
         )
-        return [unit for unit in later if unit.index in set(found["units"])]
+        indexes_with_work = set(threshold["units"])
+        return [unit for unit in later if unit.index in indexes_with_work]
 
     def _shards(self, plan: dict[str, Any]) -> list[list[Question]]:
-        unknown = [
-            name for shard in plan["shards"] for name in shard if name not in self._questions
-        ]
-        if unknown:
-            raise UserError(
-                f"the round's plan names the question {unknown[0]}, which the task "
-                f"{self._run.task.name} does not have here: give this worker the data that the "
-                "trainer has"
-            )
-        return [[self._questions[name] for name in shard] for shard in plan["shards"]]
+        """Return the questions of a plan, by shard. Raises UserError where the task lacks one."""
+        shards = []
+        for question_ids in plan["shards"]:
+            for question_id in question_ids:
+                if question_id not in self._questions:
+                    raise UserError(
+                        f"the round's plan names the question {question_id}, which the task "
+                        f"{self._run.task.name} does not have here: give this worker the data that "
+                        "the trainer has"
+                    )
+            shards.append([self._questions[question_id] for question_id in question_ids])
+        return shards
 
     def _play_one(self, number: int, units: Sequence[Unit], version: int, *, fresh: bool) -> bool:
-        """Each worker asks in an order of its own, and looks again where others were faster."""
-        for unit in self._draw.sample(units, min(TRIES, len(units))):
+        """Play the first of some units that can be leased, and return whether there was one.
+
+        Each worker asks in an order of its own, and looks again where others were faster."""
+        for unit in self._random.sample(units, min(TRIES, len(units))):
             lease = self._leases.claim(f"rounds/{number:04d}/leases/{unit.index:05d}", fresh=fresh)
             if lease is None:
                 continue
-            began = time.monotonic()
+            start_time = time.monotonic()
             self._run.preemption.enter(
                 f"round {number}: sampling unit {unit.index}", kept="finished units are kept"
             )
             self._run.on_poll = lease.renew
             try:
-                if version != self._version:  # the committed policy is read from the run directory
-                    self._run.use_policy(PhaseState(_nothing), version)
-                    self._version = version
+                if version != self._policy_version:
+                    # The committed policy is read from the run directory.
+                    self._run.use_policy(PhaseState(_no_state), version)
+                    self._policy_version = version
                 lease.renew()
-                found = unit.play(lambda trajectory: None)[1]
+                _, trajectories = unit.play(lambda trajectory: None)
             except BaseException:
                 lease.release()
                 raise
             finally:
                 self._run.on_poll = lambda: None
             self.statistics.units += 1
-            self.statistics.trajectories += len(found)
-            self.statistics.sampling_seconds += time.monotonic() - began
+            self.statistics.trajectories += len(trajectories)
+            self.statistics.sampling_seconds += time.monotonic() - start_time
             return True
         return False
 
     def _count(self) -> None:
-        counted = self._run.store.io_statistics.summary()
-        self.statistics.store_operations = int(counted["reads"] + counted["writes"])
+        """Take over what store and leases have counted."""
+        counts = self._run.store.io_statistics.summary()
+        self.statistics.store_operations = int(counts["reads"] + counts["writes"])
         self.statistics.takeovers = self._leases.takeovers
         self.statistics.takeover_seconds = self._leases.takeover_seconds
 
 
+def _without_shard(units: Sequence[Unit], number: int, stored_names: set[str]) -> list[Unit]:
+    """Return the units whose shard is not stored."""
+    return [unit for unit in units if shard_name(number, unit.index) not in stored_names]
+
+
 def _read(run: Run, number: int, unit: Unit) -> list[Trajectory]:
-    """Nothing where it is damaged: it is set aside then, and played again."""
+    """Read the shard of a unit.
+
+    Returns nothing where it is damaged: it is set aside then, and played again."""
     entry = run.intact_shard(number, unit.index)
     return run.store.read_shard(entry) if entry else []
 
 
-def _nothing() -> Any:
+def _no_state() -> Any:
     raise AssertionError("a worker has no state to train: its policies are committed ones")

@@ -7,9 +7,10 @@ sampled from memory and scored in the same way. If the best of them scores above
 state; otherwise the best of k sub-queries, scored in the same way, is.
 
     pruned     as above: layers grow linearly
-    unpruned   both branches of a decision stay, each with its best execution: 2 to the power of the layers
-    full       every execution stays and nothing is played to its end: an execution's score is the mean over the
-               final answers beneath it
+    unpruned   both branches of a decision stay, each with its best execution: 2 to the power of
+               the layers
+    full       every execution stays and nothing is played to its end: an execution's score is the
+               mean over the final answers beneath it
 
 Siblings that were scored become preference pairs (`methods/preference_pairs.py`). The paper
 generates all branches of a decision before it prunes. With `score_both_branches` both branches of
@@ -77,22 +78,22 @@ COUNTS = (  # docs/metrics.md
 class Tree:
     """What the search left."""
 
-    finished: tuple[
-        Trajectory, ...
-    ]  # rewarded, the leaves of the tree first, then what was played from its nodes
+    # With rewards: the leaves of the tree first, then what was played from its nodes.
+    finished: tuple[Trajectory, ...]
     leaves: int  # how many of them are leaves
     unfinished: Trajectory  # the question alone
     pairs: tuple[Pair, ...]
-    nodes: tuple[
-        dict[str, object], ...
-    ]  # what was scored, in its order: columns as in `tree_records`
+    # What was scored, in its order: columns as in `tree_records`.
+    nodes: tuple[dict[str, object], ...]
     counts: dict[str, float]
 
 
 class Growth:
-    """One tree while it grows. `reward` gives a finished trajectory with its reward; at most `gate`
-    pieces or episodes of all trees are under way. `writer` is a second model, which writes all but
-    the retrieval decision."""
+    """One tree while it grows.
+
+    `reward` returns a finished trajectory with its reward. `gate` bounds how many pieces or
+    episodes of all trees are under way. `writer` is a second model, which writes all but the
+    retrieval decision. A failed search is repeated `repeats` times."""
 
     def __init__(
         self,
@@ -107,7 +108,9 @@ class Growth:
         writer: Policy | None = None,
         repeats: int = FaultConfig.repeats,
     ) -> None:
-        self._config, self._reward, self._gate = config, reward, gate
+        self._config = config
+        self._reward = reward
+        self._gate = gate
         self._repeats = repeats
         self._policy = _Counted(policy)
         self._writer = None if writer is None else _Counted(writer)
@@ -124,159 +127,183 @@ class Growth:
         return self._config.score_both_branches and self._config.expansion != "full"
 
     async def grow(self) -> Tree:
-        waiting = [Node(self._root)]
-        while waiting:
+        """Grow the tree depth first, until nothing is left to expand or the budget is spent."""
+        stack = [Node(self._root)]
+        while stack:
             if 0 < self._config.budget_tokens <= self._generated_tokens():
                 self._counts["budget_spent"] = 1.0
                 break
-            following = await self._layer(waiting.pop())
-            waiting += following[::-1]
+            next_nodes = await self._layer(stack.pop())
+            stack += next_nodes[::-1]
+
         pairs = [*execution_pairs(self._executions), *decision_pairs(self._decisions)]
-        written = 0 if self._writer is None else self._writer.generated_tokens
         return Tree(
             finished=(*self._leaves, *self._played),
             leaves=len(self._leaves),
             unfinished=self._root.trajectory([self._root.record()], "", self._why_unfinished()),
             pairs=tuple(pairs),
-            nodes=tuple(self._told()),
+            nodes=tuple(self._node_rows()),
             counts={
                 **self._counts,
                 "generated_tokens": float(self._policy.generated_tokens),
-                "writer_tokens": float(written),
+                "writer_tokens": float(self._writer_tokens()),
             },
         )
 
     def _generated_tokens(self) -> int:
-        written = 0 if self._writer is None else self._writer.generated_tokens
-        return self._policy.generated_tokens + written
+        """Return how many tokens both models have generated."""
+        return self._policy.generated_tokens + self._writer_tokens()
+
+    def _writer_tokens(self) -> int:
+        """Return how many tokens the second model has generated."""
+        return 0 if self._writer is None else self._writer.generated_tokens
 
     def _why_unfinished(self) -> StopReason:
+        """Return why a tree that finished nothing did so."""
         if self._counts["budget_spent"]:
             return StopReason.ITERATION_LIMIT
-        nothing = not self._leaves and not self._played
-        is_lost = nothing and self._counts["retriever_failed"] > 0
-        return StopReason.RETRIEVER_FAILED if is_lost else StopReason.NO_ACTION
+        has_finished = bool(self._leaves or self._played)
+        if not has_finished and self._counts["retriever_failed"] > 0:
+            return StopReason.RETRIEVER_FAILED
+        return StopReason.NO_ACTION
 
-    def _told(self) -> Iterator[dict[str, object]]:
+    def _node_rows(self) -> Iterator[dict[str, object]]:
+        """Yield the rows of the table of nodes."""
         places = {node: place for place, node in enumerate(self._nodes)}
         for node, place in places.items():
             assert node.chain.last is not None, "a node is a state after an execution"
-            parent = None if node.parent is None else places.get(node.parent)
-            text = node.chain.last.text
             yield {
                 "node": place,
-                "parent": parent,
+                "parent": None if node.parent is None else places.get(node.parent),
                 "kind": node.kind,
-                "text": text,
+                "text": node.chain.last.text,
                 "rewards": node.rewards,
             }
 
     async def _layer(self, node: Node) -> list[Node]:
-        """One iteration: the states that follow, the best one first."""
-        pruned = self._config.expansion == "pruned"
+        """Run one iteration, and return the states that follow, the best one first."""
+        is_pruned = self._config.expansion == "pruned"
+
+        # Vote: sample pieces that stop or go on.
         sampled = await self._decide(node)
         stopping = [sample for sample in sampled if sample.kind == "answer"]
+        going_on = [sample for sample in sampled if sample.kind == "sub-question"]
         answers = self._distinct(stopping)
-        asked = self._distinct([sample for sample in sampled if sample.kind == "sub-question"])
+        sub_questions = self._distinct(going_on)
         majority_stops = 2 * len(stopping) > self._config.branches
-        goes_on = bool(asked) and not (pruned and majority_stops)
+        goes_on = bool(sub_questions) and not (is_pruned and majority_stops)
 
+        # Score both branches as far as they are needed.
         await self._score(answers)
         self._executions.append(answers)
-        if answers and (majority_stops or not pruned or not asked):
+        if answers and (majority_stops or not is_pruned or not sub_questions):
             await self._add_leaves(answers)
         if goes_on or self._scores_both:
-            await self._score(asked, for_pairs=not goes_on)
-            self._executions.append(asked)
-            await self._compare_termination(node, sampled, answers, asked)
+            await self._score(sub_questions, for_pairs=not goes_on)
+            self._executions.append(sub_questions)
+            await self._compare_termination(node, sampled, answers, sub_questions)
         if not goes_on:
-            self._counts["pruned_branches"] += len(asked)
+            self._counts["pruned_branches"] += len(sub_questions)
             return []
 
-        self._counts["pruned_branches"] += len(answers) if pruned else 0
-        solved = [await self._solve(one) for one in self._kept(asked)]
-        return [following for group in solved for following in group]
+        # Solve the best sub-questions.
+        if is_pruned:
+            self._counts["pruned_branches"] += len(answers)
+        next_nodes: list[Node] = []
+        for sub_question in self._best(sub_questions):
+            next_nodes += await self._solve(sub_question)
+        return next_nodes
 
     async def _add_leaves(self, answers: Group) -> None:
+        """Finish the tree at these answers. In a full tree they score all nodes above them."""
         self._leaves += [await self._reward(await node.chain.finish()) for node in answers]
         if self._config.expansion == "full":
             for node in answers:
-                above = node.parent
-                while above is not None:
-                    above.rewards += node.rewards
-                    above = above.parent
+                ancestor = node.parent
+                while ancestor is not None:
+                    ancestor.rewards += node.rewards
+                    ancestor = ancestor.parent
 
     async def _compare_termination(
-        self, node: Node, sampled: Group, answers: Group, asked: Group
+        self, node: Node, sampled: Group, answers: Group, sub_questions: Group
     ) -> None:
-        """Keep the two branches of the termination decision for pairs. A branch that no sample took
-        is forced."""
+        """Store the two branches of the termination decision for pairs.
+
+        A branch that no sample took is forced."""
         if self._scores_both and not answers and node.chain.steps:
-            answers = await self._forced(node, sampled, "stop")
-        if self._scores_both and not asked and node.chain.can_ask:
-            asked = await self._forced(node, sampled, "go_on")
-        self._decisions.append((answers, asked))
+            answers = await self._force(node, sampled, "stop")
+        if self._scores_both and not sub_questions and node.chain.can_ask:
+            sub_questions = await self._force(node, sampled, "go_on")
+        self._decisions.append((answers, sub_questions))
 
-    async def _forced(self, node: Node, sampled: Group, to: Decided) -> list[Node]:
-        """Return nodes that take the other termination decision after the sampled thoughts, scored
-        for pairs."""
+    async def _force(self, node: Node, sampled: Group, decision: Decided) -> list[Node]:
+        """Return nodes that take the other termination decision after the sampled thoughts.
 
-        async def one(number: int, sample: Node) -> Node:
+        They are scored for pairs."""
+
+        async def force(number: int, sample: Node) -> Node:
             return await self._execute(
-                node, f"{to}{number}", lambda fork: fork.decide_otherwise(sample.chain, to)
+                node,
+                f"{decision}{number}",
+                lambda fork: fork.decide_otherwise(sample.chain, decision),
             )
 
-        forced = await asyncio.gather(
-            *(one(number, sample) for number, sample in enumerate(sampled))
-        )
+        forcing = [force(number, sample) for number, sample in enumerate(sampled)]
+        forced = await asyncio.gather(*forcing)
         self._counts["forced_decisions"] += len(forced)
         distinct = self._distinct(self._readable(forced))
         await self._score(distinct, for_pairs=True)
         return distinct
 
     async def _solve(self, node: Node) -> list[Node]:
-        """The retrieval decision for a sub-question."""
-        pruned = self._config.expansion == "pruned"
+        """Take the retrieval decision for a sub-question, and return the states that follow."""
+        is_pruned = self._config.expansion == "pruned"
+
+        # Answer from memory. If that is good enough, nothing is searched but for pairs.
         memory = await self._solutions(node, "memory")
-        is_enough = (
-            pruned
-            and bool(scored(memory))
-            and best_of(scored(memory)).mean > self._config.skip_above
-        )
+        scored_memory = scored(memory)
+        is_enough = False
+        if is_pruned and scored_memory:
+            is_enough = best_of(scored_memory).mean > self._config.skip_above
         if is_enough:
             self._counts["skipped_searches"] += 1
             if self._scores_both:
                 searches = await self._solutions(node, "search", for_pairs=True)
                 self._decisions.append((memory, searches))
                 self._counts["pruned_branches"] += len(searches)
-            return self._kept(memory)
+            return self._best(memory)
+
+        # Otherwise search.
         searches = await self._solutions(node, "search")
         self._decisions.append((memory, searches))
-        if pruned and scored(searches):
+        if is_pruned and scored(searches):
             self._counts["pruned_branches"] += len(memory)
-            return self._kept(searches)
-        both = [*self._kept(memory), *self._kept(searches)]
-        return both if self._config.expansion == "full" else sorted(both, key=lambda one: -one.mean)
+            return self._best(searches)
+        both = [*self._best(memory), *self._best(searches)]
+        if self._config.expansion == "full":
+            return both
+        return sorted(both, key=lambda solution: -solution.mean)
 
     async def _solutions(
         self, node: Node, source: Source, *, for_pairs: bool = False
     ) -> list[Node]:
         """Return the distinct executions of one branch of the retrieval decision, scored."""
 
-        async def one(number: int) -> Node:
+        async def solve(number: int) -> Node:
             return await self._execute(
                 node, f"{source}{number}", lambda fork: fork.solve(source), writes=False
             )
 
-        sampled = await asyncio.gather(*(one(number) for number in range(self._config.branches)))
+        sampled = await asyncio.gather(*map(solve, range(self._config.branches)))
         distinct = self._distinct(self._readable(sampled))
         await self._score(distinct, for_pairs=for_pairs)
         self._executions.append(distinct)
         return distinct
 
-    def _kept(self, siblings: Group) -> list[Node]:
-        """Return the best execution that has a score, the first of equal ones. A full tree keeps
-        all."""
+    def _best(self, siblings: Group) -> list[Node]:
+        """Return the best execution that has a score, the first of equal ones.
+
+        In a full tree return all of them."""
         if self._config.expansion == "full":
             return list(siblings)
         candidates = scored(siblings)
@@ -288,10 +315,10 @@ class Growth:
     async def _decide(self, node: Node) -> list[Node]:
         """Return k forks, each one termination decision further."""
 
-        async def one(number: int) -> Node:
+        async def decide(number: int) -> Node:
             return await self._execute(node, f"decide{number}", lambda fork: fork.decide())
 
-        sampled = await asyncio.gather(*(one(number) for number in range(self._config.branches)))
+        sampled = await asyncio.gather(*map(decide, range(self._config.branches)))
         return self._readable(sampled)
 
     async def _execute(
@@ -302,10 +329,10 @@ class Growth:
         *,
         writes: bool = True,
     ) -> Node:
-        """Return a fork of a node after `play`. A fork that a failed search ended is played again,
-        by the same seeds.
+        """Return a fork of a node after `play`.
 
-        With `writes` the second model writes it, if there is one."""
+        A fork that a failed search ended is played again, by the same seeds. With `writes` the
+        second model writes it, if there is one."""
         fork = await self._played_once(node, place, play, writes=writes)
         repeats = 0
         while _is_lost(fork) and repeats < self._repeats:
@@ -317,6 +344,7 @@ class Growth:
     async def _played_once(
         self, node: Node, place: str, play: Callable[[Chain], Awaitable[object]], *, writes: bool
     ) -> Chain:
+        """Play a fork of a node once, when the gate lets it, and count its tokens."""
         fork = node.chain.fork(place)
         writer = self._writer if writes else None
         fork.policy = self._policy if writer is None else writer
@@ -329,17 +357,17 @@ class Growth:
     def _readable(self, sampled: Group) -> list[Node]:
         """Return the samples that a branch can grow from."""
         readable = [node for node in sampled if node.chain.outcome is None or _stops(node.chain)]
-        lost = sum(_is_lost(node.chain) for node in sampled)
-        self._counts["retriever_failed"] += lost
-        self._counts["malformed"] += len(sampled) - len(readable) - lost
+        num_lost = sum(_is_lost(node.chain) for node in sampled)
+        self._counts["retriever_failed"] += num_lost
+        self._counts["malformed"] += len(sampled) - len(readable) - num_lost
         return readable
 
     def _distinct(self, sampled: Group) -> list[Node]:
-        """The first of each that says the same."""
+        """Return the first node of each text, whatever its case, and add these to the tree."""
         distinct: dict[str, Node] = {}
-        for one in sampled:
-            assert one.chain.last is not None, "a node is a state after an execution"
-            distinct.setdefault(one.chain.last.text.casefold(), one)
+        for node in sampled:
+            assert node.chain.last is not None, "a node is a state after an execution"
+            distinct.setdefault(node.chain.last.text.casefold(), node)
         self._counts["duplicates"] += len(sampled) - len(distinct)
         self._counts["nodes"] += len(distinct)
         self._nodes += distinct.values()
@@ -354,8 +382,8 @@ class Growth:
         going_on = [node for node in nodes if node.chain.outcome is None]
         if self._config.expansion == "full":
             return
-        episodes = await asyncio.gather(*(self._episodes(node) for node in going_on))
-        for node, trajectories in zip(going_on, episodes, strict=True):
+        trajectories_by_node = await asyncio.gather(*map(self._episodes, going_on))
+        for node, trajectories in zip(going_on, trajectories_by_node, strict=True):
             node.rewards = [trajectory.reward for trajectory in trajectories]
             self._played += trajectories
         count = len(going_on) * self._config.rollouts
@@ -365,16 +393,17 @@ class Growth:
     async def _episodes(self, node: Node) -> list[Trajectory]:
         """Play n episodes from a node. An episode whose search failed is left out and counted."""
 
-        async def one(number: int) -> Node:
+        async def play(number: int) -> Node:
             return await self._execute(node, f"rollout{number}", lambda fork: fork.finish())
 
-        played = await asyncio.gather(*(one(number) for number in range(self._config.rollouts)))
-        whole = [episode for episode in played if not _is_lost(episode.chain)]
-        self._counts["retriever_failed"] += len(played) - len(whole)
-        return [await self._reward(await episode.chain.finish()) for episode in whole]
+        episodes = await asyncio.gather(*map(play, range(self._config.rollouts)))
+        whole_episodes = [episode for episode in episodes if not _is_lost(episode.chain)]
+        self._counts["retriever_failed"] += len(episodes) - len(whole_episodes)
+        return [await self._reward(await episode.chain.finish()) for episode in whole_episodes]
 
 
 def _stops(chain: Chain) -> bool:
+    """Whether a chain has ended with a final answer."""
     return chain.outcome is not None and chain.outcome[1] is StopReason.ANSWERED
 
 

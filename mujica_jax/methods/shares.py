@@ -19,29 +19,39 @@ Unit = Callable[[OnEpisode], object]  # plays its episodes, passes each on and l
 
 
 def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:
-    """Returns when all units are in the store: this process has played its part of them, and the
-    others theirs."""
+    """Play this process's part of the units, and wait for the parts of the others.
+
+    All units are in the store then. With one process nothing is played here."""
     if distributed.processes() == 1:
         return
-    own = distributed.shard_for_process(units)
-    with progress.stage(f"{name}, the share of this host", total=len(own), unit="shards") as stage:
-        for number, unit in enumerate(own, start=1):
+    own_units = distributed.shard_for_process(units)
+    with progress.stage(
+        f"{name}, the share of this host", total=len(own_units), unit="shards"
+    ) as stage:
+        for number, unit in enumerate(own_units, start=1):
             unit(lambda trajectory: None)
             stage.update(number)
     distributed.barrier(name)
 
 
-def gather(store: RunDirectory, name: str, own: Sequence[Trajectory]) -> Sequence[Trajectory]:
-    """The trajectories of all processes, in the order in which `distributed.shard_for_process`
-    dealt them out."""
-    if distributed.processes() == 1:
-        return own
-    count = distributed.processes()
+def gather(
+    store: RunDirectory, name: str, own_trajectories: Sequence[Trajectory]
+) -> Sequence[Trajectory]:
+    """Return the trajectories of all processes.
+
+    They come in the order in which `distributed.shard_for_process` dealt them out."""
+    num_processes = distributed.processes()
+    if num_processes == 1:
+        return own_trajectories
     files = [
-        f"eval/parts/{name.replace(' ', '-')}-{number}-of-{count}.parquet"
-        for number in range(count)
+        f"eval/parts/{name.replace(' ', '-')}-{process}-of-{num_processes}.parquet"
+        for process in range(num_processes)
     ]
-    store.create(files[distributed.process()], shards.encode(own))
+    store.create(files[distributed.process()], shards.encode(own_trajectories))
     distributed.barrier(f"{name} is evaluated")
-    parts = [shards.decode(store.read(file), file) for file in files]
-    return [t for dealt in itertools.zip_longest(*parts) for t in dealt if t is not None]
+
+    trajectories_by_process = [shards.decode(store.read(file), file) for file in files]
+    trajectories: list[Trajectory] = []
+    for dealt in itertools.zip_longest(*trajectories_by_process):
+        trajectories += [trajectory for trajectory in dealt if trajectory is not None]
+    return trajectories

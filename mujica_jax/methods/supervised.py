@@ -20,6 +20,7 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt, OnEpisode
@@ -31,12 +32,20 @@ from mujica_jax.config.method_checks import has_script
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import TrainState, steps_of_epochs
 from mujica_jax.methods.evaluation import right_ones
+from mujica_jax.methods.learning_phase import LearningPlan
 from mujica_jax.methods.parts import make_agent
-from mujica_jax.methods.phases import WARM_UP, Phase, PhaseResult, PhaseState, tokens_of
+from mujica_jax.methods.phases import (
+    WARM_UP,
+    GetState,
+    Phase,
+    PhaseResult,
+    PhaseState,
+    tokens_of,
+)
 from mujica_jax.methods.rounds import sampling
 from mujica_jax.methods.run import KEPT_SHARDS, Run
 from mujica_jax.methods.shares import play_share
-from mujica_jax.records import Conversation, Question, Trajectory, Turn
+from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
 from mujica_jax.runtime import distributed
 from mujica_jax.tasks.environment import WrittenPassages
 from mujica_jax.tasks.task import FromScratchTask, Task
@@ -63,70 +72,103 @@ def warm_up(
 ) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     """Return the warmed-up state, its phase, and what it was trained on.
 
-    `more_rows` gives conversations that a method wants learnt beside the demonstrations."""
-    began = time.monotonic()
+    `more_rows` returns conversations that a method wants learnt beside the demonstrations."""
+    start_time = time.monotonic()
     config = run.config.warmup
-    few_shot = config.source == "few_shot"
-    trajectories, kept = _few_shot(run) if few_shot else _scripted(run)
-    conversations = run.fitting(training_rows(kept))
+    trainer = run.config.trainer
+    is_few_shot = config.source == "few_shot"
+
+    # Demonstrate: play scripts, or sample with worked examples.
+    trajectories, kept_trajectories = _few_shot(run) if is_few_shot else _scripted(run)
+    conversations = run.fitting(training_rows(kept_trajectories))
     if not conversations:
-        raise UserError(_why_nothing_to_learn(run, len(trajectories), kept))
+        raise UserError(_why_nothing_to_learn(run, len(trajectories), kept_trajectories))
     conversations += run.fitting(more_rows(), "conversations with a teacher")
 
     @functools.cache
     def packed_rows() -> PackedRows:
+        """Pack the demonstrations with documents. A warm-up that is over needs no rows."""
         mixed = conversations + _mixed_documents(run, conversations)
-        return pack(mixed, row_tokens=run.config.trainer.row_tokens, seed=run.config.seed)
+        return pack(mixed, row_tokens=trainer.row_tokens, seed=run.config.seed)
 
+    # Learn: make the configured steps or epochs, whichever is less.
     steps = config.steps
     if steps and config.epochs:
-        steps = min(
-            steps,
-            steps_of_epochs(
-                packed_rows().num_rows, run.config.trainer.rows_per_step, config.epochs
-            ),
-        )
-    state = run.learn(
-        WARM_UP.name,
-        run.initial_state if run.config.init else lambda: _pretrain(run),
-        packed_rows,
+        epoch_steps = steps_of_epochs(packed_rows().num_rows, trainer.rows_per_step, config.epochs)
+        steps = min(steps, epoch_steps)
+    plan = LearningPlan(
         steps=steps,
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
         warmup_steps=min(config.rise_steps, steps),
     )
+    state = run.learn(WARM_UP.name, _starting_state(run), packed_rows, plan=plan)
+
+    # Commit and evaluate.
     run.commit_policy(state, WARM_UP.step)
-    trained_steps = steps if run.config.init else steps + run.config.pretraining.steps
-    slots = trained_steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens
-    forward = tokens_of(trajectories) if few_shot else 0
-    spent = {"accepted": len(kept), "forward_tokens": forward, "trained_slots": slots}
-    result = run.finish_phase(WARM_UP, state, began=began, trajectories=len(trajectories), **spent)
-    best = run.reward.best
-    rewarded = {
-        id(row)
-        for row in training_rows([t for t in kept if accepts(t.reward, k=best, best_reward=best)])
-    }
-    rewarded_rows = [row for row in conversations if id(row) in rewarded]
-    return state, result, Demonstrations(rows=conversations, rewarded=rewarded_rows)
+    trained_steps = steps + _pretraining_steps(run)
+    result = run.finish_phase(
+        WARM_UP,
+        state,
+        start_time=start_time,
+        trajectories=len(trajectories),
+        accepted=len(kept_trajectories),
+        forward_tokens=tokens_of(trajectories) if is_few_shot else 0,
+        trained_slots=trained_steps * trainer.rows_per_step * trainer.row_tokens,
+    )
+
+    # A method may replay the rows of the trajectories with the best reward.
+    best_reward = run.reward.best
+    best_trajectories = [
+        trajectory
+        for trajectory in kept_trajectories
+        if accepts(trajectory.reward, k=best_reward, best_reward=best_reward)
+    ]
+    rewarded_ids = {id(row) for row in training_rows(best_trajectories)}
+    rewarded = [row for row in conversations if id(row) in rewarded_ids]
+    return state, result, Demonstrations(rows=conversations, rewarded=rewarded)
 
 
 def begin(
     run: Run, *, replayed: bool = False, more_rows: MoreRows = lambda: ()
 ) -> tuple[PhaseState, PhaseResult, Demonstrations]:
-    """The warm-up, or where it has no steps what the run starts from, evaluated. Then nothing is
-    demonstrated, unless the method replays demonstrations and a script plays some. `more_rows`: see
-    `warm_up`."""
-    task, scripted = run.task, replayed and has_script(run.config)
-    played = scripted and isinstance(task, FromScratchTask) and any(task.demonstrations())
-    if run.config.warmup.steps or played:
+    """Run the warm-up, or evaluate what the run starts from where the warm-up has no steps.
+
+    In the second case nothing is demonstrated, unless the method replays demonstrations and a
+    script plays some. `more_rows`: see `warm_up`."""
+    if run.config.warmup.steps or (replayed and _has_demonstrations(run)):
         return warm_up(run, more_rows)
-    began = time.monotonic()
-    state = PhaseState(run.initial_state if run.config.init else lambda: _pretrain(run))
+
+    start_time = time.monotonic()
+    trainer = run.config.trainer
+    state = PhaseState(_starting_state(run))
     run.commit_policy(state, WARM_UP.step)
-    steps, trainer = 0 if run.config.init else run.config.pretraining.steps, run.config.trainer
-    slots = steps * trainer.rows_per_step * trainer.row_tokens
-    result = run.finish_phase(WARM_UP, state, began=began, trained_slots=slots)
+    result = run.finish_phase(
+        WARM_UP,
+        state,
+        start_time=start_time,
+        trained_slots=_pretraining_steps(run) * trainer.rows_per_step * trainer.row_tokens,
+    )
     return state, result, Demonstrations(rows=[], rewarded=[])
+
+
+def _has_demonstrations(run: Run) -> bool:
+    """Whether a script plays some demonstrations."""
+    if not has_script(run.config):
+        return False
+    return isinstance(run.task, FromScratchTask) and any(run.task.demonstrations())
+
+
+def _starting_state(run: Run) -> GetState:
+    """Return what makes the state before the warm-up: the checkpoint, or a pre-trained one."""
+    if run.config.init:
+        return run.initial_state
+    return functools.partial(_pretrain, run)
+
+
+def _pretraining_steps(run: Run) -> int:
+    """Return how many updates pre-training makes; none where a run starts from a checkpoint."""
+    return 0 if run.config.init else run.config.pretraining.steps
 
 
 def with_control(
@@ -136,66 +178,69 @@ def with_control(
     first: PhaseResult,
     phases: Sequence[PhaseResult],
 ) -> list[PhaseResult]:
-    """The `first` phase, which `state` was left by, the control if it is asked for, and the
-    method's own phases."""
+    """Return the results of all phases, with the control if it is asked for.
+
+    `first` is the phase that ended with `state`, and `phases` are the method's own."""
     if not run.config.eval.control:
         return [first, *phases]
-    began, method = time.monotonic(), run.config.method
-    spent = sum(
+
+    # As many steps as cost what the method's phases cost.
+    start_time = time.monotonic()
+    method = run.config.method
+    trainer = run.config.trainer
+    cost = sum(
         result.forward_tokens + FORWARD_AND_BACKWARD * result.trained_slots for result in phases
     )
-    slots = run.config.trainer.rows_per_step * run.config.trainer.row_tokens
-    steps = max(1, round(spent / (FORWARD_AND_BACKWARD * slots)))
-    trained = run.learn(
-        CONTROL,
-        state,
-        lambda: pack(
-            demonstrations.rows, row_tokens=run.config.trainer.row_tokens, seed=run.config.seed
-        ),
-        steps=steps,
-        peak=method.learning_rate,
-        end_value=method.end_learning_rate,
+    slots_per_step = trainer.rows_per_step * trainer.row_tokens
+    steps = max(1, round(cost / (FORWARD_AND_BACKWARD * slots_per_step)))
+
+    def packed_rows() -> PackedRows:
+        return pack(demonstrations.rows, row_tokens=trainer.row_tokens, seed=run.config.seed)
+
+    plan = LearningPlan(steps=steps, peak=method.learning_rate, end_value=method.end_learning_rate)
+    control_state = run.learn(CONTROL, state, packed_rows, plan=plan)
+    control = run.finish_phase(
+        Phase(name=CONTROL, step=WARM_UP.step + len(phases) + 1, prefix=f"{CONTROL}/"),
+        control_state,
+        start_time=start_time,
+        trained_slots=steps * slots_per_step,
     )
-    phase = Phase(name=CONTROL, step=WARM_UP.step + len(phases) + 1, prefix=f"{CONTROL}/")
-    return [
-        first,
-        run.finish_phase(phase, trained, began=began, trained_slots=steps * slots),
-        *phases,
-    ]
+    return [first, control, *phases]
 
 
-def _why_nothing_to_learn(run: Run, sampled: int, kept: list[Trajectory]) -> str:
-    if kept:
-        shortest = min(len(row.token_ids) for row in training_rows(kept))
+def _why_nothing_to_learn(run: Run, num_sampled: int, kept_trajectories: list[Trajectory]) -> str:
+    """Return the sentence for a warm-up without a training row."""
+    if kept_trajectories:
+        shortest = min(len(row.token_ids) for row in training_rows(kept_trajectories))
         return (
-            f"no conversation of the {len(kept)} warm-up trajectories fits trainer.row_tokens "
-            f"{run.config.trainer.row_tokens}, the shortest has {shortest} tokens: raise "
-            "trainer.row_tokens"
+            f"no conversation of the {len(kept_trajectories)} warm-up trajectories fits "
+            f"trainer.row_tokens {run.config.trainer.row_tokens}, the shortest has {shortest} "
+            "tokens: raise trainer.row_tokens"
         )
     if run.config.warmup.source == "few_shot":
         return (
-            f"none of {sampled} few-shot trajectories was answered correctly: raise "
+            f"none of {num_sampled} few-shot trajectories was answered correctly: raise "
             f"warmup.few_shot_attempts {run.config.warmup.few_shot_attempts}, or start from a "
             "stronger model"
         )
-    if not sampled:
+    if not num_sampled:
         return (
             "no training question can be demonstrated by a script, which needs a question's type "
             "and evidences, from which its answer follows: add them (docs/own_questions.md), or "
             "--warmup.source few_shot"
         )
     return (
-        f"none of {sampled} scripted demonstrations reaches its gold answer: the limits of agent "
-        f"cut them, raise agent.max_turn_tokens {run.config.agent.max_turn_tokens} or the limit of "
-        "turns"
+        f"none of {num_sampled} scripted demonstrations reaches its gold answer: the limits of "
+        f"agent cut them, raise agent.max_turn_tokens {run.config.agent.max_turn_tokens} or the "
+        "limit of turns"
     )
 
 
 def from_scratch(task: Task) -> FromScratchTask:
-    """The task's demonstrations and texts. Raises UserError if it has none."""
+    """Return the task as one with demonstrations and texts. Raises UserError if it has none."""
     if not isinstance(task, FromScratchTask):
-        needed = ("demonstrations", "pretraining_documents", "tokenizer_text")
-        lacking = ", ".join(name for name in needed if not hasattr(task, name))
+        methods = ("demonstrations", "pretraining_documents", "tokenizer_text")
+        lacking = ", ".join(name for name in methods if not hasattr(task, name))
         raise UserError(
             f"task {task.name} lacks {lacking}, which a model from scratch begins with: start from "
             "a checkpoint with --init and --warmup.steps 0 or --warmup.source few_shot"
@@ -203,85 +248,111 @@ def from_scratch(task: Task) -> FromScratchTask:
     return task
 
 
-def _scripted(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Play the demonstrations in their environments. A script that fails by a miss stays in, as the
-    noise it is meant to be; one that cannot reach the gold answer, or whose search failed, is left
-    out."""
+class Played(NamedTuple):
+    """The trajectories of a warm-up."""
+
+    trajectories: list[Trajectory]  # all that were played
+    kept_trajectories: list[Trajectory]  # those that are learnt
+
+
+def _scripted(run: Run) -> Played:
+    """Play the demonstrations in their environments.
+
+    A script that fails by a miss is kept, as the noise it is meant to be. One that cannot reach the
+    gold answer, or whose search failed, is left out."""
     policy = ScriptedPolicy(
         run.tokenizer,
         miss_rate=run.config.warmup.miss_rate,
         seed=run.config.seed,
         contract=contract_of(run.config.agent),
     )
-    played: list[tuple[Trajectory, Question]] = []
-    trajectories: list[Trajectory] = []
-    right: list[bool] = []
-
-    async def play() -> None:
-        for question, environment in from_scratch(run.task).demonstrations():
-            run.preemption.check()
-            attempt = Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0)
-            trajectory = await run.faults.play(run.agent, attempt, environment, policy)
-            if isinstance(environment, WrittenPassages):
-                planned = tuple(c for c in trajectory.conversations if c.role == "planner")
-                trajectory = dataclasses.replace(trajectory, conversations=planned)
-            elif environment.kind == "text":
-                spoken = without_silent_workers(trajectory.conversations)
-                trajectory = dataclasses.replace(trajectory, conversations=spoken)
-            played.append((trajectory, question))
-            right.append(
-                metrics.score(trajectory.final_answer, question.answers, run.task.rule).em == 1.0
-            )
-        # All at once: a judge may have to be waited for.
-        rewards = (run.reward.rewarded(trajectory, question) for trajectory, question in played)
-        trajectories.extend(await asyncio.gather(*rewards))
-
     run.preemption.enter(f"{WARM_UP.name}: playing the demonstrations")
-    asyncio.run(play())
-    slipped = [
-        not trajectory.is_environment_fault
-        and any(search.query in policy.missed for search in trajectory.searches)
-        for trajectory in trajectories
-    ]
-    kept = [t for t, *keep in zip(trajectories, right, slipped, strict=True) if any(keep)]
-    lost = [
-        t.stop_reason
-        for t, *keep in zip(trajectories, right, slipped, strict=True)
-        if not any(keep)
-    ]
-    ends = "".join(
-        f"; of the rest {count} end as {end}" for end, count in Counter(lost).most_common(1)
-    )
+    trajectories, is_right = asyncio.run(_play_scripts(run, policy))
+
+    kept_trajectories: list[Trajectory] = []
+    stop_reasons: Counter[StopReason] = Counter()  # of the others
+    for trajectory, right in zip(trajectories, is_right, strict=True):
+        has_missed = not trajectory.is_environment_fault and any(
+            search.query in policy.missed for search in trajectory.searches
+        )
+        if right or has_missed:
+            kept_trajectories.append(trajectory)
+        else:
+            stop_reasons[trajectory.stop_reason] += 1
+
+    commonest_end = ""
+    for stop_reason, count in stop_reasons.most_common(1):
+        commonest_end = f"; of the rest {count} end as {stop_reason}"
+    num_right = sum(is_right)
+    num_kept = len(kept_trajectories)
     run.progress.line(
-        f"{sum(right)} of {len(trajectories)} scripted demonstrations reach the gold answer, "
-        f"{len(kept) - sum(right)} of the others fail by a miss; these {len(kept)} are kept{ends}"
+        f"{num_right} of {len(trajectories)} scripted demonstrations reach the gold answer, "
+        f"{num_kept - num_right} of the others fail by a miss; these {num_kept} are "
+        f"kept{commonest_end}"
     )
-    asked = {question.id for question in run.task.questions("train")}
-    if 0 < (shown := len(asked & {trajectory.question_id for trajectory in kept})) < len(asked):
-        run.progress.line(f"{shown} of {len(asked)} training questions have a demonstration")
-    return trajectories, kept
+    question_ids = {question.id for question in run.task.questions("train")}
+    num_shown = len(question_ids & {trajectory.question_id for trajectory in kept_trajectories})
+    if 0 < num_shown < len(question_ids):
+        run.progress.line(
+            f"{num_shown} of {len(question_ids)} training questions have a demonstration"
+        )
+    return Played(trajectories, kept_trajectories)
 
 
-def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
-    """Sample with worked examples in the prompt until enough trajectories are right, then take the
-    examples out."""
+async def _play_scripts(run: Run, policy: ScriptedPolicy) -> tuple[list[Trajectory], list[bool]]:
+    """Return the rewarded trajectories of all demonstrations, and which answer is right."""
+    trajectories: list[Trajectory] = []
+    questions: list[Question] = []
+    is_right: list[bool] = []
+    for question, environment in from_scratch(run.task).demonstrations():
+        run.preemption.check()
+        attempt = Attempt(question=question, number=0, seed=run.config.seed, temperature=0.0)
+        trajectory = await run.faults.play(run.agent, attempt, environment, policy)
+        if isinstance(environment, WrittenPassages):
+            planner_conversations = tuple(
+                conversation
+                for conversation in trajectory.conversations
+                if conversation.role == "planner"
+            )
+            trajectory = dataclasses.replace(trajectory, conversations=planner_conversations)
+        elif environment.kind == "text":
+            conversations = without_silent_workers(trajectory.conversations)
+            trajectory = dataclasses.replace(trajectory, conversations=conversations)
+        trajectories.append(trajectory)
+        questions.append(question)
+        score = metrics.score(trajectory.final_answer, question.answers, run.task.rule)
+        is_right.append(score.em == 1.0)
+
+    # All at once: a judge may have to be waited for.
+    rewards = [
+        run.reward.rewarded(trajectory, question)
+        for trajectory, question in zip(trajectories, questions, strict=True)
+    ]
+    return list(await asyncio.gather(*rewards)), is_right
+
+
+def _few_shot(run: Run) -> Played:
+    """Sample with worked examples in the prompt until enough trajectories are right.
+
+    The examples are taken out of what is kept."""
     config = run.config
     name = f"{WARM_UP.name}: sampling with worked examples"
     run.preemption.enter(name, kept=KEPT_SHARDS)
     run.use_policy(run.initial_state, WARM_UP.step)
-    few_shot = make_agent(dataclasses.replace(config.agent, prompt="few_shot"), run.tokenizer)
+    few_shot_agent = make_agent(dataclasses.replace(config.agent, prompt="few_shot"), run.tokenizer)
+    num_wanted = config.warmup.few_shot_trajectories
     questions = run.task.questions("train")
-    wanted = config.warmup.few_shot_trajectories
-    sampled: list[Trajectory] = []
-    kept: list[Trajectory] = []
-    starts = range(0, len(questions), config.sampling.shard_questions)
-    orders = itertools.product(range(config.warmup.few_shot_attempts), starts)
+    shard_size = config.sampling.shard_questions
 
-    def chosen(start: int) -> Sequence[Question]:
-        return questions[start : start + config.sampling.shard_questions]
+    # A shard holds one attempt at each of some questions: first attempts at all questions, then
+    # second ones, and so on.
+    shards: list[tuple[int, Sequence[Question]]] = []
+    for number in range(config.warmup.few_shot_attempts):
+        for start in range(0, len(questions), shard_size):
+            shards.append((number, questions[start : start + shard_size]))
 
-    def unit(shard: int, order: tuple[int, int], callback: OnEpisode) -> list[Trajectory]:
-        number, start = order
+    def play(shard: int, on_episode: OnEpisode) -> list[Trajectory]:
+        number, shard_questions = shards[shard]
         attempts = [
             Attempt(
                 question=question,
@@ -289,34 +360,36 @@ def _few_shot(run: Run) -> tuple[list[Trajectory], list[Trajectory]]:
                 seed=config.seed,
                 temperature=config.sampling.temperature,
             )
-            for question in chosen(start)
+            for question in shard_questions
         ]
-        return run.sample(WARM_UP.step, shard, attempts, callback, agent=few_shot)[1]
+        _, trajectories = run.sample(
+            WARM_UP.step, shard, attempts, on_episode, agent=few_shot_agent
+        )
+        return trajectories
 
-    with sampling(run, name, WARM_UP.step, total=wanted, unit="correct") as stage:
-        # As many shards at a time as there are processes; what is played beyond what is wanted is
-        # not used, whatever their number.
-        numbered = enumerate(orders)
-        while group := list(itertools.islice(numbered, distributed.processes())):
-            play_share(
-                run.progress,
-                name,
-                [functools.partial(unit, shard, order) for shard, order in group],
-            )
-            for shard, order in group:
-                if len(kept) >= wanted:
+    sampled: list[Trajectory] = []
+    right: list[Trajectory] = []
+    group_size = distributed.processes()
+    with sampling(run, name, WARM_UP.step, total=num_wanted, unit="correct") as stage:
+        # One shard at a time for each process. What is played beyond what is wanted is not used,
+        # whatever the number of processes.
+        for start in range(0, len(shards), group_size):
+            group = range(start, min(start + group_size, len(shards)))
+            play_share(run.progress, name, [functools.partial(play, shard) for shard in group])
+            for shard in group:
+                if len(right) >= num_wanted:
                     break
-                trajectories = unit(shard, order, lambda trajectory: None)
+                trajectories = play(shard, lambda trajectory: None)
                 sampled += trajectories
-                kept += right_ones(chosen(order[1]), trajectories, run.task.rule)
-                stage.update(min(len(kept), wanted), sampled=len(sampled))
-            if len(kept) >= wanted:
+                right += right_ones(shards[shard][1], trajectories, run.task.rule)
+                stage.update(min(len(right), num_wanted), sampled=len(sampled))
+            if len(right) >= num_wanted:
                 break
-    return sampled, [_zero_shot(run, trajectory) for trajectory in kept[:wanted]]
+    return Played(sampled, [_zero_shot(run, trajectory) for trajectory in right[:num_wanted]])
 
 
 def _zero_shot(run: Run, trajectory: Trajectory) -> Trajectory:
-    """The same trajectory under the prompt that is trained."""
+    """Return the trajectory under the prompt that is trained."""
     kind = run.task.environment_kind
     conversations = [
         with_opening(conversation, run.tokenizer, run.agent.opening(conversation.role, kind))
@@ -326,54 +399,61 @@ def _zero_shot(run: Run, trajectory: Trajectory) -> Trajectory:
 
 
 def _pretrain(run: Run) -> TrainState:
-    """On plain text, from the random start."""
-    config, trainer = run.config.pretraining, run.config.trainer
+    """Train the random start on plain text."""
+    config = run.config.pretraining
+    trainer = run.config.trainer
     if config.steps == 0:
         return run.initial_state()
-    cut = dataclasses.replace(
+
+    # Rows are cut into shorter ones, and a step takes as many tokens as before.
+    pretraining_trainer = dataclasses.replace(
         trainer,
         row_tokens=trainer.row_tokens // config.row_parts,
         rows_per_step=trainer.rows_per_step * config.row_parts,
     )
-    return run.learn(
-        PRETRAINING,
-        run.initial_state,
-        lambda: pack(
-            _document_rows(run, cut.row_tokens), row_tokens=cut.row_tokens, seed=run.config.seed
-        ),
-        config=cut,
+    row_tokens = pretraining_trainer.row_tokens
+
+    def packed_rows() -> PackedRows:
+        return pack(_document_rows(run, row_tokens), row_tokens=row_tokens, seed=run.config.seed)
+
+    plan = LearningPlan(
         steps=config.steps,
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
         warmup_steps=min(50, config.steps),
-    )()
+    )
+    state = run.learn(
+        PRETRAINING, run.initial_state, packed_rows, plan=plan, config=pretraining_trainer
+    )
+    return state()
 
 
 def _document_rows(run: Run, row_tokens: int) -> list[Conversation]:
-    """All tokens trained, without the documents that are longer than a row."""
+    """Return documents with all tokens trained, without those that are longer than a row."""
     documents = itertools.islice(_documents(run, stream=0), run.config.pretraining.documents)
     return run.fitting(list(documents), "documents", row_tokens)
 
 
 def _documents(run: Run, stream: int) -> Iterator[Conversation]:
+    """Yield the task's documents as conversations of one turn."""
     for text in from_scratch(run.task).pretraining_documents(seed=1000 * run.config.seed + stream):
-        ids = (*run.tokenizer.encode_plain(text), run.tokenizer.stop_token_ids[0])
-        yield Conversation(
-            role="document", turns=(Turn(role="model", token_ids=ids, text=text, trained=True),)
-        )
+        token_ids = (*run.tokenizer.encode_plain(text), run.tokenizer.stop_token_ids[0])
+        turn = Turn(role="model", token_ids=token_ids, text=text, trained=True)
+        yield Conversation(role="document", turns=(turn,))
 
 
 def _mixed_documents(run: Run, conversations: list[Conversation]) -> list[Conversation]:
-    """Documents kept in the mixture, so that learning the format does not unlearn copying."""
+    """Return documents to mix with conversations, so that copying is not unlearnt."""
     share = run.config.warmup.pretraining_share
     if run.config.init or share == 0:
         return []
-    wanted = share * sum(len(conversation.token_ids) for conversation in conversations)
-    rows, tokens = [], 0
+    max_tokens = share * sum(len(conversation.token_ids) for conversation in conversations)
+    rows: list[Conversation] = []
+    num_tokens = 0
     for row in itertools.islice(_documents(run, stream=1), run.config.pretraining.documents):
-        if tokens >= wanted:
+        if num_tokens >= max_tokens:
             break
         if len(row.token_ids) <= run.config.trainer.row_tokens:
             rows.append(row)
-            tokens += len(row.token_ids)
+            num_tokens += len(row.token_ids)
     return rows

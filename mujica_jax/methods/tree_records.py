@@ -1,5 +1,4 @@
-"""What is kept of a search tree: trajectories, in the shards that all methods use, and its nodes in
-a table beside.
+"""Store a search tree as trajectories, in the shards that all methods use, with a table of nodes.
 
 The first trajectory is the tree's best chain, with the tree's own numbers among its counts; every
 other one is a preference pair: two conversations, the chosen one first, whose role is the kind of
@@ -15,11 +14,14 @@ from mujica_jax.methods.preference_pairs import PREFERENCES
 from mujica_jax.methods.search_tree import COUNTS, Tree
 from mujica_jax.records import Trajectory
 
-CHOSEN, REJECTED = "chosen_mean", "rejected_mean"  # counts of a preference pair
+# Counts of a preference pair.
+CHOSEN = "chosen_mean"
+REJECTED = "rejected_mean"
 PREFERS = "prefers_"  # before what a pair prefers: a count of 1
 FAULTS = ("repeated", "retriever_failed")  # of COUNTS, those that are given all together
 LEAF = "leaf"  # of a tree's first trajectory: whether it is a leaf of it
-# with their Arrow types; a parent is a node of the same question, or null: the question itself
+# Columns of the table of nodes, with their Arrow types. A parent is a node of the same question, or
+# null: the question itself.
 NODE_COLUMNS = {
     "question_id": "string",
     "node": "int32",
@@ -31,6 +33,7 @@ REWARDS = "rewards"  # a column of lists: of the episodes played from the node
 
 
 def is_pair(record: Trajectory) -> bool:
+    """Whether a record is a preference pair, and no tree."""
     return CHOSEN in record.counts
 
 
@@ -52,21 +55,36 @@ def best_chain(tree: Tree, retrievals: Literal["most", "least"]) -> tuple[Trajec
 def records_of(
     tree: Tree, retrievals: Literal["most", "least"], seconds: float
 ) -> list[Trajectory]:
-    """A tree as it is kept. `seconds` are those of its expansion."""
+    """Return the records of a tree: its best chain, then its pairs.
+
+    `seconds` are those of its expansion."""
     chain, is_leaf = best_chain(tree, retrievals)
-    about = {**tree.counts, "finished": float(len(tree.finished)), LEAF: float(is_leaf)}
-    first = dataclasses.replace(chain, attempt=0, counts={**chain.counts, **about}, seconds=seconds)
-    records = [first]
+    tree_counts = {**tree.counts, "finished": float(len(tree.finished)), LEAF: float(is_leaf)}
+    records = [
+        dataclasses.replace(
+            chain, attempt=0, counts={**chain.counts, **tree_counts}, seconds=seconds
+        )
+    ]
     for number, pair in enumerate(tree.pairs, start=1):
-        sides = (pair.chosen, pair.rejected)
-        counts = {CHOSEN: pair.means[0], REJECTED: pair.means[1], f"{PREFERS}{pair.prefers}": 1.0}
-        untimed = dataclasses.replace(tree.unfinished, attempt=number, seconds=0.0)
-        records.append(dataclasses.replace(untimed, conversations=sides, counts=counts))
+        chosen_mean, rejected_mean = pair.means
+        records.append(
+            dataclasses.replace(
+                tree.unfinished,
+                attempt=number,
+                seconds=0.0,
+                conversations=(pair.chosen, pair.rejected),
+                counts={
+                    CHOSEN: chosen_mean,
+                    REJECTED: rejected_mean,
+                    f"{PREFERS}{pair.prefers}": 1.0,
+                },
+            )
+        )
     return records
 
 
 def encode_nodes(trees: Sequence[Tree]) -> bytes:
-    """A Parquet file of all nodes that were scored."""
+    """Return a Parquet file of all nodes that were scored."""
     import pyarrow
     import pyarrow.parquet
 
@@ -83,40 +101,45 @@ def encode_nodes(trees: Sequence[Tree]) -> bytes:
 
 def pairs_by_preference(records: Sequence[Trajectory]) -> dict[str, int]:
     """Count the pairs of a run by what they prefer."""
-    return {
-        name: int(sum(record.counts.get(f"{PREFERS}{name}", 0) for record in records))
-        for name in PREFERENCES
-    }
+    num_pairs: dict[str, int] = {}
+    for name in PREFERENCES:
+        count_name = f"{PREFERS}{name}"
+        num_pairs[name] = int(sum(record.counts.get(count_name, 0) for record in records))
+    return num_pairs
 
 
 def figures(records: Sequence[Trajectory]) -> dict[str, float | int]:
-    """Of the trees of a run, means a question where nothing else is said (docs/metrics.md)."""
+    """Return the numbers of the trees of a run (docs/metrics.md).
+
+    They are means a question where nothing else is said."""
     trees = [record for record in records if not is_pair(record)]
     # A tree that finished nothing because searches failed says nothing about the policy.
-    whole = [tree for tree in trees if not tree.is_environment_fault]
-
-    def mean(name: str) -> float:
-        return statistics.fmean(tree.counts[name] for tree in trees)
+    whole_trees = [tree for tree in trees if not tree.is_environment_fault]
+    pair_kinds = [record.conversations[0].role for record in records if is_pair(record)]
 
     def total(name: str) -> int:
         return int(sum(tree.counts[name] for tree in trees))
 
-    kinds = [record.conversations[0].role for record in records if is_pair(record)]
+    mean_counts = {}
+    for name in ("generated_tokens", "writer_tokens", *COUNTS):
+        if name not in FAULTS:
+            mean_counts[name] = statistics.fmean(tree.counts[name] for tree in trees)
     return {
         "questions": len(trees),
         "seconds": statistics.fmean(tree.seconds for tree in trees),
-        **{
-            name: mean(name)
-            for name in ("generated_tokens", "writer_tokens", *COUNTS)
-            if name not in FAULTS
-        },
-        "best_reward": statistics.fmean(tree.reward for tree in whole) if whole else 0.0,
-        "leaf_share": statistics.fmean(tree.counts[LEAF] for tree in whole) if whole else 0.0,
-        "retrievals": statistics.fmean(len(tree.searches) for tree in whole) if whole else 0.0,
+        **mean_counts,
+        "best_reward": _mean([tree.reward for tree in whole_trees]),
+        "leaf_share": _mean([tree.counts[LEAF] for tree in whole_trees]),
+        "retrievals": _mean([len(tree.searches) for tree in whole_trees]),
         "budget_spent": total("budget_spent"),
         "unfinished": sum(not tree.counts["finished"] for tree in trees),
         **{name: total(name) for name in FAULTS},
-        "decision_pairs": kinds.count("decision"),
-        "execution_pairs": kinds.count("execution"),
+        "decision_pairs": pair_kinds.count("decision"),
+        "execution_pairs": pair_kinds.count("execution"),
         **{f"pairs_{name}": count for name, count in pairs_by_preference(records).items()},
     }
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean; 0 where there is nothing."""
+    return statistics.fmean(values) if values else 0.0
