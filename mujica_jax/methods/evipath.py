@@ -172,8 +172,8 @@ def _select(run: Run, questions: Sequence[Question], trajectories: list[Trajecto
     num_kept = len(kept_trajectories)
     if num_kept < config.trajectories:
         run.progress.line(
-            f"{EVIPATH.name}: all {len(questions)} questions give {num_kept} right "
-            f"trajectories, and method.trajectories is {config.trajectories}: give more questions with "
+            f"{EVIPATH.name}: all {len(questions)} questions give {num_kept} right trajectories, "
+            f"and method.trajectories is {config.trajectories}: give more questions with "
             "--sampling.questions-per-round"
         )
     conversations = [
@@ -185,14 +185,14 @@ def _select(run: Run, questions: Sequence[Question], trajectories: list[Trajecto
     beyond = f" ({num_beyond} more are right)" if num_beyond else ""
     reasons = _reasons_in_words(trajectories, right)
     run.progress.line(
-        f"{EVIPATH.name}: {num_kept} of {len(trajectories)} trajectories are "
-        f"kept{beyond}, after {_total_counts(trajectories)[RETRIES]} retries of the teacher; not kept: "
+        f"{EVIPATH.name}: {num_kept} of {len(trajectories)} trajectories are kept{beyond}, after "
+        f"{_total_counts(trajectories)[RETRIES]} retries of the teacher; not kept: "
         f"{reasons or 'none'}"
     )
     if not rows:
         raise UserError(
-            f"of {len(trajectories)} trajectories {num_kept} are right, and none of "
-            f"their {len(conversations)} conversations can be learnt ({reasons}): ask another teacher, "
+            f"of {len(trajectories)} trajectories {num_kept} are right, and none of their "
+            f"{len(conversations)} conversations can be learnt ({reasons}): ask another teacher, "
             f"give more questions, or raise trainer.row_tokens {run.config.trainer.row_tokens}"
         )
     return _Selection(

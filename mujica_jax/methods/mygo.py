@@ -255,8 +255,8 @@ def why_nothing_is_learnt(
     num_kept = len(kept_trajectories)
     lengths = [len(row.token_ids) for row in training_rows(kept_trajectories)]
     return (
-        f"{num_kept} of {len(trajectories)} trajectories beat K = {k:.3f}, and none "
-        f"of their {len(lengths)} conversations fits trainer.row_tokens {row_tokens}, the shortest has "
+        f"{num_kept} of {len(trajectories)} trajectories beat K = {k:.3f}, and none of their "
+        f"{len(lengths)} conversations fits trainer.row_tokens {row_tokens}, the shortest has "
         f"{min(lengths)} tokens; the policy stays as it is. Raise trainer.row_tokens, or lower "
         "agent.max_trajectory_tokens"
     )
