@@ -81,7 +81,8 @@ class TwoPolicies:
     An agent's state says by its `role` whose turn it is."""
 
     def __init__(self, planner: Policy, worker: Policy) -> None:
-        self._planner, self._worker = planner, worker
+        self._planner = planner
+        self._worker = worker
 
     @property
     def version(self) -> int:
