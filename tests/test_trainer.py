@@ -20,8 +20,11 @@ from mujica_jax.learning.trainer import (
     Trainer,
     TrainState,
     fit,
+    make_train_step,
     steps_of_epochs,
+    train_step,
 )
+from mujica_jax.models.sharding import shard_batch
 from mujica_jax.trajectories.batches import rows_of_step
 from mujica_jax.trajectories.packing import pack
 
@@ -70,6 +73,18 @@ def test_a_step_is_adamw_on_the_gradient_of_the_loss(trainer, decoder):
     assert float(metrics["grad_norm"]) == pytest.approx(float(grad_norm), rel=1e-5)
     assert float(metrics["learning_rate"]) == pytest.approx(5e-3)
     assert int(metrics["trained_tokens"]) == batch.loss_mask.sum()
+
+
+def test_a_step_is_a_function_that_runs_without_being_compiled(trainer, decoder):
+    """`train_step` is pure: the same state and batch give what the compiled program gives."""
+    batch = ROWS.batch(slice(0, TRAINER.rows_per_step))
+    setup = make_train_step(MODEL, TRAINER, MLE(), trainer.mesh)
+    with jax.set_mesh(trainer.mesh), jax.disable_jit():
+        placed = shard_batch(batch, trainer.mesh)
+        plain, plain_metrics = train_step(setup, trainer.initial_state(decoder), placed, SCHEDULE)
+    compiled, metrics = trainer.train_step(trainer.initial_state(decoder), batch, SCHEDULE)
+    assert_same(plain.params, compiled.params, 1e-6)
+    assert float(plain_metrics["loss"]) == pytest.approx(float(metrics["loss"]), abs=1e-6)
 
 
 def test_training_learns_the_rows(trainer, decoder):
