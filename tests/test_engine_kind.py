@@ -45,6 +45,10 @@ def test_pods_sample_through_jetstream_where_the_method_needs_no_log_probabiliti
             "engine.factory is my_package:make_engine and engine.kind native, which makes its own "
             "engine: add --engine.kind jetstream, or leave --engine.factory out",
         ),
+        (
+            ["tiny_world", "--engine.kind", "jetstream", "--engine.factory", "nowhere:make"],
+            "engine.factory is 'nowhere:make' and is not there: name it as module:function",
+        ),
     ],
 )
 def test_train_refuses_in_one_sentence(capsys, tmp_path, words, sentence):

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from mujica_jax.agents.mujica import contract_of
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.agents.scripted import sample_text
-from mujica_jax.config.files import implementation
+from mujica_jax.config.files import implementation, named_object
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import RunMismatch, UserError
 from mujica_jax.inference.counters import serve_metrics
@@ -190,6 +190,8 @@ def _check_size(config: Config, size: DecoderConfig, mesh: Mesh) -> int:
         positions=config.agent.max_trajectory_tokens,
         dtype=jnp.dtype(config.trainer.dtype),
     )
+    if config.engine.factory is not None:
+        named_object(config.engine.factory, setting="engine.factory")
     return _check_memory(config, size)
 
 
