@@ -17,9 +17,9 @@ from mujica_jax import train
 from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, EnginePolicy
 from mujica_jax.agents.mujica import Mujica, PlannerState
-from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.config.files import command_line, load_config
 from mujica_jax.config.schema import Config
+from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.methods import setup, supervised
 from mujica_jax.methods.setup import build_task
 from mujica_jax.models.tokenizer import Tokenizer

@@ -22,6 +22,7 @@ FLOORS = (
     ("inference", "retrieval", "trajectories"),
     ("tasks", "learning"),
     ("agents", "report"),
+    ("demonstrations",),
     ("methods",),
     ("train", "eval", "sample", "index", "plan", "serve"),
 )

@@ -16,7 +16,7 @@ from packed_rows import TRAINER as SHORT
 from packed_rows import tiny_decoder
 from tiny_worlds import small_world
 
-from mujica_jax.agents.scripted import ScriptedPolicy
+from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.policy import DAPO, GRPO, group_advantages

@@ -11,8 +11,8 @@ from tiny_worlds import small_world
 
 from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.agents.protocol import NOTHING_FOUND, SearchCall, parse_planner, parse_worker
-from mujica_jax.agents.scripted import ScriptedPolicy
-from mujica_jax.agents.scripted_text import first_statement, query_of, without_silent_workers
+from mujica_jax.demonstrations.mujica_text import first_statement, query_of, without_silent_workers
+from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.methods import supervised
 from mujica_jax.records import KNOWN, Entity, Evidence, Question, StopReason, Trajectory
 from mujica_jax.retrieval.statistics import RetrievalStatistics

@@ -20,8 +20,8 @@ from tiny_embedder import tiny_embedder
 
 from mujica_jax import index
 from mujica_jax.agents.faults import FaultGuard
-from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.config.schema import TwoWikiConfig
+from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.methods import supervised
 from mujica_jax.metrics import score

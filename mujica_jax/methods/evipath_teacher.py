@@ -20,12 +20,12 @@ from typing import cast
 from mujica_jax.agents.agent import Attempt, EnginePolicy, Policy
 from mujica_jax.agents.mujica import PLANNER, WORKER, contract_of
 from mujica_jax.agents.protocol import PromptMode
-from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.agents.synthesis import ParagraphsOf, Synthesis, Synthesizer
 from mujica_jax.agents.synthesis_prompts import planner_addition, worker_addition
 from mujica_jax.agents.teacher import Teacher
 from mujica_jax.config.method_checks import is_taught
 from mujica_jax.config.schema import EviPathConfig, MujicaConfig
+from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.inference.generator import PolicyGenerator
 from mujica_jax.methods.policies import Checkpoint, SavedPolicy, find_policy, read_object

@@ -20,9 +20,9 @@ from jax.sharding import Mesh
 
 from mujica_jax.agents.mujica import contract_of
 from mujica_jax.agents.protocol import PromptMode
-from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config.files import implementation, named_object
 from mujica_jax.config.schema import Config
+from mujica_jax.demonstrations.policy import sample_text
 from mujica_jax.errors import RunMismatch, UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine

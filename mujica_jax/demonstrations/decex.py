@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from mujica_jax.agents import decex, protocol
 from mujica_jax.agents.decex import DecexState, Step
-from mujica_jax.agents.scripted_text import conclusion, fact, first_statement, queries_of
 from mujica_jax.agents.single import INFORMATION_TAG, numbered_passages
+from mujica_jax.demonstrations.mujica_text import conclusion, fact, first_statement, queries_of
 from mujica_jax.records import UNKNOWN, Evidence, Question
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds

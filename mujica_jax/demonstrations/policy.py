@@ -15,18 +15,20 @@ number of its line, the number before the object, both years before the one that
 import random
 from collections.abc import Iterable, Iterator, Mapping
 
-from mujica_jax.agents import protocol, scripted_decex, scripted_single, synthesis_prompts
+from mujica_jax.agents import protocol, synthesis_prompts
 from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.decex import DECEX, DecexState
 from mujica_jax.agents.mujica import MUJICA_CONTRACT, PlannerState, WorkerState
-from mujica_jax.agents.scripted_text import (
+from mujica_jax.agents.single import SingleState
+from mujica_jax.demonstrations import decex as scripted_decex
+from mujica_jax.demonstrations import single as scripted_single
+from mujica_jax.demonstrations.mujica_text import (
     TextScript,
     conclusion,
     fact,
     query_of,
     stated_object,
 )
-from mujica_jax.agents.single import SingleState
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.models.tokenizer import Tokenizer

@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Iterator
 
 from mujica_jax.agents import protocol
-from mujica_jax.agents.scripted_text import conclusion, fact, stated_object
 from mujica_jax.agents.single import (
     INFORMATION,
     INFORMATION_TAG,
@@ -23,6 +22,7 @@ from mujica_jax.agents.single import (
     numbered_passages,
     opening,
 )
+from mujica_jax.demonstrations.mujica_text import conclusion, fact, stated_object
 from mujica_jax.records import UNKNOWN, Evidence, Question, Search
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.two_wiki.chains import evidence_rounds
