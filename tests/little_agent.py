@@ -18,7 +18,7 @@ from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Question, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.retriever import RetrievalStatistics
-from mujica_jax.rewards import find_reward
+from mujica_jax.rewards.reward import find_reward
 from mujica_jax.tasks.task import Environment, Material
 
 CONFIG = MujicaConfig(

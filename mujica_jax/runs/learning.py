@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.optimizer import Schedule, schedule
+from mujica_jax.learning.packing import PackedRows
 from mujica_jax.learning.throughput import Throughput
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
-from mujica_jax.methods.phases import LEARNING, GetState, learning_folder
+from mujica_jax.runs.phases import LEARNING, GetState, learning_folder
 from mujica_jax.runtime import distributed
-from mujica_jax.trajectories.packing import PackedRows
 
 if TYPE_CHECKING:
     from mujica_jax.learning.checkpoints import Checkpoints
-    from mujica_jax.methods.run import Run
+    from mujica_jax.runs.run import Run
 
 SAVE_EVERY_SECONDS = 15.0  # of training, at least; a save takes about 60 ms for the tiny models
 # Share of the training time that saves may take, where `trainer.save_seconds` does not say how

@@ -5,7 +5,7 @@ import collections
 from collections.abc import Sequence
 
 from mujica_jax.records import StopReason, Trajectory, rewarded
-from mujica_jax.rewards import ILL_FORMED_ENDS
+from mujica_jax.rewards.reward import ILL_FORMED_ENDS
 from mujica_jax.trajectories.select import mean_first_attempt_reward
 
 REWARD_QUANTILES = {"reward_p10": 0.1, "reward_p50": 0.5, "reward_p90": 0.9}

@@ -3,8 +3,8 @@ the executions and decisions that the trees scored (section 2.3 and appendix A.2
 
 The phases: a warm-up, or the checkpoint as it is where `warmup.steps` is 0; `trees`, all of the
 run's questions from that policy, a shard at a time; `sft`; `dpo`, whose reference is the policy
-that it begins with. Each of the last two can be left out. `methods/search_tree.py` has the trees
-and how we read them, `methods/tree_records.py` what is kept of them; a restart finds that, and the
+that it begins with. Each of the last two can be left out. `methods/decex/tree.py` has the trees
+and how we read them, `methods/decex/records.py` what is kept of them; a restart finds that, and the
 log-probabilities of the reference, in the run directory.
 
 The policy writes a tree alone, or a second model behind `method.remote` writes all of it but the
@@ -31,28 +31,12 @@ from collections.abc import Callable, Sequence
 
 from mujica_jax.agents.agent import EnginePolicy, gather_polled
 from mujica_jax.agents.decex import Decex
-from mujica_jax.agents.decex_writer import TreeWriter
 from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses import preference
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.learning_phase import LearningPlan
-from mujica_jax.methods.phases import WARM_UP, Phase, PhaseResult, PhaseState
-from mujica_jax.methods.remote import Endpoint, open_endpoint
-from mujica_jax.methods.rollouts import score_once
-from mujica_jax.methods.rounds import (
-    attempt,
-    close_round,
-    finished_round,
-    method_of,
-    questions_a_round,
-    sampling,
-)
-from mujica_jax.methods.run import KEPT_SHARDS, Run
-from mujica_jax.methods.search_tree import Growth, Tree
-from mujica_jax.methods.shares import play_share
-from mujica_jax.methods.supervised import begin, with_control
-from mujica_jax.methods.tree_records import (
+from mujica_jax.methods.decex.records import (
     best_chain,
     encode_nodes,
     figures,
@@ -60,9 +44,25 @@ from mujica_jax.methods.tree_records import (
     pairs_by_preference,
     records_of,
 )
+from mujica_jax.methods.decex.tree import Growth, Tree
+from mujica_jax.methods.decex.writer import TreeWriter
+from mujica_jax.methods.rollouts import score_once
+from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.report.progress import Stage
-from mujica_jax.trajectories.packing import pack
+from mujica_jax.runs.endpoint import Endpoint, open_endpoint
+from mujica_jax.runs.learning import LearningPlan
+from mujica_jax.runs.phases import WARM_UP, Phase, PhaseResult, PhaseState
+from mujica_jax.runs.run import KEPT_SHARDS, Run
+from mujica_jax.runs.sampling import (
+    attempt,
+    close_round,
+    finished_round,
+    method_of,
+    questions_a_round,
+    sampling,
+)
+from mujica_jax.runs.shares import play_share
 from mujica_jax.trajectories.store import ShardEntry
 
 ROUND = 1  # of the run directory: the trees

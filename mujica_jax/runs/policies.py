@@ -21,9 +21,9 @@ from mujica_jax.trajectories.store import Store
 if TYPE_CHECKING:
     from jax.sharding import Mesh
 
-    from mujica_jax.methods.evaluation import ScoredGenerator
     from mujica_jax.models.decoder import Decoder
     from mujica_jax.models.tokenizer import Tokenizer
+    from mujica_jax.runs.evaluation import ScoredGenerator
 
 WANTED = (
     "give --checkpoint a run directory, or a Hugging Face directory, a GGUF file or smollm2 and a "
@@ -57,8 +57,8 @@ class SavedPolicy:
         The sentence names `context_setting`, if it is given, as what to lower.
         """
         from mujica_jax.inference.engine.factory import CONTEXT_SETTING, check_context
-        from mujica_jax.methods.setup import open_model
         from mujica_jax.models.adapters import with_adapter
+        from mujica_jax.runs.setup import open_model
 
         tokenizer, abstract, load = open_model(self.model, dtype)
         check_context(abstract.config, context_tokens, setting=context_setting or CONTEXT_SETTING)
@@ -97,7 +97,7 @@ class Checkpoint(SavedPolicy):
         from flax import nnx
 
         from mujica_jax.inference.engine.factory import engine_mesh
-        from mujica_jax.methods.parts import make_generator, use_weights
+        from mujica_jax.runs.parts import make_generator, use_weights
 
         tokenizer, decoder = self.load(
             config.trainer.dtype,

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Int
 
 from mujica_jax.errors import UserError
-from mujica_jax.trajectories.packing import Batch, PackedRows
+from mujica_jax.learning.packing import Batch, PackedRows
 
 
 class Batches:

@@ -26,12 +26,12 @@ from mujica_jax.config.rewards import needs_judge
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.requests import Generator, RequestError, SamplingParams
-from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.metrics import Rule, bootstrap_interval, normalise_squad, score
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.retrieval.search_cache import SearchCache
-from mujica_jax.rewards import NoVerdict
+from mujica_jax.rewards.reward import NoVerdict
+from mujica_jax.runs.endpoint import Endpoint, open_endpoint
 from mujica_jax.storage.run_directory import RunDirectory, RunPath
 
 INSTRUCTION = (

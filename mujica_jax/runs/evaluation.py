@@ -28,7 +28,7 @@ from mujica_jax.metrics import Rule
 from mujica_jax.records import GoldPassage, Question, Search, Trajectory, generated_tokens
 from mujica_jax.report.progress import Figure, Progress, Stage
 from mujica_jax.report.results import rounded
-from mujica_jax.rewards import RewardFunction
+from mujica_jax.rewards.reward import RewardFunction
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import EnvironmentKind, Task

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from mujica_jax.agents.protocol import one_line
 from mujica_jax.records import Evidence, GoldPassage, Question
-from mujica_jax.retrieval.text.similarity import Similarity
+from mujica_jax.retrieval.embedding.similarity import Similarity
 from mujica_jax.tasks.environment import words
 from mujica_jax.tasks.task import EnvironmentKind, Material
 

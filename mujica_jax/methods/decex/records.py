@@ -10,8 +10,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal
 
-from mujica_jax.methods.preference_pairs import PREFERENCES
-from mujica_jax.methods.search_tree import COUNTS, Tree
+from mujica_jax.methods.decex.pairs import PREFERENCES
+from mujica_jax.methods.decex.tree import COUNTS, Tree
 from mujica_jax.records import Trajectory
 
 # Counts of a preference pair.

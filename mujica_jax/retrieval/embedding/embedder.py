@@ -26,8 +26,8 @@ from jaxtyping import Array, Float
 
 from mujica_jax.errors import UserError
 from mujica_jax.models.companions import read_json, refuse_pointer
-from mujica_jax.models.encoder import Encoder, encoder_config
 from mujica_jax.models.tensors import Folder
+from mujica_jax.retrieval.embedding.encoder import Encoder, encoder_config
 
 Pooling = Literal["cls", "mean"]
 Role = Literal["query", "passage"]

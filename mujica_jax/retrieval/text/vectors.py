@@ -22,7 +22,7 @@ from mujica_jax.retrieval.manifest import read_json, write_json
 from mujica_jax.retrieval.text.corpus import Passage
 
 if TYPE_CHECKING:
-    from mujica_jax.models.embedder import Embedder
+    from mujica_jax.retrieval.embedding.embedder import Embedder
 
 Storage = Literal["bfloat16", "int8"]
 

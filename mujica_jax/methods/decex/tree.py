@@ -12,7 +12,7 @@ state; otherwise the best of k sub-queries, scored in the same way, is.
     full       every execution stays and nothing is played to its end: an execution's score is the
                mean over the final answers beneath it
 
-Siblings that were scored become preference pairs (`methods/preference_pairs.py`). The paper
+Siblings that were scored become preference pairs (`methods/decex/pairs.py`). The paper
 generates all branches of a decision before it prunes. With `score_both_branches` both branches of
 every decision are scored, so that pairs can prefer memory to search and stopping to going on, and
 what is expanded stays as above. Sub-queries are scored where memory was good enough; sub-questions
@@ -23,7 +23,7 @@ answer from (the paper's prompt in table 4 forbids it), nor to go on where no it
 full tree scores no episodes, and forces nothing. Without the flag a branch that is not expanded
 costs nothing and gives no pair.
 
-A second model may write a tree (`agents/decex_writer.py`): all but the executions of retrieval
+A second model may write a tree (`methods/decex/writer.py`): all but the executions of retrieval
 decisions, which are the policy's own. So the episodes that score an execution are the second
 model's as well.
 
@@ -48,7 +48,7 @@ from mujica_jax.agents.decex import Chain, Decex, Decided, Source
 from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.config.schema import FaultConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
-from mujica_jax.methods.preference_pairs import (
+from mujica_jax.methods.decex.pairs import (
     Group,
     Node,
     Pair,

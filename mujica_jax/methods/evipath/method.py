@@ -2,7 +2,7 @@
 Evidence to Trajectory").
 
     warm-up     optional; of 0 steps, what the run starts from is evaluated as it is
-    synthesis   one trajectory a question (`agents/synthesis.py`), kept if it answers the question
+    synthesis   one trajectory a question (`methods/evipath/synthesis.py`), kept if it answers the question
                 rightly
     learning    conversational fine-tuning: maximum likelihood of planner conversations of several
                 turns and worker conversations of one, as rows of one objective (equation 7), for
@@ -42,25 +42,30 @@ from collections.abc import Callable, Sequence
 
 from mujica_jax.agents.agent import OnEpisode
 from mujica_jax.agents.mujica import PLANNER, WORKER
-from mujica_jax.agents.synthesis import FAILED
-from mujica_jax.agents.teacher import REFUSED, RETRIES, TEACHER_PROMPT_TOKENS, TEACHER_TOKENS
 from mujica_jax.config.schema import EviPathConfig
 from mujica_jax.errors import UserError
+from mujica_jax.learning.packing import pack, too_long
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.evaluation import right_ones
-from mujica_jax.methods.evipath_teacher import Author, find_author, lessons
-from mujica_jax.methods.learning_phase import LearningPlan
-from mujica_jax.methods.phases import Phase, PhaseResult, PhaseState
-from mujica_jax.methods.rounds import attempt, close_round, finished_round, method_of, sampling
-from mujica_jax.methods.run import KEPT_SHARDS, Run
-from mujica_jax.methods.shares import play_share
+from mujica_jax.methods.evipath.authors import Author, find_author, lessons
+from mujica_jax.methods.evipath.synthesis import FAILED
+from mujica_jax.methods.evipath.teacher import (
+    REFUSED,
+    RETRIES,
+    TEACHER_PROMPT_TOKENS,
+    TEACHER_TOKENS,
+)
 from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory
 from mujica_jax.report.progress import Stage
+from mujica_jax.runs.evaluation import right_ones
+from mujica_jax.runs.learning import LearningPlan
+from mujica_jax.runs.phases import Phase, PhaseResult, PhaseState
+from mujica_jax.runs.run import KEPT_SHARDS, Run
+from mujica_jax.runs.sampling import attempt, close_round, finished_round, method_of, sampling
+from mujica_jax.runs.shares import play_share
 from mujica_jax.runtime import distributed
 from mujica_jax.tasks.task import ParagraphTask
-from mujica_jax.trajectories.packing import pack, too_long
 from mujica_jax.trajectories.select import mean_reward, training_rows
 from mujica_jax.trajectories.store import ShardEntry
 

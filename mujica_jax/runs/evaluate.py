@@ -18,31 +18,31 @@ from mujica_jax.config.schema import Config, MujicaConfig, SingleConfig, TaskCon
 from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.counters import LiveCounters
 from mujica_jax.inference.generator import PolicyGenerator
-from mujica_jax.methods.evaluation import (
-    Play,
-    PolicyEvaluator,
-    ScoredGenerator,
-    Scores,
-    held_out_questions,
-)
-from mujica_jax.methods.judge import Judge, judge_behind
-from mujica_jax.methods.parts import (
-    check_engine_temperatures,
-    check_prompts,
-    make_agent,
-    make_reward,
-    statistics_of,
-)
-from mujica_jax.methods.policies import Checkpoint
-from mujica_jax.methods.remote import Endpoint
-from mujica_jax.methods.setup import about_questions, build_task, check_dtypes, require_packages
-from mujica_jax.methods.shares import gather
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report import comparison
 from mujica_jax.report.comparison import Compared
 from mujica_jax.report.progress import Figure, NoConsole, Progress
 from mujica_jax.report.results import question_tree, score_table
+from mujica_jax.runs.endpoint import Endpoint
+from mujica_jax.runs.evaluation import (
+    Play,
+    PolicyEvaluator,
+    ScoredGenerator,
+    Scores,
+    held_out_questions,
+)
+from mujica_jax.runs.judge import Judge, judge_behind
+from mujica_jax.runs.parts import (
+    check_engine_temperatures,
+    check_prompts,
+    make_agent,
+    make_reward,
+    statistics_of,
+)
+from mujica_jax.runs.policies import Checkpoint
+from mujica_jax.runs.setup import about_questions, build_task, check_dtypes, require_packages
+from mujica_jax.runs.shares import gather
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.extras import import_extra

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from mujica_jax.learning.packing import PackedRows, pack
 from mujica_jax.learning.trainer import Trainer, TrainState
 from mujica_jax.records import Conversation, Trajectory
-from mujica_jax.trajectories.packing import PackedRows, pack
 
 
 def compared(

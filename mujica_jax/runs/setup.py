@@ -27,11 +27,6 @@ from mujica_jax.errors import RunMismatch, UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.methods import memory, phases
-from mujica_jax.methods.judge import open_judge
-from mujica_jax.methods.parts import check_prompts, make_reward, open_adapter
-from mujica_jax.methods.run import Run
-from mujica_jax.methods.supervised import from_scratch
 from mujica_jax.models import quantization
 from mujica_jax.models.attention import check_platform
 from mujica_jax.models.decoder import Decoder
@@ -44,6 +39,10 @@ from mujica_jax.models.weights import open_checkpoint
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
 from mujica_jax.report.progress import NoConsole, Progress
 from mujica_jax.report.wandb_log import import_wandb
+from mujica_jax.runs import memory, phases
+from mujica_jax.runs.judge import open_judge
+from mujica_jax.runs.parts import check_prompts, make_reward, open_adapter
+from mujica_jax.runs.run import Run
 from mujica_jax.runtime import distributed, provenance
 from mujica_jax.runtime.chips import chip_of
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
@@ -52,7 +51,7 @@ from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage.leases import RENEWALS_A_LEASE, Lease, Leases
 from mujica_jax.storage.manifest import COMMITTED
 from mujica_jax.storage.run_directory import RunPath
-from mujica_jax.tasks.checks import check_task
+from mujica_jax.tasks.checks import check_task, from_scratch
 from mujica_jax.tasks.content import (
     fingerprint_of_paragraphs,
     fingerprint_of_questions,

@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 from mujica_jax.agents.agent import Attempt
-from mujica_jax.methods.phases import SAMPLING
-from mujica_jax.methods.run import Run
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report.progress import Stage
+from mujica_jax.runs.phases import SAMPLING
+from mujica_jax.runs.run import Run
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.store import ShardEntry
 

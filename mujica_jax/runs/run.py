@@ -23,31 +23,9 @@ from mujica_jax.config.schema import Config, TrainerConfig
 from mujica_jax.errors import StoreError
 from mujica_jax.inference.counters import LiveCounters, between
 from mujica_jax.learning.losses.loss import Loss
+from mujica_jax.learning.packing import PackedRows
 from mujica_jax.learning.profiling import ProfileWindow
 from mujica_jax.learning.trainer import Trainer, TrainState
-from mujica_jax.methods import phases
-from mujica_jax.methods.evaluation import PolicyEvaluator, Scores, held_out_questions, right_ones
-from mujica_jax.methods.judge import RunVerdicts, open_judge
-from mujica_jax.methods.learning_phase import LearningPlan, train_phase
-from mujica_jax.methods.mismatch import compared
-from mujica_jax.methods.parts import (
-    check_engine_temperatures,
-    make_agent,
-    make_generator,
-    make_reward,
-    open_adapter,
-    statistics_of,
-    use_weights,
-)
-from mujica_jax.methods.phases import (
-    GetState,
-    Phase,
-    PhaseResult,
-    PhaseState,
-    learning_folder,
-    phase_file,
-)
-from mujica_jax.methods.shares import gather
 from mujica_jax.models.adapters import (
     adapter_tensors,
     fingerprint,
@@ -63,12 +41,34 @@ from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
 from mujica_jax.report.progress import Progress
 from mujica_jax.report.results import PhaseRow
 from mujica_jax.report.stage_clock import StageClock
+from mujica_jax.runs import phases
+from mujica_jax.runs.evaluation import PolicyEvaluator, Scores, held_out_questions, right_ones
+from mujica_jax.runs.judge import RunVerdicts, open_judge
+from mujica_jax.runs.learning import LearningPlan, train_phase
+from mujica_jax.runs.mismatch import compared
+from mujica_jax.runs.parts import (
+    check_engine_temperatures,
+    make_agent,
+    make_generator,
+    make_reward,
+    open_adapter,
+    statistics_of,
+    use_weights,
+)
+from mujica_jax.runs.phases import (
+    GetState,
+    Phase,
+    PhaseResult,
+    PhaseState,
+    learning_folder,
+    phase_file,
+)
+from mujica_jax.runs.shares import gather
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compile_counter import compile_counter
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories import shards
-from mujica_jax.trajectories.packing import PackedRows
 from mujica_jax.trajectories.store import CONFIG, ShardEntry, Store, shard_name
 
 AWAIT_SECONDS = 0.5  # between two looks for what other programs sample

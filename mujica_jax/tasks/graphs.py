@@ -1,17 +1,13 @@
-"""Open what 2WikiMultihopQA is searched in: an index of passages, or a graph."""
-
-from collections.abc import Sequence
+"""Open the knowledge graph of a task, and choose what ranks its triples."""
 
 from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.config.tasks import QaldConfig
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval.embedding.find import find_embedder
 from mujica_jax.retrieval.graph.endpoint import SCHEME, open_endpoint
 from mujica_jax.retrieval.graph.index import open_graph
 from mujica_jax.retrieval.graph.knowledge_graph import KnowledgeGraph
-from mujica_jax.retrieval.text.corpus import Passage, read_corpus
-from mujica_jax.retrieval.text.embedders import find_embedder
 from mujica_jax.tasks.ranking import DenseRanking, Ranking, WordRanking
-from mujica_jax.tasks.two_wiki.records import CORPUS_FILES, Record, data_files, passages_of
 
 
 def open_knowledge_graph(index: str, queries_per_second: float) -> KnowledgeGraph:
@@ -35,17 +31,3 @@ def ranking(config: TwoWikiConfig | QaldConfig) -> Ranking:
         return DenseRanking(find_embedder(config.embedder).load())
     language = config.language if isinstance(config, QaldConfig) else "en"
     return WordRanking(language)
-
-
-def corpus_of(config: TwoWikiConfig, records: Sequence[Record]) -> list[Passage]:
-    """Return the passages of the data folder's corpus, or else those of the records.
-
-    Raises UserError where there are none.
-    """
-    files = data_files(config.data_dir, CORPUS_FILES, "passages", needed=False)
-    if files:
-        return read_corpus(files)
-    passages = passages_of(records)
-    if passages:
-        return passages
-    return read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))

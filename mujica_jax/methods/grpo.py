@@ -45,9 +45,8 @@ from collections.abc import Callable, Sequence
 from mujica_jax.agents.agent import OnEpisode
 from mujica_jax.config.methods import PolicyGradientConfig
 from mujica_jax.config.schema import TrainerConfig
+from mujica_jax.learning.packing import PackedRows
 from mujica_jax.learning.trainer import TrainState, steps_of_epochs
-from mujica_jax.methods.learning_phase import LearningPlan
-from mujica_jax.methods.phases import GetState, Phase, PhaseResult, PhaseState, tokens_of
 from mujica_jax.methods.rollouts import (
     Rollout,
     compared_groups,
@@ -57,7 +56,13 @@ from mujica_jax.methods.rollouts import (
     prepare,
     scored,
 )
-from mujica_jax.methods.rounds import (
+from mujica_jax.methods.supervised import begin, with_control
+from mujica_jax.records import Question, Trajectory
+from mujica_jax.report.progress import Stage
+from mujica_jax.runs.learning import LearningPlan
+from mujica_jax.runs.phases import GetState, Phase, PhaseResult, PhaseState, tokens_of
+from mujica_jax.runs.run import KEPT_SHARDS, Run
+from mujica_jax.runs.sampling import (
     attempt,
     close_round,
     finished_round,
@@ -65,13 +70,8 @@ from mujica_jax.methods.rounds import (
     questions_a_round,
     sampling,
 )
-from mujica_jax.methods.run import KEPT_SHARDS, Run
-from mujica_jax.methods.shares import play_share
-from mujica_jax.methods.supervised import begin, with_control
-from mujica_jax.records import Question, Trajectory
-from mujica_jax.report.progress import Stage
+from mujica_jax.runs.shares import play_share
 from mujica_jax.runtime import distributed
-from mujica_jax.trajectories.packing import PackedRows
 from mujica_jax.trajectories.select import mean_reward
 from mujica_jax.trajectories.store import ShardEntry
 

@@ -45,22 +45,22 @@ from collections.abc import Callable, Sequence
 from mujica_jax import metrics
 from mujica_jax.agents import protocol, synthesis_prompts
 from mujica_jax.agents.agent import Attempt, Policy
-from mujica_jax.agents.askable import is_askable, leaks, secrets
 from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import fit
-from mujica_jax.agents.evidence import chosen, is_faithful, pieces, place_in
 from mujica_jax.agents.mujica import PLANNER, WORKER, Mujica, PlannerState, WorkerState
-from mujica_jax.agents.teacher import Lesson, RefusedReplyError, Teacher, as_completion
 from mujica_jax.config.methods import EviPathConfig
 from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
 from mujica_jax.inference.stops import before_stop
+from mujica_jax.methods.evipath.askable import is_askable, leaks, secrets
+from mujica_jax.methods.evipath.evidence import chosen, is_faithful, pieces, place_in
+from mujica_jax.methods.evipath.teacher import Lesson, RefusedReplyError, Teacher, as_completion
 from mujica_jax.metrics import Rule
 from mujica_jax.models.thoughts import first_thought
 from mujica_jax.models.tokenizer import Tokenizer, neutralise
 from mujica_jax.records import Conversation, GoldPassage, Question, StopReason, Trajectory
-from mujica_jax.retrieval.text.similarity import Similarity
+from mujica_jax.retrieval.embedding.similarity import Similarity
 from mujica_jax.tasks.environment import WithAllGoldPassages
 from mujica_jax.tasks.own_paragraphs import OwnParagraphs
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material

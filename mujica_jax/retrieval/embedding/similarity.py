@@ -1,6 +1,6 @@
 """How alike two texts are: the cosine of their embeddings, or of their word counts.
 
-Called by the synthesis of trajectories (`agents/evidence.py`). `words` needs no embedder: worlds
+Called by the synthesis of trajectories (`methods/evipath/evidence.py`). `words` needs no embedder: worlds
 from scratch repeat names and relations word by word. Any other name is an embedder's
 (`embedders.py`). Texts are embedded as queries are, whose numbers are the same to the bit whatever
 they come with.
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
+from mujica_jax.retrieval.embedding.find import EmbedderFolder, find_embedder
 
 if TYPE_CHECKING:
-    from mujica_jax.models.embedder import Embedder
+    from mujica_jax.retrieval.embedding.embedder import Embedder
 
 WORDS = "words"
 # Groups of texts that were compared together, the evidence of a question among them.
