@@ -17,7 +17,7 @@ from mujica_jax.models.families import Llama3RopeScaling, from_hugging_face
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
 from mujica_jax.retrieval.embedding.find import find_embedder
-from mujica_jax.runs.setup import open_model
+from mujica_jax.runs.model import open_model
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 11421896\n"
 
@@ -47,14 +47,14 @@ def folder(whole, tmp_path) -> Path:
 
 def refused(folder: Path) -> str:
     with pytest.raises(UserError) as error:
-        open_model(folder, "float32")[2](None)
+        open_model(folder, "float32").load(None)
     said = str(error.value)
     assert "\n" not in said
     return said
 
 
 def test_the_whole_folder_is_read(folder):
-    assert open_model(folder, "float32")[2](None) is not None
+    assert open_model(folder, "float32").load(None) is not None
 
 
 @pytest.mark.parametrize(

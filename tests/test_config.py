@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from episodes import episode
+from fake_runs import call_fakes
 from flax import nnx
 from packed_rows import MODEL, TRAINER
 
@@ -57,6 +58,7 @@ from mujica_jax.config.schema import (
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import factory as engines
 from mujica_jax.learning.optimizer import make_optimizer
+from mujica_jax.learning.packing import PackedRows
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.methods import grpo as policy_gradient
 from mujica_jax.methods import mygo
@@ -70,9 +72,12 @@ from mujica_jax.report.results import PhaseRow
 from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.rewards.reward import find_reward
 from mujica_jax.runs import evaluation as scoring
-from mujica_jax.runs import parts, run
+from mujica_jax.runs import learning, model, parts
 from mujica_jax.runs import setup as start
 from mujica_jax.runs.learning import LearningPlan
+from mujica_jax.runs.phases import Phase, PhaseCost, PhaseResult
+from mujica_jax.runs.run import Run
+from mujica_jax.runs.versions import use_policy
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import Store
@@ -346,16 +351,16 @@ def test_every_field_of_the_model_changes_the_decoder(smoke):
         field.name for field in dataclasses.fields(ModelConfig)
     }
     assert_each_changes(
-        smoke, "model", values, lambda config: start.decoder_config(config, 300, (1,))
+        smoke, "model", values, lambda config: model.decoder_config(config, 300, (1,))
     )
 
 
 def test_the_embedding_is_drawn_as_wide_as_asked(smoke):
-    size = start.decoder_config(smoke, 300, (1,))
+    size = model.decoder_config(smoke, 300, (1,))
     for width in (0.05, 0.15):
-        decoder = start.new_decoder(changed(smoke, "model", embedding_range=width), size)
+        decoder = model.new_decoder(changed(smoke, "model", embedding_range=width), size)
         assert abs(float(decoder.embedding[...].std()) / width - 1) < 0.05
-        assert abs(float(decoder.layers.up_kernel[...].std()) / start.INITIALIZER_RANGE - 1) < 0.05
+        assert abs(float(decoder.layers.up_kernel[...].std()) / model.INITIALIZER_RANGE - 1) < 0.05
 
 
 def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
@@ -387,10 +392,10 @@ def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
 def test_every_storage_of_the_engines_weights_reaches_it(smoke, decoder):
     policy: Any = types.SimpleNamespace(
         policy=lambda state: nnx.state(decoder),
-        _decoder=decoder,
+        decoder=decoder,
+        clock=StageClock(),
         trainer=None,
         generator=None,
-        clock=StageClock(),
     )
     policy.trainer = policy
 
@@ -400,7 +405,7 @@ def test_every_storage_of_the_engines_weights_reaches_it(smoke, decoder):
         policy.generator = types.SimpleNamespace(
             set_weights=lambda weights, version: given.append(weights), release_weights=lambda: None
         )
-        run.Run.use_policy(policy, state=lambda: None, version=1)  # pyright: ignore[reportArgumentType]
+        use_policy(policy, state=lambda: None, version=1)  # pyright: ignore[reportArgumentType]
         return str(jax.tree.map(lambda array: array.dtype, given))
 
     plain = {
@@ -411,9 +416,9 @@ def test_every_storage_of_the_engines_weights_reaches_it(smoke, decoder):
 
 def test_the_run_draws_adapters_by_its_seed(smoke):
     seeds = []
-    policy: Any = types.SimpleNamespace(config=smoke, _load=lambda: None)
+    policy: Any = types.SimpleNamespace(config=smoke, load_decoder=lambda: None)
     policy.trainer = types.SimpleNamespace(initial_state=lambda decoder, seed: seeds.append(seed))
-    run.Run.initial_state(policy)
+    Run.initial_state(policy)
     assert seeds == [smoke.seed]
 
 
@@ -447,14 +452,14 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
     def asked(directory: Path, *, keep: int, **_: object) -> None:
         raise Asked(keep)
 
-    monkeypatch.setattr("mujica_jax.learning.checkpoints.Checkpoints", asked)
+    monkeypatch.setattr("mujica_jax.runs.learning.Checkpoints", asked)
     own: Any = types.SimpleNamespace(
-        store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7)
+        store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7), trainer=None
     )
     own.generator = types.SimpleNamespace(release_weights=lambda: None)
     with pytest.raises(Asked, match="7"):
         plan = LearningPlan(steps=1, peak=1.0, end_value=0.0)
-        run.Run.learn(own, "warm-up", None, None, plan=plan)  # pyright: ignore
+        learning.train(own, "warm-up", None, None, plan=plan)  # pyright: ignore
 
 
 def test_help_texts_stand_where_they_are_looked_for():
@@ -522,10 +527,10 @@ def task_and_tokenizer(config: Config) -> tuple[Task, Tokenizer, list[Conversati
     """With some rows to train on. Made once for all configurations of one task."""
     task: Any = start.build_task(config)
     own: Any = types.SimpleNamespace(config=config, task=task)
-    own.fitting = functools.partial(run.Run.fitting, own)
     own.tokenizer = Tokenizer.train(task.tokenizer_text(), config.model.vocab_tokens)
     asked = Turn(role="context", token_ids=tuple(own.tokenizer.encode_plain("Who?")), text="Who?")
-    read = own.fitting(list(itertools.islice(warmup._documents(own, stream=0), 40)))
+    documents = list(itertools.islice(warmup._documents(own, stream=0), 40))
+    read = learning.rows_that_fit(own, documents)
     said = [
         dataclasses.replace(row.turns[0], logprobs=(-1.0,) * len(row.token_ids)) for row in read
     ]
@@ -610,14 +615,14 @@ class RecordedRun(SilentProgress):
     def read_shards(self, entries: object) -> None:
         return None
 
-    def sample(
+    def play_attempts(
         self, number: int, shard: int, attempts, on_episode, *, agent=None, **_
     ) -> tuple[Any, list[Trajectory]]:
-        return self.sample_waves(
+        return self.play_waves(
             number, shard, lambda earlier: [] if earlier else attempts, on_episode
         )
 
-    def sample_waves(
+    def play_waves(
         self, number: int, shard: int, wave, on_episode, *, agent=None
     ) -> tuple[Any, list[Trajectory]]:
         """Every third attempt is right."""
@@ -636,22 +641,17 @@ class RecordedRun(SilentProgress):
         entry = self.store.write_shard(number, shard, found) if found else None
         return entry, found
 
-    def fitting(self, *arguments: Any) -> list[Conversation]:
-        return run.Run.fitting(self, *arguments)  # pyright: ignore[reportArgumentType]
-
-    def learn(self, name: str, start, rows, **options: Any):
+    def train(self, name: str, start, rows: PackedRows, *, plan: LearningPlan):
         start()
-        packed = rows()
-        self.asked.append((name, packed.num_rows, packed.trained_tokens, options))
+        self.asked.append((name, rows.num_rows, rows.trained_tokens, plan))
         return lambda: None
 
-    def finish_phase(
-        self, phase: run.Phase, state: object, *, start_time: float, **counts: int
-    ) -> run.PhaseResult:
-        self.asked.append((phase, counts))
-        spent = {name: counts.get(name, 0) for name in ("forward_tokens", "trained_slots")}
-        return run.PhaseResult(
-            row=PhaseRow(name=phase.name, em=0, f1=0, questions=1, seconds=0), **spent
+    def finish(self, phase: Phase, state: object, cost: PhaseCost) -> PhaseResult:
+        self.asked.append((phase, dataclasses.replace(cost, start_time=0.0)))
+        return PhaseResult(
+            row=PhaseRow(name=phase.name, em=0, f1=0, questions=1, seconds=0),
+            forward_tokens=cost.forward_tokens,
+            trained_slots=cost.trained_slots,
         )
 
     def _episode(self, attempt, *, right: bool) -> Trajectory:
@@ -669,8 +669,9 @@ class RecordedRun(SilentProgress):
 
 
 @pytest.fixture
-def asked(tmp_path):
+def asked(tmp_path, monkeypatch):
     """What a run would be asked for under a configuration."""
+    call_fakes(monkeypatch)
     numbers = iter(range(1000))
 
     def play(config: Config, method) -> list:
@@ -836,17 +837,14 @@ def test_a_warm_up_makes_its_steps_or_its_passes_whichever_is_less(
 ):
     few = changed(changed(smoke, "task", demonstrations=10), "warmup", **changes)
     (learnt,) = [one for one in asked(few, warmup.warm_up) if one[0] == "warm-up"]
-    _, num_rows, _, options = learnt
+    _, num_rows, _, plan = learnt
     updates = (
         changes["steps"]
         if passes is None
         else math.ceil(num_rows * passes / few.trainer.rows_per_step)
     )
-    assert (
-        num_rows > few.trainer.rows_per_step
-        and options["plan"].steps == updates <= changes["steps"]
-    )
-    assert options["plan"].warmup_steps == rise
+    assert num_rows > few.trainer.rows_per_step and plan.steps == updates <= changes["steps"]
+    assert plan.warmup_steps == rise
 
 
 def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 import pytest
+from fake_runs import call_fakes
 from little_agent import LittleWorld, attempt, completion, rewarded, tokenizer
 from packed_rows import MODEL as TINY
 from packed_rows import TRAINER as SHORT
@@ -48,7 +49,7 @@ from mujica_jax.methods.decex.records import (
 from mujica_jax.methods.decex.tree import Growth, Tree
 from mujica_jax.records import Question, StopReason
 from mujica_jax.retrieval.errors import RetrievalError
-from mujica_jax.runs import run
+from mujica_jax.runs import sampling
 from mujica_jax.tasks.task import Material
 from mujica_jax.trajectories import shards
 
@@ -656,6 +657,11 @@ def test_dpo_moves_towards_what_was_chosen():
 # The method
 
 
+@pytest.fixture(autouse=True)
+def recipes_call_the_fake(monkeypatch):
+    call_fakes(monkeypatch)
+
+
 class Dice:
     """A generator that reads the end of its prompt and writes what its seed says."""
 
@@ -699,6 +705,9 @@ def completion_of(ids: tuple[int, ...], whole: bool):
     return dataclasses.replace(like, token_ids=ids, logprobs=logprobs, finish_reason=reason)
 
 
+READ_OR_PLAY = sampling.read_or_play
+
+
 class TreeRun(RecordedRun):
     def __init__(self, config: Config, root) -> None:
         super().__init__(config, root)
@@ -716,8 +725,8 @@ class TreeRun(RecordedRun):
             score=lambda state, packed: np.zeros(packed.tokens.shape, np.float32)
         )
 
-    def stored(self, number: int, shard: int, play) -> tuple:
-        entry, found = run.Run.stored(self, number, shard, play)  # pyright: ignore[reportArgumentType]
+    def read_or_play(self, number: int, shard: int, play) -> tuple:
+        entry, found = READ_OR_PLAY(self, number, shard, play)  # pyright: ignore[reportArgumentType]
         self.asked.append((number, shard, shards.content_sha256(found)))
         return entry, found
 

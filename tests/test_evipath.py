@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_runs import call_fakes
 from little_agent import (
     CONFIG,
     FILM,
@@ -662,6 +663,11 @@ def test_the_teachers_conversations_are_lessons():
 # The phase
 
 
+@pytest.fixture(autouse=True)
+def recipes_call_the_fake(monkeypatch):
+    call_fakes(monkeypatch)
+
+
 class LittleRun:
     """In the place of a `Run` that only synthesises."""
 
@@ -692,7 +698,7 @@ class LittleRun:
     def read_shards(self, entries: Any) -> list[Trajectory]:
         return [trajectory for entry in entries for trajectory in self.store.read_shard(entry)]
 
-    def sample(
+    def play_attempts(
         self,
         number: int,
         shard: int,
@@ -764,21 +770,21 @@ def test_a_synthesis_that_is_killed_goes_on_and_ends_with_the_same_trajectories(
     undisturbed = synthesised(LittleRun(tmp_path / "undisturbed", LittleTeacher(TURNS * 3)))
 
     class Killed(LittleRun):
-        def sample(self, number, shard, *rest, **options):
+        def play_attempts(self, number, shard, *rest, **options):
             if shard == 1:
                 raise KeyboardInterrupt
-            return super().sample(number, shard, *rest, **options)
+            return super().play_attempts(number, shard, *rest, **options)
 
     with pytest.raises(KeyboardInterrupt):
         synthesised(Killed(tmp_path / "killed", LittleTeacher(TURNS * 3)))
     assert not (tmp_path / "killed" / "rounds" / "0001" / "DONE.json").exists()
 
     class Resumed(LittleRun):
-        def sample(self, number, shard, *rest, **options):
+        def play_attempts(self, number, shard, *rest, **options):
             entry = self.store.find_shard(number, shard)
             if entry is not None:
                 return entry, self.store.read_shard(entry)
-            return super().sample(number, shard, *rest, **options)
+            return super().play_attempts(number, shard, *rest, **options)
 
     resumed = synthesised(Resumed(tmp_path / "killed", LittleTeacher(TURNS * 2)))
     assert without_times(resumed) == without_times(undisturbed)

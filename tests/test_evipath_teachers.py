@@ -22,6 +22,7 @@ from mujica_jax.methods.evipath import authors as evipath_teacher
 from mujica_jax.methods.evipath import method as evipath
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
+from mujica_jax.runs import model
 from mujica_jax.runs import setup as start
 from mujica_jax.runs.run import Run
 from mujica_jax.runtime.preemption import Preemption
@@ -195,7 +196,7 @@ def test_the_lessons_of_the_tiny_world_are_told_conversations(tmp_path):
         def __init__(self) -> None:
             self.config, self.preemption = config, Preemption()
             self.task = start.build_task(config)
-            self.tokenizer = start._trained_tokenizer(config, self.task, Store(tmp_path))
+            self.tokenizer = model._trained_tokenizer(config, self.task, Store(tmp_path))
 
     bare: Any = Bare()
     rows = evipath_teacher.lessons(bare)

@@ -27,8 +27,10 @@ from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint, save_checkpoint
 from mujica_jax.runs import setup as start
-from mujica_jax.runs.learning import LearningPlan
+from mujica_jax.runs.learning import LearningPlan, train
 from mujica_jax.runs.run import Run
+from mujica_jax.runs.sampling import play_attempts
+from mujica_jax.runs.versions import commit_policy, use_policy
 from mujica_jax.runtime.preemption import Preemption
 
 SMOKE = Path(__file__).parent / "loops" / "smoke_config.py"
@@ -74,16 +76,17 @@ def learnt(run):
 
 def learn(run: Run):
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
-    return run.learn(
+    return train(
+        run,
         "some phase",
         run.initial_state,
-        lambda: rows,
+        rows,
         plan=LearningPlan(steps=3, peak=0.1, end_value=0.01),
     )
 
 
 def test_the_policy_that_is_written_is_the_merged_one(run, learnt, config, tmp_path):
-    run.commit_policy(learnt, 0)
+    commit_policy(run, learnt, 0)
     written = load_checkpoint(run.store.policy_path(0) / "model")
     merged = nnx.state(run.trainer.decoder(learnt()))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(written), merged)
@@ -95,7 +98,7 @@ def test_the_policy_that_is_written_is_the_merged_one(run, learnt, config, tmp_p
 def test_the_adapter_that_is_written_gives_the_policy_back_and_brings_its_configuration(
     run, learnt, config, tmp_path
 ):
-    run.commit_policy(learnt, 0)
+    commit_policy(run, learnt, 0)
     adapter = run.store.policy_path(0) / "adapter"
     policy = nnx.state(with_adapter(load_checkpoint(config.init), adapter))
     close = functools.partial(np.testing.assert_allclose, atol=1e-3)  # float16
@@ -124,7 +127,7 @@ def test_the_adapter_that_is_written_gives_the_policy_back_and_brings_its_config
 
 def test_another_run_goes_on_from_the_adapter(run, learnt, config, tmp_path, monkeypatch):
     monkeypatch.setattr(start, "use_compilation_cache", lambda: None)
-    run.commit_policy(learnt, 0)
+    commit_policy(run, learnt, 0)
     adapter = str(run.store.policy_path(0) / "adapter")
     going_on = dataclasses.replace(config, adapter=adapter)
     with start.open_training(going_on, tmp_path / "next", Preemption()) as opened:
@@ -160,13 +163,13 @@ def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, 
         "set_weights",
         lambda weights, version: given.append(weights) or set_weights(weights, version),
     )
-    run.use_policy(learnt, 3)
+    use_policy(run, learnt, 3)
     model = run.trainer.decoder(learnt())
     expected = engine_weights(nnx.state(model), model.config, "int8", jnp.float32)
     jax.tree.map(np.testing.assert_array_equal, given[0], expected)
     (question, *_) = run.task.questions("train")
     attempts = [Attempt(question=question, number=0, seed=0, temperature=1.0)]
-    _, (trajectory,) = run.sample(0, 0, attempts, lambda trajectory: None)
+    _, (trajectory,) = play_attempts(run, 0, 0, attempts, lambda trajectory: None)
     assert trajectory.policy_version == 3
     planner = trajectory.conversations[0]
     last = planner.turns[-1]

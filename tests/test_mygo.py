@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 from episodes import episode
+from fake_runs import call_fakes
 
 from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.schema import MygoConfig, SamplingConfig
 from mujica_jax.learning.optimizer import learning_rate, schedule
-from mujica_jax.methods import mygo, mygo_rounds
+from mujica_jax.methods import mygo
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
 from mujica_jax.runs.round_statistics import advice, in_words, round_statistics
 from mujica_jax.trajectories.select import select
@@ -28,6 +29,11 @@ METHOD = MygoConfig(
     replay=0.0,
 )
 QUESTIONS = [Question(id=name, text=name, answers=(name,)) for name in ("easy", "hard")]
+
+
+@pytest.fixture(autouse=True)
+def recipes_call_the_fake(monkeypatch):
+    call_fakes(monkeypatch)
 
 
 def trajectory(attempt: Attempt, reward: float, said: int) -> Trajectory:
@@ -86,10 +92,12 @@ class Played:
             else played
         )
 
-    def sample(self, number: int, shard: int, attempts: Sequence[Attempt], heard: object) -> Any:
+    def play_attempts(
+        self, number: int, shard: int, attempts: Sequence[Attempt], heard: object
+    ) -> Any:
         return None, [self._play(attempt) for attempt in attempts]
 
-    def sample_waves(
+    def play_waves(
         self,
         number: int,
         shard: int,
@@ -112,7 +120,7 @@ def sampled(
     run: Any = Played(rewards, said)
     run.config.method = method
     nothing: Any = None
-    sampled = mygo_rounds.sample_round(run, nothing, 1, version=0, previous_k=k)
+    sampled = mygo.sample_round(run, nothing, 1, version=0, previous_k=k)
     return run, sampled.trajectories, sampled.threshold
 
 
@@ -224,11 +232,13 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
             "K goes from round to round"
         )
         attempt = Attempt(question=QUESTIONS[0], number=0, seed=0, temperature=1.0)
-        return mygo_rounds.SampledRound(
-            trajectories=[trajectory(attempt, 1.0, number)], threshold=number / 10
+        return mygo.SampledRound(
+            trajectories=[trajectory(attempt, 1.0, number)],
+            threshold=number / 10,
+            version=version,
         )
 
-    def learn(name, state, rows, **options):
+    def train(name, state, rows, **options):
         happened.append(f"learn {name.split()[1]}")
         return int(name.split()[1])
 
@@ -237,9 +247,9 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
     monkeypatch.setattr(mygo, "sample_round", sample)
     run: Any = Played({}, lambda attempt: 0)
     run.config.method = dataclasses.replace(METHOD, schedule=schedule)
-    run.config.trainer = types.SimpleNamespace(row_tokens=8, rows_per_step=1)
-    run.learn, run.fitting, run.progress.line = learn, list, lines.append
-    run.compare = run.commit_policy = run.finish_phase = run.metrics.write = ignore
+    run.config.trainer = types.SimpleNamespace(row_tokens=8, rows_per_step=1, tokens_per_step=8)
+    run.train, run.rows_that_fit, run.progress.line = train, list, lines.append
+    run.compare = run.commit_policy = run.finish = run.metrics.write = ignore
     run.clock = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     state: Any = 0
     mygo._run_rounds(run, state, [])
@@ -255,16 +265,18 @@ def play_rounds(
     written: list[dict[str, Any]] = []
     run: Any = Played(rewards, lambda attempt: attempt.number)
     run.config.method = dataclasses.replace(METHOD, **changes)
-    run.config.trainer = types.SimpleNamespace(row_tokens=row_tokens, rows_per_step=1)
+    run.config.trainer = types.SimpleNamespace(
+        row_tokens=row_tokens, rows_per_step=1, tokens_per_step=row_tokens
+    )
 
     def ignore(*values: Any, **named: Any) -> None: ...
 
     def fitting(rows: Sequence[Conversation]) -> list[Conversation]:
         return [row for row in rows if len(row.token_ids) <= row_tokens]
 
-    run.learn, run.fitting = (lambda name, state, rows, **options: state), fitting
+    run.train, run.rows_that_fit = (lambda name, state, rows, **options: state), fitting
     run.progress.line = lines.append
-    run.compare = run.commit_policy = run.finish_phase = ignore
+    run.compare = run.commit_policy = run.finish = ignore
     run.metrics.write = lambda phase, step, values: written.append(values)
     run.clock = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     state: Any = 0

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from episodes import episode
+from fake_runs import call_fakes
 
 from mujica_jax import train
 from mujica_jax.agents.agent import Attempt
@@ -21,11 +22,11 @@ from mujica_jax.config.schema import DapoConfig, GrpoConfig, SamplingConfig, Tra
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses.policy import DAPO, GRPO, importance_weights
 from mujica_jax.learning.packing import PackedRows
-from mujica_jax.methods import grpo as policy_gradient
-from mujica_jax.methods import rollouts
+from mujica_jax.methods import grpo
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
 from mujica_jax.report.stage_clock import StageClock
-from mujica_jax.runs.run import Run
+from mujica_jax.runs.learning import LearningPlan
+from mujica_jax.runs.phases import PhaseCost, PhaseState
 from mujica_jax.trajectories.groups import overlong_punishment
 from mujica_jax.trajectories.select import training_rows
 from mujica_jax.trajectories.store import Store
@@ -44,6 +45,11 @@ GRPO_METHOD = GrpoConfig(**COMMON, importance_cap=0.0)
 QUESTIONS = [Question(id=f"q{number}", text="?", answers=("yes",)) for number in range(8)]
 GIVEN, SAID = (5, 6, 7), (1, 2)  # tokens of a context and of a model's turn
 FAILED = None  # in the place of a reward: a search of the attempt failed
+
+
+@pytest.fixture(autouse=True)
+def recipes_call_the_fake(monkeypatch):
+    call_fakes(monkeypatch)
 
 
 def start() -> Any:
@@ -83,7 +89,7 @@ class Played:
     ) -> None:
         self.rewards, self.roles, self.cut = rewards, roles, cut
         self.asked: list[str] = []
-        self.learnt: list[tuple[str, PackedRows, dict[str, Any]]] = []
+        self.learnt: list[tuple[str, PackedRows, LearningPlan]] = []
         self.said: list[str] = []
         self.figures: dict[int, dict[str, Any]] = {}
         self.phases: list[tuple[Any, Any, dict[str, int]]] = []
@@ -123,18 +129,15 @@ class Played:
 
     def compare(self, *_: object) -> None: ...
     def use_policy(self, *_: object) -> None: ...
-    def commit_policy(self, *_: object) -> None: ...
+    def commit_policy(self, state: object, version: int) -> None: ...
     def remove_past_checkpoints(self) -> None: ...
     def counted(self, *_: object) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def fitting(self, *arguments: Any) -> list[Conversation]:
-        return Run.fitting(self, *arguments)  # pyright: ignore[reportArgumentType]
-
     def read_shards(self, entries: Any) -> list[Trajectory]:
         return [trajectory for entry in entries for trajectory in self.store.read_shard(entry)]
 
-    def sample(
+    def play_attempts(
         self,
         number: int,
         shard: int,
@@ -164,21 +167,33 @@ class Played:
             stop_reason=StopReason.RETRIEVER_FAILED if reward is FAILED else StopReason.ANSWERED,
         )
 
-    def learn(self, name: str, start: Any, rows: Callable[[], PackedRows], **options: Any) -> Any:
-        if not self.store.exists(options["end_file"]):
-            self.learnt.append((name, rows(), options))
+    def train(self, name: str, start: Any, rows: PackedRows, *, plan: LearningPlan) -> Any:
+        self.learnt.append((name, rows, plan))
         return f"after {name}"
 
-    def finish_phase(self, phase: Any, state: Any, *, start_time: float, **counts: int) -> Any:
+    def finish(self, phase: Any, state: Any, cost: PhaseCost) -> Any:
+        counts = dataclasses.asdict(cost)
+        del counts["start_time"]
         self.phases.append((phase, state, counts))
         return phase
+
+    def finished_state(self, name: str, *, plan: LearningPlan) -> str:
+        return f"after {name}"
+
+    def left(self) -> list[tuple[Any, Any, dict[str, int]]]:
+        """What the phases left. The state of a round of an earlier start is read from its
+        checkpoint."""
+        return [
+            (phase, state() if isinstance(state, PhaseState) else state, counts)
+            for phase, state, counts in self.phases
+        ]
 
 
 def play(
     root: Path, rewards: Mapping[str, Sequence[float | None]], method: Any = DAPO_METHOD, **options
 ) -> Any:
     run: Any = Played(root, rewards, method, **options)
-    run.results = policy_gradient._run_rounds(run, cast(Any, start))
+    run.results = grpo._run_rounds(run, cast(Any, start))
     return run
 
 
@@ -347,7 +362,7 @@ def test_attempts_whose_search_failed_are_no_members_of_their_group(tmp_path, ki
         and "groups have fewer than two attempts left and are dropped" in run.said[0]
     )
     again = play(tmp_path, table, method)
-    assert (again.asked, again.phases) == ([], run.phases)
+    assert (again.asked, again.left()) == ([], run.left())
 
 
 def test_a_round_of_failures_alone_learns_nothing(tmp_path):
@@ -375,11 +390,11 @@ def test_the_options_of_learning(tmp_path):
     method = dataclasses.replace(DAPO_METHOD, epochs=3, rows_per_update=1)
     run = play(tmp_path, TABLE, method)
     (_, rows, first), (_, _, second) = run.learnt
-    assert rows.num_rows == 2 and first["plan"].steps == 6 and first["config"].rows_per_step == 1
-    assert (first["plan"].stretch, second["plan"].stretch) == ((0.0, 0.5), (0.5, 1.0))
-    assert first["loss"] == DAPO(clip_low=0.2, clip_high=0.28)
-    grpo = dataclasses.replace(GRPO_METHOD, importance_cap=2.0, kl_coefficient=0.1)
-    assert rollouts.loss_of(grpo) == GRPO(
+    assert rows.num_rows == 2 and first.steps == 6 and first.trainer.rows_per_step == 1
+    assert (first.stretch, second.stretch) == ((0.0, 0.5), (0.5, 1.0))
+    assert first.loss == DAPO(clip_low=0.2, clip_high=0.28)
+    weighted = dataclasses.replace(GRPO_METHOD, importance_cap=2.0, kl_coefficient=0.1)
+    assert grpo.loss_of(weighted) == GRPO(
         clip_low=0.2, clip_high=0.2, importance_weighted=True, kl_coefficient=0.1
     )
 
@@ -412,7 +427,22 @@ def test_a_round_that_is_over_is_not_played_again(tmp_path):
     whole = play(tmp_path, TABLE, method)
     again = play(tmp_path, TABLE, method)
     assert (again.asked, again.learnt) == ([], [])
-    assert again.phases == whole.phases and len(whole.phases) == 2
+    assert again.left() == whole.left() and len(whole.phases) == 2
+
+
+def test_a_round_whose_checkpoint_is_damaged_is_learnt_again_from_its_shards(tmp_path):
+    method = dataclasses.replace(DAPO_METHOD, rounds_per_phase=1)
+    whole = play(tmp_path, TABLE, method)
+    again = play(tmp_path, TABLE, method)
+    relearnt = []
+    again.finished_state = lambda name, *, plan: None
+    again.train_phase = lambda name, start, rows, *, plan: relearnt.append((name, rows, plan))
+    again.phases[-1][1]()
+    ((name, rows, plan),) = relearnt
+    _, expected_rows, expected_plan = whole.learnt[-1]
+    assert (again.asked, name, plan) == ([], "round 2", expected_plan)
+    np.testing.assert_array_equal(rows.tokens, expected_rows.tokens)
+    np.testing.assert_array_equal(rows.columns["advantages"], expected_rows.columns["advantages"])
 
 
 def test_importance_weights_worked_by_hand():
@@ -511,9 +541,9 @@ def test_a_round_of_fewer_rows_than_an_update_learns_each_of_them_once(tmp_path)
     method = dataclasses.replace(GRPO_METHOD, rounds=1, rows_per_update=8, epochs=2)
     run = play(tmp_path, TABLE, method)
     few = play(tmp_path / "few", TABLE, dataclasses.replace(method, rows_per_update=2))
-    _, rows, options = run.learnt[0]
-    assert (rows.num_rows, options["plan"].steps, run.figures[1]["steps"]) == (8, 2, 2)
-    assert (few.learnt[0][1].num_rows, few.learnt[0][2]["plan"].steps) == (2, 2)
+    _, rows, plan = run.learnt[0]
+    assert (rows.num_rows, plan.steps, run.figures[1]["steps"]) == (8, 2, 2)
+    assert (few.learnt[0][1].num_rows, few.learnt[0][2].steps) == (2, 2)
     assert not rows.loss_mask[2:].any() and not rows.segment_ids[2:].any()
     whole, part = (
         rows.batch(slice(None), ("advantages",)),

@@ -16,8 +16,9 @@ from mujica_jax.config.schema import Config
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.packing import pack
 from mujica_jax.runs import setup as start
-from mujica_jax.runs.learning import LearningPlan
+from mujica_jax.runs.learning import LearningPlan, train
 from mujica_jax.runs.run import Run
+from mujica_jax.runs.versions import commit_policy
 from mujica_jax.runtime.preemption import Preemption
 
 Opener = Callable[[Config], Run]
@@ -52,10 +53,8 @@ def learn_phases(run: Run, *names: str) -> list[list[str]]:
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
     state, left = run.initial_state, []
     for version, name in enumerate(names):
-        state = run.learn(
-            name, state, lambda: rows, plan=LearningPlan(steps=1, peak=0.1, end_value=0.1)
-        )
-        run.commit_policy(state, version)
+        state = train(run, name, state, rows, plan=LearningPlan(steps=1, peak=0.1, end_value=0.1))
+        commit_policy(run, state, version)
         left.append(sorted(folder.name for folder in (run.store.root / "learning").iterdir()))
     return left
 
@@ -109,10 +108,11 @@ def test_saves_come_as_often_as_the_configuration_says(
         )
     )
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
-    run.learn(
+    train(
+        run,
         "warm-up",
         run.initial_state,
-        lambda: rows,
+        rows,
         plan=LearningPlan(steps=3, peak=0.1, end_value=0.1),
     )
     assert saved == expected
@@ -138,10 +138,11 @@ def test_saves_that_take_long_come_seldom(opened, config, monkeypatch):
     monkeypatch.setattr(
         "mujica_jax.runs.learning.time", SimpleNamespace(monotonic=lambda: next(looks))
     )
-    run.learn(
+    train(
+        run,
         "warm-up",
         run.initial_state,
-        lambda: rows,
+        rows,
         plan=LearningPlan(steps=30, peak=0.1, end_value=0.1),
     )
     assert saved == [1, 14, 27, 30]

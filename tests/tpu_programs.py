@@ -36,7 +36,7 @@ from mujica_jax.inference.engine.factory import CACHE_DTYPES
 from mujica_jax.inference.engine.kv_quantization import calibrate_scales
 from mujica_jax.learning.losses.preference import DPO
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.methods.rollouts import loss_of
+from mujica_jax.methods.grpo import loss_of
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import from_hugging_face
 from mujica_jax.models.layers import projections

@@ -221,6 +221,11 @@ class TrainerConfig:
     fsdp: PositiveInt = 1  # devices that weights and optimiser state are split over, and rows too
     tensor: PositiveInt = 1  # devices that heads and matrices are split over
 
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one update, with padding."""
+        return self.rows_per_step * self.row_tokens
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PretrainingConfig:

@@ -41,8 +41,8 @@ from mujica_jax.runs.parts import (
     statistics_of,
 )
 from mujica_jax.runs.policies import Checkpoint
+from mujica_jax.runs.sampling import gather
 from mujica_jax.runs.setup import about_questions, build_task, check_dtypes, require_packages
-from mujica_jax.runs.shares import gather
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.extras import import_extra

@@ -1,11 +1,14 @@
-"""Score a policy on the held-out questions, greedily and sampled.
+"""Evaluate: score a policy on the held-out questions, greedily and sampled.
 
-Called after each phase of a run, and by `eval`."""
+`PolicyEvaluator` scores any policy, for a run and for `eval`. `finish` is what a recipe calls at
+the end of each phase: it scores the run's policy and writes the phase down.
+"""
 
 import asyncio
 import dataclasses
 import functools
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -27,11 +30,18 @@ from mujica_jax.inference.requests import Generator
 from mujica_jax.metrics import Rule
 from mujica_jax.records import GoldPassage, Question, Search, Trajectory, generated_tokens
 from mujica_jax.report.progress import Figure, Progress, Stage
-from mujica_jax.report.results import rounded
+from mujica_jax.report.results import PhaseRow, rounded
 from mujica_jax.rewards.reward import RewardFunction
+from mujica_jax.runs import phases
+from mujica_jax.runs.parts import statistics_of
+from mujica_jax.runs.phases import GetState, Phase, PhaseCost, PhaseResult, phase_file
+from mujica_jax.runs.run import Run
+from mujica_jax.runs.sampling import gather
+from mujica_jax.runs.versions import use_policy
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import EnvironmentKind, Task
+from mujica_jax.trajectories import shards
 
 Play = Callable[[], Sequence[Trajectory]]
 
@@ -457,3 +467,117 @@ def _mean(scores: Sequence[metrics.Score]) -> KindScore:
         f1_interval=metrics.bootstrap_interval(f1_scores),
         questions=len(scores),
     )
+
+
+def finish(run: Run, phase: Phase, state: GetState, cost: PhaseCost) -> PhaseResult:
+    """Evaluate a phase on the held-out questions and write it down, or read it back.
+
+    The evaluation is greedy and sampled. `state` is what the phase ends with, and `cost` is what
+    it took."""
+    file = phase_file(phase.name)
+    if not distributed.broadcast(file, lambda: run.store.exists(file)):
+        use_policy(run, state, phase.step)
+        with run.counted(f"{phase.prefix}{phases.EVALUATING}", phase.step):
+            scores = _score(run, phase)
+        result = PhaseResult(
+            row=_table_row(phase, scores, cost),
+            forward_tokens=cost.forward_tokens,
+            trained_slots=cost.trained_slots,
+        )
+        if distributed.is_primary():
+            _write_scores(run, phase, scores)
+            # Before the phase counts as done: a restart skips a phase that is done.
+            _write_phase_metrics(run, phase, scores)
+            run.store.write_json_once(file, dataclasses.asdict(result))
+        distributed.barrier(f"{phase.name} is written down")
+
+    stored_result = run.store.read_json(file)
+    _write_io_statistics(run, phase)
+    row = PhaseRow(**stored_result["row"])
+    return PhaseResult(**{**stored_result, "row": row})
+
+
+def _score(run: Run, phase: Phase) -> Scores:
+    """Score the policy that the engine holds on the held-out questions."""
+
+    def gather_scored(kind: str, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        return gather(run.store, f"{phase.name} {kind}", trajectories)
+
+    evaluator = PolicyEvaluator(
+        name=phase.name,
+        agent=run.agent,
+        reward=run.reward.at(phase.step),
+        faults=run.faults,
+        generator=run.generator,
+        task=run.task,
+        config=run.config,
+        progress=run.progress,
+        concurrency=run.config.engine.slots,
+        preemption=run.preemption,
+        live=run.counters.figures,
+        gather=gather_scored,
+    )
+    return evaluator.run()
+
+
+def _table_row(phase: Phase, scores: Scores, cost: PhaseCost) -> PhaseRow:
+    """Return the phase's row of the closing table."""
+    assert scores.sampled is not None, "a run scores both"
+    return PhaseRow(
+        name=phase.name,
+        em=scores.greedy.score.em,
+        f1=scores.greedy.score.f1,
+        em_sampled=scores.sampled.score.em,
+        f1_sampled=scores.sampled.score.f1,
+        questions=scores.greedy.score.questions,
+        left_out=scores.left_out,
+        trajectories=cost.trajectories,
+        accepted=cost.accepted,
+        tokens=cost.forward_tokens,
+        searches=scores.greedy.searches,
+        by_kind=scores.greedy.summary()["by_kind"],
+        seconds=time.monotonic() - cost.start_time,
+    )
+
+
+def _write_phase_metrics(run: Run, phase: Phase, scores: Scores) -> None:
+    """Write where the time of a phase went, and what its evaluation searched."""
+    seconds = {f"{stage}_seconds": spent for stage, spent in run.clock.take().items()}
+    total = {"total_seconds": sum(seconds.values())}
+    run.metrics.write(f"{phase.prefix}{phases.TIME}", phase.step, seconds | total)
+    statistics = statistics_of(run.task, scores.questions)
+    run.metrics.write(
+        f"{phase.prefix}{phases.RETRIEVAL}", phase.step, dataclasses.asdict(statistics)
+    )
+    run.metrics.flush()
+
+
+def _write_io_statistics(run: Run, phase: Phase) -> None:
+    """Write what the run directory took since the phase before, in seconds and bytes.
+
+    This is done once for each phase."""
+    if run.metrics.write(f"{phase.name}/store", 0, run.store.io_statistics.summary()):
+        run.store.io_statistics.reset()
+        run.metrics.flush()
+
+
+def _write_scores(run: Run, phase: Phase, scores: Scores) -> None:
+    """Write a phase's scores, predictions and greedy trajectories."""
+    stem = f"eval/{phase.name.replace(' ', '-')}"
+    run.store.write_json_once(f"{stem}.json", scores.summary())
+    run.store.create(f"{stem}.predictions.jsonl", scores.predictions())
+    run.store.create(f"{stem}.parquet", shards.encode(scores.greedy.trajectories))
+
+
+def solved_question(run: Run, name: str) -> tuple[Question, Trajectory] | None:
+    """Return a held-out question that the policy of a phase solved greedily, or None.
+
+    It is the one with most searches."""
+    path = f"eval/{name.replace(' ', '-')}.parquet"
+    trajectories = shards.decode(run.store.read(path), path)
+    questions = {question.id: question for question in held_out_questions(run.task, run.config)}
+    solved = right_ones(questions.values(), trajectories, run.task.rule)
+    if not solved:
+        return None
+    most_searched = max(solved, key=lambda trajectory: len(trajectory.searches))
+    return questions[most_searched.question_id], most_searched

@@ -51,6 +51,7 @@ from mujica_jax.report.progress import Stage
 from mujica_jax.runs import learning as learning_phase
 from mujica_jax.runs import setup as start
 from mujica_jax.runtime.preemption import Preemption
+from mujica_jax.tasks.checks import from_scratch
 
 SECONDS_TO_WAIT = 900.0  # for what must come, on a busy machine too
 # names the file that holds how many CPU seconds were used when the signal came
@@ -76,7 +77,7 @@ def build_once(path: str) -> None:
     build = start.build_task
     task = build(load_config(path))
     if config.environment == "graph":  # bm25s starts JAX's threads, which no fork survives
-        list(start.from_scratch(task).demonstrations())
+        list(from_scratch(task).demonstrations())
 
     start.build_task = lambda config_of_run: (
         task if config_of_run.task == config else build(config_of_run)

@@ -33,8 +33,7 @@ from mujica_jax.records import Conversation, GoldPassage, Question
 from mujica_jax.retrieval.embedding.similarity import find_similarity
 from mujica_jax.runs.endpoint import Endpoint, open_endpoint
 from mujica_jax.runs.policies import Checkpoint, SavedPolicy, find_policy, read_object
-from mujica_jax.runs.run import Run
-from mujica_jax.runs.sampling import method_of
+from mujica_jax.runs.run import Run, method_of
 from mujica_jax.runtime import distributed
 from mujica_jax.tasks.checks import from_scratch
 from mujica_jax.tasks.task import ParagraphTask

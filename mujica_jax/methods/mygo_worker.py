@@ -17,11 +17,12 @@ from typing import Any
 
 from mujica_jax.config.methods import MygoConfig
 from mujica_jax.errors import UserError
-from mujica_jax.methods.mygo_rounds import Unit, first_attempts, later_attempts, next_threshold
+from mujica_jax.methods.mygo import Unit, first_attempts, later_attempts, next_threshold
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.runs.phases import PhaseState
-from mujica_jax.runs.run import Run
-from mujica_jax.runs.sampling import method_of
+from mujica_jax.runs.run import Run, method_of
+from mujica_jax.runs.sampling import intact_shard
+from mujica_jax.runs.versions import use_policy
 from mujica_jax.storage.leases import Leases
 from mujica_jax.trajectories.select import mean_first_attempt_reward
 from mujica_jax.trajectories.store import DONE, SUMMARY, shard_name
@@ -205,7 +206,7 @@ class Sampler:
             try:
                 if version != self._policy_version:
                     # The committed policy is read from the run directory.
-                    self._run.use_policy(PhaseState(_no_state), version)
+                    use_policy(self._run, PhaseState(_no_state), version)
                     self._policy_version = version
                 lease.renew()
                 _, trajectories = unit.play(lambda trajectory: None)
@@ -237,7 +238,7 @@ def _read(run: Run, number: int, unit: Unit) -> list[Trajectory]:
     """Read the shard of a unit.
 
     Returns nothing where it is damaged: it is set aside then, and played again."""
-    entry = run.intact_shard(number, unit.index)
+    entry = intact_shard(run, number, unit.index)
     return run.store.read_shard(entry) if entry else []
 
 
