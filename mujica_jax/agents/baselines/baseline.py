@@ -55,7 +55,13 @@ class Baseline(abc.ABC):
         return Opening(system=self.system_prompt)
 
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
-        episode = BaselineEpisode(self._tokenizer, self._limits, attempt, environment, policy)
+        episode = BaselineEpisode(
+            self._tokenizer,
+            self._limits,
+            attempt=attempt,
+            environment=environment,
+            policy=policy,
+        )
         try:
             answer, reason = await self.play(episode)
         except RetrievalError:
@@ -63,7 +69,7 @@ class Baseline(abc.ABC):
             reason = StopReason.RETRIEVER_FAILED
 
         # The conversation that gave the answer ended last and stands first in the record.
-        return episode.trajectory(episode.conversations[::-1], answer, reason)
+        return episode.trajectory(episode.conversations[::-1], answer=answer, reason=reason)
 
     @abc.abstractmethod
     async def play(self, episode: "BaselineEpisode") -> Outcome:
@@ -81,7 +87,7 @@ class BaselineEpisode(Episode):
         environment: Environment,
         policy: Policy,
     ) -> None:
-        super().__init__(tokenizer, limits, attempt, environment, policy)
+        super().__init__(tokenizer, limits, attempt=attempt, environment=environment, policy=policy)
         self.question = protocol.one_line(attempt.question.text)
         # In the order in which they ended.
         self.conversations: list[Conversation] = []
@@ -99,13 +105,13 @@ class BaselineEpisode(Episode):
 
     async def ask(self, system_prompt: str, message: str) -> Written:
         """Hold a conversation of one turn that ends with an answer."""
-        with self.conversation(ANSWERS, system_prompt, message) as dialogue:
+        with self.conversation(ANSWERS, system_prompt, message=message) as dialogue:
             return await self.write_turn(dialogue, stop_strings=_ANSWER_ENDS)
 
     @contextlib.contextmanager
     def conversation(self, role: str, system_prompt: str, message: str) -> Iterator[Dialogue]:
         """Open a conversation. It is recorded however it ends."""
-        dialogue = Dialogue(self.tokenizer, role, system_prompt)
+        dialogue = Dialogue(self.tokenizer, role, system=system_prompt)
         dialogue.add_user(message)
         try:
             yield dialogue

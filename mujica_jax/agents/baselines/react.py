@@ -38,7 +38,7 @@ class React(Baseline):
         self._max_searches = config.max_searches
 
     async def play(self, episode: BaselineEpisode) -> Outcome:
-        with episode.conversation(ANSWERS, _PROMPT, episode.message()) as dialogue:
+        with episode.conversation(ANSWERS, _PROMPT, message=episode.message()) as dialogue:
             for turn in range(self._max_searches + 1):
                 written = await episode.write_turn(
                     dialogue, (_OBSERVATION_LINE,), cut_at=_OBSERVATION_LINE

@@ -52,7 +52,7 @@ class SearchO1(Baseline):
         return super().opening(role, kind)
 
     async def play(self, episode: BaselineEpisode) -> Outcome:
-        with episode.conversation(ANSWERS, _PROMPT, episode.message()) as dialogue:
+        with episode.conversation(ANSWERS, _PROMPT, message=episode.message()) as dialogue:
             for turn in range(self._max_searches + 1):
                 written = await episode.write_turn(dialogue, _STOPS, cut_at=INFORMATION)
                 if written.cut is not None:
@@ -64,7 +64,7 @@ class SearchO1(Baseline):
 
                 # The last turn can only answer: its search is not made.
                 if turn < self._max_searches:
-                    note = await _read_passages(episode, dialogue, query, turn)
+                    note = await _read_passages(episode, dialogue, query=query, iteration=turn)
                     if note.cut is not None:
                         return "", note.cut
                     sentence = protocol.field("sentence", note.text) or protocol.NOTHING_FOUND
@@ -86,5 +86,5 @@ async def _read_passages(
         f"Query: {query}",
         information(passages),
     ]
-    with episode.conversation(READER, _READER_PROMPT, "\n".join(lines)) as reader:
+    with episode.conversation(READER, _READER_PROMPT, message="\n".join(lines)) as reader:
         return await episode.write_turn(reader, _READER_STOPS)
