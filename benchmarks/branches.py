@@ -30,10 +30,10 @@ from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import make_engine
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
-from mujica_jax.methods.setup import open_model
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Question, StopReason
 from mujica_jax.retrieval.statistics import RetrievalStatistics
+from mujica_jax.runs.setup import open_model
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.tasks.task import EnvironmentKind, Material
 

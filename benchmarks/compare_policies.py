@@ -26,11 +26,11 @@ from mujica_jax.agents.agent import Attempt, EnginePolicy, run_episodes
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.eval import command_line, find_checkpoint
-from mujica_jax.methods.evaluation import held_out_questions
-from mujica_jax.methods.parts import check_prompts, make_agent, make_reward
-from mujica_jax.methods.policies import Checkpoint
-from mujica_jax.methods.setup import build_task
 from mujica_jax.records import Question
+from mujica_jax.runs.evaluation import held_out_questions
+from mujica_jax.runs.parts import check_prompts, make_agent, make_reward
+from mujica_jax.runs.policies import Checkpoint
+from mujica_jax.runs.setup import build_task
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.storage.run_directory import atomic_write

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from mujica_jax.retrieval.text.embeddings import Embeddings
 from mujica_jax.retrieval.text.exact import ExactSearch
+from mujica_jax.retrieval.text.vectors import Embeddings
 from mujica_jax.runtime.chips import fastest_seconds
 
 DRAWN_ROWS = 65_536  # repeated: what the rows hold does not matter here

@@ -154,8 +154,8 @@ def engine(given: argparse.Namespace) -> None:
     """One of ours, as peers/vector_search.py is one of theirs."""
     import dataclasses
 
-    from mujica_jax.retrieval.text.embeddings import open_embeddings
     from mujica_jax.retrieval.text.scann import ScannSearch, package, parameters_for, write_scann
+    from mujica_jax.retrieval.text.vectors import open_embeddings
 
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: given.threads]))
@@ -220,8 +220,8 @@ def anonymous_bytes() -> int:
 
 
 def encode(given: argparse.Namespace) -> None:
+    from mujica_jax.retrieval.embedding.find import find_embedder
     from mujica_jax.retrieval.text.corpus import read_corpus
-    from mujica_jax.retrieval.text.embedders import find_embedder
 
     passages = [passage.contents for passage in read_corpus([given.corpus])]
     chosen = np.random.default_rng(0).choice(

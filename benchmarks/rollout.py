@@ -43,11 +43,11 @@ from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.generator import PolicyGenerator
 from mujica_jax.inference.requests import SamplingParams
-from mujica_jax.methods.parts import open_generator, use_weights
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.layers import block_weights
 from mujica_jax.models.weights import load_checkpoint, load_config
+from mujica_jax.runs.parts import open_generator, use_weights
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.host_memory import keep_freed_memory
 

@@ -29,12 +29,12 @@ import numpy as np
 from clustered_vectors import DIMENSION, save_queries
 
 from mujica_jax import index
+from mujica_jax.retrieval.embedding.find import find_embedder
 from mujica_jax.retrieval.text.corpus import PassageFile
 from mujica_jax.retrieval.text.corpus_records import read_records
 from mujica_jax.retrieval.text.dense import best_rows
-from mujica_jax.retrieval.text.embedders import find_embedder
-from mujica_jax.retrieval.text.embeddings import open_embeddings
 from mujica_jax.retrieval.text.scann import ScannSearch, parameters_for, write_scann
+from mujica_jax.retrieval.text.vectors import open_embeddings
 
 CORPUS = "2wikimultihopqa/corpus_6119.json.gz"
 RECORDS = {

@@ -26,6 +26,7 @@ from flax import nnx
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.throughput import attended_pairs, training_flops
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.models.decoder import Decoder
@@ -34,7 +35,6 @@ from mujica_jax.models.weights import load_config
 from mujica_jax.records import Conversation, Turn
 from mujica_jax.runtime.chips import measured_flops_per_second
 from mujica_jax.runtime.host_memory import keep_freed_memory
-from mujica_jax.trajectories.packing import pack
 
 
 def median_seconds(call, repeats: int) -> float:

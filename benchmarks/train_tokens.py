@@ -73,12 +73,12 @@ def ours(
     import jax.numpy as jnp
 
     from mujica_jax.config.schema import TrainerConfig
+    from mujica_jax.learning.batches import Batches
     from mujica_jax.learning.optimizer import schedule
+    from mujica_jax.learning.packing import pack
     from mujica_jax.learning.trainer import Trainer
     from mujica_jax.models.weights import load_checkpoint
     from mujica_jax.runtime.host_memory import keep_freed_memory
-    from mujica_jax.trajectories.batches import Batches
-    from mujica_jax.trajectories.packing import pack
 
     keep_freed_memory()
     decoder = load_checkpoint(checkpoint, dtype=jnp.dtype(dtype))

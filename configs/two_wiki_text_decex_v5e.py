@@ -7,7 +7,7 @@
 DecEx-RAG, table 1, 2Wiki: EM 50.0 and F1 55.9 over all of Wikipedia; Search-R1 34.7 and 41.8.
 
 Branches, rollouts, iterations, documents and the threshold are those of the DecEx-RAG paper, as far
-as it has them (`methods/search_tree.py`). Its 3,000 questions came from two data sets; here 1,000
+as it has them (`methods/decex/tree.py`). Its 3,000 questions came from two data sets; here 1,000
 are of 2Wiki alone. The rates of SFT are ours. There is no warm-up: the trees are grown with the
 checkpoint. The paper's trees were written by Qwen3-30B-A3B, but for the retrieval decision; a
 second model behind an endpoint does that here too:

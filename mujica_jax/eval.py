@@ -42,7 +42,8 @@ from mujica_jax.config.files import from_dict, load_config, of_kind, override, t
 from mujica_jax.config.rewards import needs_judge
 from mujica_jax.config.schema import AgentConfig, Config, RemoteConfig
 from mujica_jax.errors import UserError
-from mujica_jax.methods.policies import (
+from mujica_jax.runs.endpoint import Endpoint, open_endpoint
+from mujica_jax.runs.policies import (
     WANTED,
     Checkpoint,
     find_policy,
@@ -50,7 +51,6 @@ from mujica_jax.methods.policies import (
     is_run,
     read_object,
 )
-from mujica_jax.methods.remote import Endpoint, open_endpoint
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.preemption import Preemption
@@ -129,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             judge = open_endpoint(options.judge, policy.out)
 
         # Imported here: a mistake in the arguments is answered before JAX has started.
-        from mujica_jax.methods.evaluate_policies import evaluate
+        from mujica_jax.runs.evaluate import evaluate
 
         evaluate(
             configs,

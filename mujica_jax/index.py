@@ -33,6 +33,7 @@ from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.config.tasks import DEFAULT_EMBEDDER
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.report.progress import Progress
+from mujica_jax.retrieval.embedding.find import find_embedder
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.estimates import estimate_corpus, estimate_graph
 from mujica_jax.retrieval.graph import index as graphs
@@ -46,7 +47,6 @@ from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text.corpus_records import check_text
 from mujica_jax.retrieval.text.dense import check_k
-from mujica_jax.retrieval.text.embedders import find_embedder
 from mujica_jax.retrieval.text.index import (
     MAX_EXACT_PASSAGES,
     Index,

@@ -21,7 +21,7 @@ from mujica_jax.config.checks import check_engine
 from mujica_jax.config.files import override
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
-from mujica_jax.methods.policies import SavedPolicy, find_policy, init_as_checkpoint
+from mujica_jax.runs.policies import SavedPolicy, find_policy, init_as_checkpoint
 from mujica_jax.runtime.host_memory import keep_freed_memory
 from mujica_jax.runtime.standard_output import run_program
 
@@ -127,7 +127,7 @@ def _make_server(policy: SavedPolicy, options: ServeArguments) -> "Server":
     from mujica_jax.inference.generator import check_temperatures
     from mujica_jax.inference.jetstream.server import Server
     from mujica_jax.inference.requests import SamplingParams
-    from mujica_jax.methods.parts import open_generator
+    from mujica_jax.runs.parts import open_generator
 
     tokenizer, decoder = policy.load(options.dtype, context_tokens=options.max_tokens or 0)
     max_tokens = options.max_tokens

@@ -57,8 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
 def train(config: Config, directory: str, preemption: Preemption) -> None:
     """Train one run from start to end. Everything that a restart needs is under `directory`."""
     # Imported here: a mistake in the configuration is answered before JAX has started.
-    from mujica_jax.methods.setup import open_training
     from mujica_jax.report.results import closing_table, question_tree, summary_dict
+    from mujica_jax.runs.setup import open_training
     from mujica_jax.storage.run_directory import run_path
     from mujica_jax.trajectories.store import SUMMARY
 

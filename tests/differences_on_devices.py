@@ -16,13 +16,13 @@ from packed_rows import MODEL, SHORT_SCHEDULE, TRAINER, random_conversations, ti
 from mujica_jax.inference.engine.contiguous import ContiguousEngine
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.models import attention
-from mujica_jax.models.embedder import _embed
-from mujica_jax.models.encoder import Encoder, EncoderConfig
 from mujica_jax.models.quantization import Storage, engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
-from mujica_jax.trajectories.packing import pack
+from mujica_jax.retrieval.embedding.embedder import _embed
+from mujica_jax.retrieval.embedding.encoder import Encoder, EncoderConfig
 
 # Sizes that fsdp 8 and tensor 4 divide, but for the key heads: those are then whole on every
 # device.

@@ -2,7 +2,7 @@
 
     kill_at("text.embeddings.write_json", 2, ["build", ...])
 
-kills it before the second call of `mujica_jax.retrieval.text.embeddings.write_json`.
+kills it before the second call of `mujica_jax.retrieval.text.vectors.write_json`.
 
 As a program it is the build: it says when the moment has come and waits there for its end. Chunks
 are small ones."""
@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mujica_jax.retrieval.text import embeddings, scann
+from mujica_jax.retrieval.text import scann
+from mujica_jax.retrieval.text import vectors as embeddings
 
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED_ROWS, HASHED_ROWS = 20, 500

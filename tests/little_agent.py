@@ -11,14 +11,14 @@ from patience import HANG_SECONDS
 
 from mujica_jax.agents.agent import Attempt, EnvironmentOf
 from mujica_jax.agents.mujica import Mujica, PlannerState, WorkerState
-from mujica_jax.agents.scripted import sample_text
 from mujica_jax.config.schema import MujicaConfig
+from mujica_jax.demonstrations.policy import sample_text
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Question, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.retriever import RetrievalStatistics
-from mujica_jax.rewards import find_reward
+from mujica_jax.rewards.reward import find_reward
 from mujica_jax.tasks.task import Environment, Material
 
 CONFIG = MujicaConfig(

@@ -13,8 +13,8 @@ from test_families import PUBLISHED
 
 from mujica_jax.config.files import load_config
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.methods.memory import phases
 from mujica_jax.models.families import from_hugging_face
+from mujica_jax.runs.memory import phases
 
 
 def planned(name: str, model: str) -> dict[str, dict[str, int]]:

@@ -14,8 +14,8 @@ from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text import exact
 from mujica_jax.retrieval.text.dense import best_rows
-from mujica_jax.retrieval.text.embeddings import compressed
 from mujica_jax.retrieval.text.job_search import JobSearch
+from mujica_jax.retrieval.text.vectors import compressed
 from mujica_jax.runtime import distributed
 
 

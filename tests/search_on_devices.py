@@ -8,7 +8,7 @@ import numpy as np
 
 from mujica_jax.retrieval.text import exact
 from mujica_jax.retrieval.text.dense import best_rows
-from mujica_jax.retrieval.text.embeddings import compressed
+from mujica_jax.retrieval.text.vectors import compressed
 
 
 def main() -> None:

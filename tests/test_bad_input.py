@@ -31,16 +31,16 @@ from mujica_jax.config.files import command_line, load_config
 from mujica_jax.config.schema import Config, DistributedConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import factory as engines
-from mujica_jax.methods import setup as start
 from mujica_jax.methods import supervised as warmup
-from mujica_jax.methods.parts import make_agent
-from mujica_jax.methods.run import Run
 from mujica_jax.models.sharding import MESH_AXES
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
 from mujica_jax.records import Conversation, Question, Turn
 from mujica_jax.report.metrics_log import MetricsLog
-from mujica_jax.rewards import find_reward
+from mujica_jax.rewards.reward import find_reward
+from mujica_jax.runs import setup as start
+from mujica_jax.runs.parts import make_agent
+from mujica_jax.runs.run import Run
 from mujica_jax.runtime import provenance
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage import run_directory

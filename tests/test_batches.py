@@ -10,8 +10,8 @@ import pytest
 from packed_rows import random_conversations
 
 from mujica_jax.errors import UserError
-from mujica_jax.trajectories.batches import Batches, rows_of_step
-from mujica_jax.trajectories.packing import PackedRows, pack
+from mujica_jax.learning.batches import Batches, rows_of_step
+from mujica_jax.learning.packing import PackedRows, pack
 
 ROOT = Path(__file__).resolve().parent.parent
 ROWS = pack(random_conversations(36), row_tokens=32, seed=0)

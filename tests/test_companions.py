@@ -13,11 +13,11 @@ from tiny_models import filled_decoder
 from mujica_jax import eval as evaluation
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import check_context
-from mujica_jax.methods.setup import open_model
 from mujica_jax.models.families import Llama3RopeScaling, from_hugging_face
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
-from mujica_jax.retrieval.text.embedders import find_embedder
+from mujica_jax.retrieval.embedding.find import find_embedder
+from mujica_jax.runs.setup import open_model
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 11421896\n"
 

@@ -58,17 +58,21 @@ from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import factory as engines
 from mujica_jax.learning.optimizer import make_optimizer
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.methods import evaluation as scoring
-from mujica_jax.methods import evipath, evipath_teacher, mygo, parts, policy_gradient, run
-from mujica_jax.methods import setup as start
+from mujica_jax.methods import grpo as policy_gradient
+from mujica_jax.methods import mygo
 from mujica_jax.methods import supervised as warmup
-from mujica_jax.methods.learning_phase import LearningPlan
+from mujica_jax.methods.evipath import authors as evipath_teacher
+from mujica_jax.methods.evipath import method as evipath
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Trajectory, Turn
 from mujica_jax.report.results import PhaseRow
 from mujica_jax.report.stage_clock import StageClock
-from mujica_jax.rewards import find_reward
+from mujica_jax.rewards.reward import find_reward
+from mujica_jax.runs import evaluation as scoring
+from mujica_jax.runs import parts, run
+from mujica_jax.runs import setup as start
+from mujica_jax.runs.learning import LearningPlan
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import Store

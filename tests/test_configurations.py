@@ -21,7 +21,7 @@ from mujica_jax.config.checks import check
 from mujica_jax.config.files import command_line, load_config
 from mujica_jax.config.methods import GrpoConfig, MygoConfig
 from mujica_jax.config.tasks import DEFAULT_EMBEDDER
-from mujica_jax.methods import memory
+from mujica_jax.runs import memory
 from mujica_jax.trajectories.store import open_run
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -14,11 +14,11 @@ from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config, TwoWikiConfig
 from mujica_jax.errors import RunMismatch
-from mujica_jax.methods.evaluate_policies import _identity, _read_or_play
-from mujica_jax.methods.policies import Checkpoint
-from mujica_jax.methods.setup import check_content
 from mujica_jax.records import Question
 from mujica_jax.retrieval.client import RemoteRetriever
+from mujica_jax.runs.evaluate import _identity, _read_or_play
+from mujica_jax.runs.policies import Checkpoint
+from mujica_jax.runs.setup import check_content
 from mujica_jax.storage.run_directory import RunDirectory
 from mujica_jax.tasks.content import (
     content_version,

@@ -34,10 +34,10 @@ from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses.preference import DPO
 from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import Trainer, fit
-from mujica_jax.methods import decex, run
-from mujica_jax.methods.search_tree import Growth, Tree
-from mujica_jax.methods.tree_records import (
+from mujica_jax.methods.decex import method as decex
+from mujica_jax.methods.decex.records import (
     best_chain,
     encode_nodes,
     figures,
@@ -45,11 +45,12 @@ from mujica_jax.methods.tree_records import (
     pairs_by_preference,
     records_of,
 )
+from mujica_jax.methods.decex.tree import Growth, Tree
 from mujica_jax.records import Question, StopReason
 from mujica_jax.retrieval.errors import RetrievalError
+from mujica_jax.runs import run
 from mujica_jax.tasks.task import Material
 from mujica_jax.trajectories import shards
-from mujica_jax.trajectories.packing import pack
 
 QUESTION = Question(id="q-1", text="What is it?", answers=("gold",))
 AGENT = DecexConfig(

@@ -17,8 +17,8 @@ from tiny_worlds import small_world
 from mujica_jax import metrics
 from mujica_jax.agents import decex
 from mujica_jax.agents.decex import Decex, DecexState, first_piece
-from mujica_jax.agents.scripted import ScriptedPolicy, sample_text
 from mujica_jax.config.agents import DecexConfig
+from mujica_jax.demonstrations.policy import ScriptedPolicy, sample_text
 from mujica_jax.models.tokenizer import TAG_PATTERN, Tokenizer
 from mujica_jax.records import StopReason, Trajectory
 

@@ -12,9 +12,9 @@ from test_baselines import FILM, PERSON, QUESTION, Told, world
 from test_decex import TURNS, Table, grow, pairs_of, searches_of_leaves
 
 from mujica_jax.agents.decex import Decex
-from mujica_jax.agents.decex_writer import TreeWriter
 from mujica_jax.config.agents import DecexConfig
 from mujica_jax.inference.requests import Completion, ReplyError
+from mujica_jax.methods.decex.writer import TreeWriter
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import StopReason
 

@@ -20,13 +20,13 @@ from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
 from patience import HANG_SECONDS
 from whole_runs import free_port
 
+from mujica_jax.learning.batches import rows_of_step
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import Trainer, TrainState, fit
 from mujica_jax.models.weights import load_checkpoint
 from mujica_jax.runtime.heartbeat import LOST
-from mujica_jax.trajectories.batches import rows_of_step
-from mujica_jax.trajectories.packing import pack
 
 ROOT = Path(__file__).resolve().parent.parent
 # Compiling for eight devices takes most of the time: half as long without optimisation.

@@ -20,7 +20,7 @@ from whole_runs import free_port
 from mujica_jax import train
 from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.errors import UserError
-from mujica_jax.methods import setup as start
+from mujica_jax.runs import setup as start
 from mujica_jax.runtime import distributed, heartbeat
 from mujica_jax.runtime import rendezvous as rendezvous_module
 from mujica_jax.runtime.distributed import PREEMPTED, SHUTDOWN, HostMissing

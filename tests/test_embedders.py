@@ -11,8 +11,8 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from tiny_embedder import tiny_embedder
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.text import embedders
-from mujica_jax.retrieval.text.embedders import MINILM_PACKAGE, find_embedder, find_folder
+from mujica_jax.retrieval.embedding import find as embedders
+from mujica_jax.retrieval.embedding.find import MINILM_PACKAGE, find_embedder, find_folder
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from safetensors.numpy import load_file, save_file
 from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax.errors import UserError
-from mujica_jax.models.embedder import embedder_config
-from mujica_jax.models.encoder import encoder_config, load_encoder
+from mujica_jax.retrieval.embedding.embedder import embedder_config
+from mujica_jax.retrieval.embedding.encoder import encoder_config, load_encoder
+from mujica_jax.retrieval.embedding.find import find_embedder
 from mujica_jax.retrieval.text.corpus import read_corpus
-from mujica_jax.retrieval.text.embedders import find_embedder
 
 torch = pytest.importorskip("torch", reason="torch is not installed: parity needs it")
 transformers = pytest.importorskip("transformers")

@@ -43,7 +43,7 @@ from mujica_jax.inference.engine.contiguous_programs import decode as decode_pro
 from mujica_jax.inference.engine.contiguous_programs import prefill as prefill_program
 from mujica_jax.inference.sampling import sample, uniforms
 from mujica_jax.learning.log_probs import token_log_probs
-from mujica_jax.trajectories.packing import pack
+from mujica_jax.learning.packing import pack
 
 SEQUENCE = random_tokens(40)
 EXACT = 1e-5  # float32, the same sums in another order

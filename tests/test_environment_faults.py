@@ -26,8 +26,6 @@ from mujica_jax.agents.agent import EnginePolicy, run_episodes
 from mujica_jax.agents.faults import EnvironmentLost, FaultGuard
 from mujica_jax.config.schema import FaultConfig
 from mujica_jax.errors import UserError
-from mujica_jax.methods.evaluation import PolicyEvaluator, summarise
-from mujica_jax.methods.round_statistics import advice, in_words, round_statistics
 from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory, Turn
 from mujica_jax.report import comparison
 from mujica_jax.report.comparison import Compared
@@ -35,7 +33,9 @@ from mujica_jax.report.progress import Progress
 from mujica_jax.report.results import PhaseRow, closing_table, score_table
 from mujica_jax.report.text import plain
 from mujica_jax.retrieval.errors import RetrievalError
-from mujica_jax.rewards import find_reward
+from mujica_jax.rewards.reward import find_reward
+from mujica_jax.runs.evaluation import PolicyEvaluator, summarise
+from mujica_jax.runs.round_statistics import advice, in_words, round_statistics
 from mujica_jax.trajectories.groups import groups_of
 from mujica_jax.trajectories.select import mean_first_attempt_reward, select
 

@@ -16,7 +16,7 @@ from patience import HANG_SECONDS
 from mujica_jax import eval as evaluation
 from mujica_jax.agents import protocol
 from mujica_jax.config.files import load_config
-from mujica_jax.methods.setup import build_task
+from mujica_jax.runs.setup import build_task
 
 ROOT = Path(__file__).resolve().parents[1]
 SMOKE = str(ROOT / "tests" / "loops" / "smoke_config.py")

@@ -22,12 +22,12 @@ from little_agent import (
     tokenizer,
 )
 
-from mujica_jax.methods.evaluation import Evaluation, PolicyEvaluator, summarise
 from mujica_jax.records import GoldPassage, Search, StopReason, Trajectory
 from mujica_jax.report.progress import Progress
 from mujica_jax.report.results import score_table
 from mujica_jax.report.text import plain
-from mujica_jax.rewards import find_reward
+from mujica_jax.rewards.reward import find_reward
+from mujica_jax.runs.evaluation import Evaluation, PolicyEvaluator, summarise
 
 # kind, gold answers, what was answered, how it ended -> EM and F1 in percent
 EPISODES = [

@@ -25,11 +25,7 @@ from local_endpoint import Answer, Request, serving
 
 from mujica_jax.agents import synthesis_prompts
 from mujica_jax.agents.agent import EnginePolicy, Policy, run_episodes
-from mujica_jax.agents.askable import is_askable, leaks
-from mujica_jax.agents.evidence import Piece, chosen, is_faithful, pieces
 from mujica_jax.agents.mujica import PlannerState, WorkerState, contract_of
-from mujica_jax.agents.synthesis import Synthesis, Synthesizer
-from mujica_jax.agents.teacher import Teacher
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import command_line, load_config
 from mujica_jax.config.remote import RemoteConfig
@@ -37,13 +33,17 @@ from mujica_jax.config.schema import EviPathConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import Completion, SamplingParams
-from mujica_jax.methods import evipath
-from mujica_jax.methods.evaluation import right_ones
-from mujica_jax.methods.evipath_teacher import Author
+from mujica_jax.methods.evipath import method as evipath
+from mujica_jax.methods.evipath.askable import is_askable, leaks
+from mujica_jax.methods.evipath.authors import Author
+from mujica_jax.methods.evipath.evidence import Piece, chosen, is_faithful, pieces
+from mujica_jax.methods.evipath.synthesis import Synthesis, Synthesizer
+from mujica_jax.methods.evipath.teacher import Teacher
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Evidence, GoldPassage, Question, StopReason, Trajectory
-from mujica_jax.retrieval.text.similarity import word_cosine, word_cosines
-from mujica_jax.rewards import find_reward
+from mujica_jax.retrieval.embedding.similarity import word_cosine, word_cosines
+from mujica_jax.rewards.reward import find_reward
+from mujica_jax.runs.evaluation import right_ones
 from mujica_jax.tasks.environment import WithAllGoldPassages
 from mujica_jax.tasks.task import Material
 from mujica_jax.trajectories.store import Store

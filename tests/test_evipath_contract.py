@@ -22,9 +22,9 @@ from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.evipath_contract import EviPathContract
 from mujica_jax.agents.mujica import Mujica, PlannerState, contract_of
 from mujica_jax.agents.protocol import NOTHING_FOUND, SearchCall
-from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import load_config
+from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.records import Evidence, StopReason, Trajectory
 from mujica_jax.tasks.task import EnvironmentKind, Material

@@ -18,11 +18,12 @@ from mujica_jax.config.files import load_config
 from mujica_jax.config.method_checks import is_taught
 from mujica_jax.config.schema import Config, EviPathConfig
 from mujica_jax.errors import UserError
-from mujica_jax.methods import evipath, evipath_teacher
-from mujica_jax.methods import setup as start
-from mujica_jax.methods.run import Run
+from mujica_jax.methods.evipath import authors as evipath_teacher
+from mujica_jax.methods.evipath import method as evipath
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
+from mujica_jax.runs import setup as start
+from mujica_jax.runs.run import Run
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.trajectories.store import Store, open_run
 

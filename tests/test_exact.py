@@ -12,8 +12,8 @@ from patience import HANG_SECONDS
 
 from mujica_jax.retrieval.text import exact
 from mujica_jax.retrieval.text.dense import best_rows
-from mujica_jax.retrieval.text.embeddings import Embeddings, compressed
 from mujica_jax.retrieval.text.exact import ExactSearch, layout
+from mujica_jax.retrieval.text.vectors import Embeddings, compressed
 
 ROOT = Path(__file__).resolve().parent.parent
 DRAW = np.random.default_rng(0)

@@ -11,10 +11,10 @@ from flax import nnx
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.packing import Batch
 from mujica_jax.learning.trainer import Trainer
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import Llama3RopeScaling, from_hugging_face, to_hugging_face
-from mujica_jax.trajectories.packing import Batch
 
 QWEN2_5_7B = {
     "architectures": ["Qwen2ForCausalLM"],

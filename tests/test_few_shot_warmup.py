@@ -17,14 +17,15 @@ from mujica_jax import train
 from mujica_jax.agents import protocol
 from mujica_jax.agents.agent import Attempt, EnginePolicy
 from mujica_jax.agents.mujica import Mujica, PlannerState
-from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.config.files import command_line, load_config
 from mujica_jax.config.schema import Config
-from mujica_jax.methods import setup, supervised
-from mujica_jax.methods.setup import build_task
+from mujica_jax.demonstrations.policy import ScriptedPolicy
+from mujica_jax.methods import supervised
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
 from mujica_jax.records import Conversation, Trajectory
+from mujica_jax.runs import setup
+from mujica_jax.runs.setup import build_task
 from mujica_jax.trajectories.store import Store
 
 SMOKE = str(Path(__file__).parent / "loops" / "smoke_config.py")

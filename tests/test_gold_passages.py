@@ -12,12 +12,12 @@ import pytest
 from shared_data import DATA, needs_data
 
 from mujica_jax import index
-from mujica_jax.agents.evidence import pieces, place_in
 from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.config.tasks import HotpotConfig, MusiqueConfig
-from mujica_jax.methods.evaluation import summarise
+from mujica_jax.methods.evipath.evidence import pieces, place_in
 from mujica_jax.records import GoldPassage, Question, Search, StopReason, Trajectory
 from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.runs.evaluation import summarise
 from mujica_jax.tasks.environment import WithAllGoldPassages, WithGoldPassages
 from mujica_jax.tasks.open_domain import task as open_domain
 from mujica_jax.tasks.passages import GoldInCorpus

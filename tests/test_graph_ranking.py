@@ -11,13 +11,13 @@ from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.config.tasks import QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.records import Entity
+from mujica_jax.retrieval.embedding.find import find_embedder
 from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverUnavailable
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
-from mujica_jax.retrieval.text.embedders import find_embedder
 from mujica_jax.tasks import ranking as rankings
 from mujica_jax.tasks.environment import GraphEnvironment
+from mujica_jax.tasks.graphs import ranking
 from mujica_jax.tasks.ranking import DenseRanking, WordRanking, stop_words
-from mujica_jax.tasks.two_wiki.search import ranking
 
 MARA = Entity(id="Q1", label="Mara Lind")
 FACTS = [  # of an invented person, with relations of Wikidata

@@ -17,11 +17,18 @@ PACKAGE = ROOT / "mujica_jax"
 # from the ground up, as the design has them; a room is a folder or a file of the package
 FLOORS = (
     ("config", "records", "metrics", "dates", "errors"),
-    ("storage", "http", "runtime", "rewards"),
+    ("rewards", "storage", "runtime", "http"),
+    ("trajectories",),
+    ("kernels",),
     ("models",),
-    ("inference", "retrieval", "trajectories"),
-    ("tasks", "learning"),
-    ("agents", "report"),
+    ("retrieval",),
+    ("learning",),
+    ("inference",),
+    ("report",),
+    ("tasks",),
+    ("agents",),
+    ("demonstrations",),
+    ("runs",),
     ("methods",),
     ("train", "eval", "sample", "index", "plan", "serve"),
 )

@@ -14,11 +14,11 @@ from tiny_embedder import WORDS, tiny_embedder, write_corpus
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval import manifest as manifests
+from mujica_jax.retrieval.embedding.find import find_embedder
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text.corpus import PassageFile, read_corpus, write_passages
 from mujica_jax.retrieval.text.dense import DenseIndex, best_rows, ranked
-from mujica_jax.retrieval.text.embedders import find_embedder
-from mujica_jax.retrieval.text.embeddings import compressed, encoded_rows, open_embeddings
+from mujica_jax.retrieval.text.vectors import compressed, encoded_rows, open_embeddings
 
 ROOT = Path(__file__).resolve().parent.parent
 PASSAGES = 90

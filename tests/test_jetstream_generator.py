@@ -37,8 +37,8 @@ from mujica_jax.inference.requests import (
     RequestError,
     SamplingParams,
 )
-from mujica_jax.methods.parts import open_generator
 from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.runs.parts import open_generator
 
 GREEDY = Capabilities(sampling_per_request=False, log_probabilities=False)
 ENGINE = EngineConfig(

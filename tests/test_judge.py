@@ -23,12 +23,12 @@ from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.config.schema import Config, FaultConfig, JudgeConfig, RemoteConfig
 from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.requests import RequestError
-from mujica_jax.methods.judge import Judge, JudgeLost, Judgement, RunVerdicts, open_judge
-from mujica_jax.methods.parts import make_reward
 from mujica_jax.metrics import normalise_squad
 from mujica_jax.records import Search, StopReason, Trajectory
 from mujica_jax.retrieval.search_cache import SearchCache
-from mujica_jax.rewards import NoVerdict, find_reward
+from mujica_jax.rewards.reward import NoVerdict, find_reward
+from mujica_jax.runs.judge import Judge, JudgeLost, Judgement, RunVerdicts, open_judge
+from mujica_jax.runs.parts import make_reward
 from mujica_jax.trajectories.store import Store
 
 SMOKE = load_config(str(Path(__file__).parent / "loops" / "smoke_config.py"))

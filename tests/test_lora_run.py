@@ -20,16 +20,16 @@ from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.eval import command_line, find_checkpoint
 from mujica_jax.learning.log_probs import token_log_probs
-from mujica_jax.methods import setup as start
-from mujica_jax.methods.learning_phase import LearningPlan
-from mujica_jax.methods.run import Run
+from mujica_jax.learning.packing import pack
 from mujica_jax.models.adapters import with_adapter
 from mujica_jax.models.decoder import unstacked
 from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint, save_checkpoint
+from mujica_jax.runs import setup as start
+from mujica_jax.runs.learning import LearningPlan
+from mujica_jax.runs.run import Run
 from mujica_jax.runtime.preemption import Preemption
-from mujica_jax.trajectories.packing import pack
 
 SMOKE = Path(__file__).parent / "loops" / "smoke_config.py"
 

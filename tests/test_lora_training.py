@@ -16,9 +16,9 @@ from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.mle import MLE
 from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import FitResult, Trainer, TrainState, fit
 from mujica_jax.models.layers import projections
-from mujica_jax.trajectories.packing import pack
 
 MODEL = dataclasses.replace(ONE_LAYER, num_layers=2)
 LORA = dataclasses.replace(TRAINER, lora_rank=2, lora_alpha=4.0)

@@ -16,15 +16,15 @@ from packed_rows import TRAINER as SHORT
 from packed_rows import tiny_decoder
 from tiny_worlds import small_world
 
-from mujica_jax.agents.scripted import ScriptedPolicy
+from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.policy import DAPO, GRPO, group_advantages
 from mujica_jax.learning.losses.preference import DPO
 from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.packing import PackedRows, pack
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from mujica_jax.records import Conversation
-from mujica_jax.trajectories.packing import PackedRows, pack
 
 MODEL = dataclasses.replace(TINY, vocab_size=tokenizer().vocab_size, max_position_embeddings=1024)
 GROUPS = 8

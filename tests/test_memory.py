@@ -8,8 +8,8 @@ from packed_rows import MODEL, TRAINER
 from mujica_jax.config.files import CONFIG_FOLDER, load_config
 from mujica_jax.errors import UserError
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.methods import memory
-from mujica_jax.methods.memory import PhaseMemory, check_memory, phases
+from mujica_jax.runs import memory
+from mujica_jax.runs.memory import PhaseMemory, check_memory, phases
 from mujica_jax.runtime.chips import CHIPS
 
 # The embedding, four projections of the attention, three of the perceptron, norms of a layer and

@@ -11,10 +11,10 @@ from episodes import episode
 from packed_rows import MODEL, TRAINER, conversation, random_conversations, tiny_decoder
 
 from mujica_jax.learning.log_probs import token_log_probs
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.methods.mismatch import compared, differences
 from mujica_jax.records import Conversation
-from mujica_jax.trajectories.packing import pack
+from mujica_jax.runs.mismatch import compared, differences
 
 
 def sampled(one: Conversation, logprobs: list[float]) -> Conversation:

@@ -18,9 +18,9 @@ from packed_rows import MODEL, random_conversations, tiny_decoder
 from mujica_jax.learning import log_probs
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.mle import MLE
+from mujica_jax.learning.packing import Batch, pack
 from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
-from mujica_jax.trajectories.packing import Batch, pack
 
 # p(next | current), one row for each current token.
 BIGRAMS = np.array(

@@ -34,7 +34,7 @@ from mujica_jax.agents.mujica import PlannerState, WorkerState
 from mujica_jax.agents.protocol import NOTHING_FOUND
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.records import Entity, Question, StopReason, Trajectory
-from mujica_jax.rewards import find_reward, is_well_formed
+from mujica_jax.rewards.reward import find_reward, is_well_formed
 from mujica_jax.runtime.preemption import Preempted
 from mujica_jax.tasks.task import Material
 

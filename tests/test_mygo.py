@@ -14,8 +14,8 @@ from mujica_jax.agents.agent import Attempt
 from mujica_jax.config.schema import MygoConfig, SamplingConfig
 from mujica_jax.learning.optimizer import learning_rate, schedule
 from mujica_jax.methods import mygo, mygo_rounds
-from mujica_jax.methods.round_statistics import advice, in_words, round_statistics
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
+from mujica_jax.runs.round_statistics import advice, in_words, round_statistics
 from mujica_jax.trajectories.select import select
 
 METHOD = MygoConfig(

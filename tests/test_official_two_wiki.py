@@ -14,11 +14,11 @@ from mujica_jax.config.checks import check
 from mujica_jax.config.files import from_dict, load_config
 from mujica_jax.config.schema import Config, TwoWikiConfig
 from mujica_jax.errors import UserError
-from mujica_jax.methods.evaluation import held_out_questions
-from mujica_jax.methods.setup import about_questions, build_task
 from mujica_jax.metrics import score
 from mujica_jax.records import Conversation, StopReason, Trajectory
-from mujica_jax.rewards import find_reward
+from mujica_jax.rewards.reward import find_reward
+from mujica_jax.runs.evaluation import held_out_questions
+from mujica_jax.runs.setup import about_questions, build_task
 from mujica_jax.tasks.two_wiki import task as two_wiki
 
 ROOT = Path(__file__).resolve().parents[1]

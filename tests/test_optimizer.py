@@ -19,9 +19,9 @@ from mujica_jax.learning.optimizer import (
     make_optimizer,
     schedule,
 )
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.models.decoder import Decoder
-from mujica_jax.trajectories.packing import pack
 
 
 def rates(steps: range, **settings: float) -> list[float]:

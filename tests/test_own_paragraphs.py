@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from mujica_jax.agents.evidence import pieces, place_in
 from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.config.tasks import HotpotConfig, MusiqueConfig, PopQaConfig
+from mujica_jax.methods.evipath.evidence import pieces, place_in
 from mujica_jax.records import GoldPassage, Question
 from mujica_jax.tasks.open_domain.task import build
 from mujica_jax.tasks.own_paragraphs import OwnParagraphs

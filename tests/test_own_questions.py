@@ -12,7 +12,7 @@ from local_endpoint import Answer, Request, serving
 from mujica_jax import eval as evaluation
 from mujica_jax.config.files import load_config
 from mujica_jax.errors import UserError
-from mujica_jax.methods.setup import left_out
+from mujica_jax.runs.setup import left_out
 from mujica_jax.tasks.two_wiki import task as two_wiki
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "own_questions.md"

@@ -7,8 +7,8 @@ import pytest
 from packed_rows import conversation, random_conversations
 
 from mujica_jax.errors import UserError
+from mujica_jax.learning.packing import PackedRows, pack, sampled_log_probs, too_long
 from mujica_jax.records import Conversation
-from mujica_jax.trajectories.packing import PackedRows, pack, sampled_log_probs, too_long
 
 ROW_TOKENS = 16
 turns = st.lists(st.tuples(st.integers(1, 99), st.booleans()), min_size=1, max_size=ROW_TOKENS)

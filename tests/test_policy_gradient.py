@@ -20,12 +20,13 @@ from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import DapoConfig, GrpoConfig, SamplingConfig, TrainerConfig
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses.policy import DAPO, GRPO, importance_weights
-from mujica_jax.methods import policy_gradient, rollouts
-from mujica_jax.methods.run import Run
+from mujica_jax.learning.packing import PackedRows
+from mujica_jax.methods import grpo as policy_gradient
+from mujica_jax.methods import rollouts
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
 from mujica_jax.report.stage_clock import StageClock
+from mujica_jax.runs.run import Run
 from mujica_jax.trajectories.groups import overlong_punishment
-from mujica_jax.trajectories.packing import PackedRows
 from mujica_jax.trajectories.select import training_rows
 from mujica_jax.trajectories.store import Store
 

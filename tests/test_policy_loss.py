@@ -6,7 +6,7 @@ from packed_rows import random_conversations
 
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.policy import DAPO, GRPO, group_advantages
-from mujica_jax.trajectories.packing import Batch, PackedRows, pack
+from mujica_jax.learning.packing import Batch, PackedRows, pack
 
 # Three conversations in two rows: one of three trained tokens, two of one.
 SEGMENTS = np.array([[1, 1, 1, 1], [1, 1, 2, 2]])

@@ -7,7 +7,7 @@ import pytest
 from packed_rows import random_conversations
 
 from mujica_jax.learning.losses.preference import DPO
-from mujica_jax.trajectories.packing import Batch, PackedRows, pack
+from mujica_jax.learning.packing import Batch, PackedRows, pack
 
 # Two pairs: in the first row conversations of two and one trained tokens, in the second two of one.
 SEGMENTS = np.array([[1, 1, 1, 2, 2], [1, 1, 2, 2, 0]])

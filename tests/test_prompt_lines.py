@@ -13,15 +13,15 @@ from little_agent import FILM, completion, tokenizer
 from mujica_jax.agents import synthesis_prompts
 from mujica_jax.agents.agent import Agent
 from mujica_jax.agents.decex import AFTER_THOUGHT, DecexState, Step
-from mujica_jax.agents.decex_writer import TreeWriter
 from mujica_jax.agents.dialogue import Opening
 from mujica_jax.agents.mujica import contract_of
 from mujica_jax.config.agents import MujicaConfig, PromptedAgent
 from mujica_jax.config.files import implementation
 from mujica_jax.config.schema import AgentConfig
 from mujica_jax.inference.requests import Completion, SamplingParams
-from mujica_jax.methods.judge import INSTRUCTION, INSTRUCTION_WITH_QUESTION
+from mujica_jax.methods.decex.writer import TreeWriter
 from mujica_jax.records import Question
+from mujica_jax.runs.judge import INSTRUCTION, INSTRUCTION_WITH_QUESTION
 from mujica_jax.tasks.task import Material
 
 MODES = ("brief", "zero_shot", "few_shot")

@@ -12,7 +12,7 @@ from shared_data import DATA, needs_data
 from mujica_jax import index
 from mujica_jax.config.tasks import QaldConfig
 from mujica_jax.errors import UserError
-from mujica_jax.methods.evaluation import summarise
+from mujica_jax.runs.evaluation import summarise
 from mujica_jax.tasks.open_domain.qald import build, read_qald
 
 HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"

@@ -14,7 +14,7 @@ from tiny_embedder import FIELDS, tiny_embedder, write_corpus
 from mujica_jax import index
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text import recall
-from mujica_jax.retrieval.text.embeddings import compressed
+from mujica_jax.retrieval.text.vectors import compressed
 
 LINE = r"recall@(\d+) beside exact search: ([\d.]+)% \(queries: ([\d,]+) passages\)"
 PASSAGES = 1500  # so many that ScaNN learns partitions

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mujica_jax.errors import UserError
 from mujica_jax.records import Question, Reward, StopReason, Trajectory
-from mujica_jax.rewards import REWARDS, NoVerdict, find_reward
+from mujica_jax.rewards.reward import REWARDS, NoVerdict, find_reward
 
 
 def episode(answer: str, reason: StopReason = StopReason.ANSWERED, **counts: float) -> Trajectory:

@@ -18,8 +18,8 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.estimates import scann_building_bytes
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text import scann
-from mujica_jax.retrieval.text.embeddings import Embeddings, compressed
 from mujica_jax.retrieval.text.scann import ScannParameters, package
+from mujica_jax.retrieval.text.vectors import Embeddings, compressed
 
 pytest.importorskip(
     "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"

@@ -14,7 +14,6 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text import scann
 from mujica_jax.retrieval.text.dense import best_rows
-from mujica_jax.retrieval.text.embeddings import Storage, compressed
 from mujica_jax.retrieval.text.scann import (
     KERNELS,
     ScannParameters,
@@ -25,6 +24,7 @@ from mujica_jax.retrieval.text.scann import (
     usable_kernels,
     write_scann,
 )
+from mujica_jax.retrieval.text.vectors import Storage, compressed
 
 pytest.importorskip(
     "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"

@@ -11,17 +11,17 @@ from tiny_worlds import small_world
 
 from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.agents.protocol import NOTHING_FOUND, SearchCall, parse_planner, parse_worker
-from mujica_jax.agents.scripted import ScriptedPolicy
-from mujica_jax.agents.scripted_text import first_statement, query_of, without_silent_workers
+from mujica_jax.demonstrations.mujica_text import first_statement, query_of, without_silent_workers
+from mujica_jax.demonstrations.policy import ScriptedPolicy
+from mujica_jax.learning.packing import pack
 from mujica_jax.methods import supervised
 from mujica_jax.records import KNOWN, Entity, Evidence, Question, StopReason, Trajectory
 from mujica_jax.retrieval.statistics import RetrievalStatistics
-from mujica_jax.rewards import find_reward
+from mujica_jax.rewards.reward import find_reward
 from mujica_jax.tasks.task import Material
 from mujica_jax.tasks.tiny_world import world as tiny_world
 from mujica_jax.tasks.tiny_world.questions import KIND_SHARES
 from mujica_jax.tasks.tiny_world.world import TinyWorld
-from mujica_jax.trajectories.packing import pack
 
 # The little tokenizer spells names byte by byte.
 WIDE = {"max_turn_tokens": 600, "max_trajectory_tokens": 4000, "max_observation_tokens": 3000}

@@ -9,9 +9,9 @@ import pytest
 from little_agent import LittleWorld, attempt, rewarded, tokenizer
 from tiny_worlds import small_world
 
-from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.agents.single import Single
 from mujica_jax.config.agents import SingleConfig
+from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.records import Evidence, Question, StopReason, Trajectory
 from mujica_jax.tasks.task import Environment, Material
 

@@ -15,10 +15,10 @@ from whole_runs import ROOT, finished, json_lines
 
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.inference.requests import SamplingParams
-from mujica_jax.methods.parts import open_generator
 from mujica_jax.models.gguf import checkpoint_folder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
+from mujica_jax.runs.parts import open_generator
 
 UNTRAINED_LOSS = 2.1  # of SmolLM2-135M on the demonstrations; the format alone is most of it
 COMMANDS = [line for line in LINES if line.startswith("python") and "runs/smollm2" in line]

@@ -11,9 +11,9 @@ from packed_rows import MODEL, TRAINER, random_conversations
 
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.spike_guard import Spikes, TooManySpikes, detect_spike, no_spikes
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
-from mujica_jax.trajectories.packing import pack
 
 GUARDED = dataclasses.replace(
     TRAINER, spike_deviations=6.0, spike_window_steps=4, max_skips_in_a_row=2

@@ -12,11 +12,11 @@ import pytest
 from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
-from mujica_jax.methods.parts import make_reward
 from mujica_jax.records import Question, Search, StopReason, Trajectory
-from mujica_jax.retrieval.text.similarity import word_cosines
-from mujica_jax.rewards import RewardFunction, find_reward
+from mujica_jax.retrieval.embedding.similarity import word_cosines
+from mujica_jax.rewards.reward import RewardFunction, find_reward
 from mujica_jax.rewards.staged import is_concise, mean_similarity
+from mujica_jax.runs.parts import make_reward
 
 QUESTION = Question(id="q", text="Where?", answers=("Ghent",))
 SWITCH = 10  # first round of the second stage

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from test_tokenizer import CHATML_TOKENS, QWEN_SPLIT, _wrapped
 
 from mujica_jax.agents.dialogue import Dialogue
-from mujica_jax.agents.teacher import as_completion
 from mujica_jax.inference.requests import Completion
+from mujica_jax.methods.evipath.teacher import as_completion
 from mujica_jax.models.thoughts import outside_thoughts
 from mujica_jax.models.tokenizer import Tokenizer
 

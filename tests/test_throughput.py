@@ -6,9 +6,9 @@ import pytest
 from packed_rows import MODEL, TRAINER, conversation
 
 from mujica_jax.learning import throughput as step_figures
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.throughput import Throughput, training_flops
 from mujica_jax.learning.trainer import StepMetrics, Trainer
-from mujica_jax.trajectories.packing import pack
 
 # Two rows of 8 slots, 7 and 6 of them full; 5 and 3 tokens are trained.
 ROWS = pack(

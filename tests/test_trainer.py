@@ -9,10 +9,12 @@ from flax import nnx
 from packed_rows import MODEL, TRAINER, random_conversations
 
 from mujica_jax.errors import UserError
+from mujica_jax.learning.batches import rows_of_step
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.mle import MLE
 from mujica_jax.learning.optimizer import decayed, schedule
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import (
     FitResult,
     NotFinite,
@@ -25,8 +27,6 @@ from mujica_jax.learning.trainer import (
     train_step,
 )
 from mujica_jax.models.sharding import shard_batch
-from mujica_jax.trajectories.batches import rows_of_step
-from mujica_jax.trajectories.packing import pack
 
 ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
 SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=8, warmup_steps=2)

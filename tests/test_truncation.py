@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from mujica_jax.models import embedder
-from mujica_jax.models.embedder import encode_truncated
+from mujica_jax.retrieval.embedding import embedder
+from mujica_jax.retrieval.embedding.embedder import encode_truncated
 
 MAX_TOKENS = 9
 LETTERS = "abcdé中1."

@@ -20,18 +20,18 @@ from tiny_embedder import tiny_embedder
 
 from mujica_jax import index
 from mujica_jax.agents.faults import FaultGuard
-from mujica_jax.agents.scripted import ScriptedPolicy
 from mujica_jax.config.schema import TwoWikiConfig
+from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.errors import UserError
 from mujica_jax.methods import supervised
 from mujica_jax.metrics import score
 from mujica_jax.records import Entity, StopReason
+from mujica_jax.retrieval.embedding.find import find_embedder
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.retrieval.graph.tables import read_triples
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.retrieval.text.corpus_records import read_records
-from mujica_jax.retrieval.text.embedders import find_embedder
-from mujica_jax.rewards import find_reward
+from mujica_jax.rewards.reward import find_reward
 from mujica_jax.tasks.environment import GraphEnvironment
 from mujica_jax.tasks.two_wiki import task as two_wiki
 from mujica_jax.tasks.two_wiki.augmentation import KEPT_WORDS

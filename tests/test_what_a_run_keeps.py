@@ -14,11 +14,11 @@ from safetensors import safe_open
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config
 from mujica_jax.learning.checkpoints import Checkpoints
-from mujica_jax.methods import setup as start
-from mujica_jax.methods.learning_phase import LearningPlan
-from mujica_jax.methods.run import Run
+from mujica_jax.learning.packing import pack
+from mujica_jax.runs import setup as start
+from mujica_jax.runs.learning import LearningPlan
+from mujica_jax.runs.run import Run
 from mujica_jax.runtime.preemption import Preemption
-from mujica_jax.trajectories.packing import pack
 
 Opener = Callable[[Config], Run]
 
@@ -102,7 +102,7 @@ def test_saves_come_as_often_as_the_configuration_says(
         "save",
         lambda self, state, about: saved.append(int(state.step)) or save(self, state, about),
     )
-    monkeypatch.setattr("mujica_jax.methods.learning_phase.STEPS_A_STRETCH", 1)
+    monkeypatch.setattr("mujica_jax.runs.learning.STEPS_A_STRETCH", 1)
     run = opened(
         dataclasses.replace(
             config, trainer=dataclasses.replace(config.trainer, save_seconds=save_seconds)
@@ -132,11 +132,11 @@ def test_saves_that_take_long_come_seldom(opened, config, monkeypatch):
         self.seconds_a_save = 60.0
 
     monkeypatch.setattr(Checkpoints, "save", slow)
-    monkeypatch.setattr("mujica_jax.methods.learning_phase.STEPS_A_STRETCH", 1)
+    monkeypatch.setattr("mujica_jax.runs.learning.STEPS_A_STRETCH", 1)
     run = opened(config)
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
     monkeypatch.setattr(
-        "mujica_jax.methods.learning_phase.time", SimpleNamespace(monotonic=lambda: next(looks))
+        "mujica_jax.runs.learning.time", SimpleNamespace(monotonic=lambda: next(looks))
     )
     run.learn(
         "warm-up",

@@ -8,7 +8,7 @@ import numpy as np
 from safetensors.numpy import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from mujica_jax.models.encoder import encoder_config, weight_table
+from mujica_jax.retrieval.embedding.encoder import encoder_config, weight_table
 
 WORDS = [f"word{number}" for number in range(100)]
 FIELDS = {

@@ -36,7 +36,6 @@ from mujica_jax.inference.engine.factory import CACHE_DTYPES
 from mujica_jax.inference.engine.kv_quantization import calibrate_scales
 from mujica_jax.learning.losses.preference import DPO
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.methods.memory import phases
 from mujica_jax.methods.rollouts import loss_of
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import from_hugging_face
@@ -44,6 +43,7 @@ from mujica_jax.models.layers import projections
 from mujica_jax.models.quantization import engine_weights
 from mujica_jax.models.sharding import make_mesh, shardings_of
 from mujica_jax.retrieval.text.exact import MAX_QUERIES, ROWS, layout, rows_mesh, search_program
+from mujica_jax.runs.memory import phases
 
 EMBEDDER_BYTES = 670_000_000  # bge-large-en-v1.5, 335 million numbers in bfloat16; on every chip
 SLOTS, POSITIONS, PAGE_TOKENS, PREFILL_TOKENS, DECODE_STEPS = 128, 4096, 32, 4096, 16

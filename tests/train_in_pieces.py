@@ -20,9 +20,9 @@ from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
 from mujica_jax.learning import checkpoints as checkpoints_module
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.models.weights import save_checkpoint
-from mujica_jax.trajectories.packing import pack
 
 STEPS, SAVE_EVERY = 20, 7
 

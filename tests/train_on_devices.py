@@ -21,13 +21,13 @@ from packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
 from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
+from mujica_jax.learning.packing import Batch, PackedRows, pack
 from mujica_jax.learning.trainer import StepMetrics, Trainer, fit
 from mujica_jax.models.sharding import make_mesh
 from mujica_jax.models.weight_sync import sync_weights
 from mujica_jax.models.weights import gather_checkpoint, save_checkpoint
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
-from mujica_jax.trajectories.packing import Batch, PackedRows, pack
 
 AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 

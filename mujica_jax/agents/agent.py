@@ -2,7 +2,7 @@
 
 An agent plays one episode of an `Attempt` in an environment and records it. Who writes its turns is
 a `Policy`, which is asked with token ids, sampling parameters and a state: what the agent knows at
-this turn as plain values, opaque to everything but the agent's own scripts (`scripted.py`).
+this turn as plain values, opaque to everything but the agent's own scripts (`demonstrations/`).
 Evaluation, runs and methods know this file and no agent's own types.
 """
 
@@ -16,7 +16,7 @@ from mujica_jax.agents.dialogue import Opening
 from mujica_jax.agents.protocol import WORKER
 from mujica_jax.inference.requests import Completion, Generator, SamplingParams, TokenIds
 from mujica_jax.records import Question, Trajectory
-from mujica_jax.rewards import RewardFunction
+from mujica_jax.rewards.reward import RewardFunction
 from mujica_jax.tasks.task import Environment, EnvironmentKind
 
 # About as long as one call of the engine. A poll costs microseconds.

@@ -18,7 +18,7 @@ next message:
 Both decisions stand in the thought. The termination decision is a sub-question or the end of the
 thought with the final answer. The retrieval decision is what is recalled or the end of the thought
 with a sub-query. Each decision with its execution is a `Piece` of a turn. An episode is sampled
-turn by turn. A search tree (`methods/search_tree.py`) samples it piece by piece: it samples the
+turn by turn. A search tree (`methods/decex/tree.py`) samples it piece by piece: it samples the
 rest of a turn and keeps the tokens of the first piece, so the pieces of a turn are the very tokens
 of that turn.
 

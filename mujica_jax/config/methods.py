@@ -59,7 +59,7 @@ class EviPathConfig:
     they are learnt."""
 
     kind: Literal["evipath"] = "evipath"
-    implementation: ClassVar[str] = "mujica_jax.methods.evipath:evipath"
+    implementation: ClassVar[str] = "mujica_jax.methods.evipath.method:evipath"
     # What the teacher is given: answer and gold evidence, the answer alone, or neither. What it
     # answers wrongly is not learnt in any of them.
     mode: Literal["abductive", "no_evidence", "deductive"] = "abductive"
@@ -102,7 +102,7 @@ class PolicyGradientConfig:
     climb."""
 
     kind: str
-    implementation: ClassVar[str] = "mujica_jax.methods.policy_gradient:policy_gradient"
+    implementation: ClassVar[str] = "mujica_jax.methods.grpo:policy_gradient"
     # batches of sampling.questions_per_round questions, each sampled from the policy of the one
     # before
     rounds: NonNegativeInt
@@ -160,7 +160,7 @@ class DecexTreeConfig:
     """
 
     kind: Literal["decex"] = "decex"
-    implementation: ClassVar[str] = "mujica_jax.methods.decex:decex"
+    implementation: ClassVar[str] = "mujica_jax.methods.decex.method:decex"
     branches: PositiveInt = 3  # k, turns sampled for a decision or an execution
     rollouts: PositiveInt = 4  # n, episodes that score an execution
     # mean reward of an answer from memory above which nothing is searched for

@@ -21,12 +21,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from mujica_jax.learning.packing import Batch
 from mujica_jax.models.attention import Implementation, causal_self_attention
 from mujica_jax.models.cpu_calls import on_cpu
 from mujica_jax.models.decoder import Decoder, Remat, scores
 from mujica_jax.models.layers import matrix_product
 from mujica_jax.models.sharding import RULES
-from mujica_jax.trajectories.packing import Batch
 
 # Positions whose logits one device holds at a time. 512 rows keep a matrix unit busy; their float32
 # logits take 0.3 GB at a vocabulary of 152k. A CPU multiplies fewer as fast, and of the last chunk

@@ -44,6 +44,7 @@ from jaxtyping import Array, Float, Int
 from mujica_jax.config.checks import check_rows
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import UserError
+from mujica_jax.learning.batches import Batches
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.loss import Counts, Loss
 from mujica_jax.learning.losses.mle import MLE
@@ -54,14 +55,13 @@ from mujica_jax.learning.optimizer import (
     make_optimizer,
     schedule,
 )
+from mujica_jax.learning.packing import Batch, PackedRows
 from mujica_jax.learning.spike_guard import detect_spike, no_spikes, raise_if_too_many
 from mujica_jax.models.attention import Implementation, resolve
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.lora import adapted, check_rank, merged
 from mujica_jax.models.sharding import RULES, make_mesh, own_rows, shard_batch, shardings_of
-from mujica_jax.trajectories.batches import Batches
-from mujica_jax.trajectories.packing import Batch, PackedRows
 
 # (trained parameters, batch or part of one) -> ((loss, metrics), gradient)
 LossAndGradient = Callable[[nnx.State, Batch], tuple[tuple[Array, dict[str, Array]], nnx.State]]

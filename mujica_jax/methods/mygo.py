@@ -54,16 +54,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from mujica_jax.config.methods import MygoConfig
+from mujica_jax.learning.packing import PackedRows, pack, too_long
 from mujica_jax.learning.trainer import steps_of_epochs
-from mujica_jax.methods.learning_phase import LearningPlan
 from mujica_jax.methods.mygo_rounds import SampledRound, plan_round, sample_round
-from mujica_jax.methods.phases import Phase, PhaseResult, PhaseState, tokens_of
-from mujica_jax.methods.round_statistics import advice, in_words, round_statistics
-from mujica_jax.methods.rounds import method_of
-from mujica_jax.methods.run import Run
 from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.records import Conversation, Trajectory
-from mujica_jax.trajectories.packing import PackedRows, pack, too_long
+from mujica_jax.runs.learning import LearningPlan
+from mujica_jax.runs.phases import Phase, PhaseResult, PhaseState, tokens_of
+from mujica_jax.runs.round_statistics import advice, in_words, round_statistics
+from mujica_jax.runs.run import Run
+from mujica_jax.runs.sampling import method_of
 from mujica_jax.trajectories.select import select, training_rows
 
 # Rounds that are sampled before one is learnt. Offline samples all of them.

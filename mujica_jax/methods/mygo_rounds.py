@@ -13,8 +13,11 @@ from collections.abc import Callable, Sequence
 
 from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.config.schema import MygoConfig
-from mujica_jax.methods.phases import PhaseState
-from mujica_jax.methods.rounds import (
+from mujica_jax.records import Question, Trajectory
+from mujica_jax.report.progress import Stage
+from mujica_jax.runs.phases import PhaseState
+from mujica_jax.runs.run import KEPT_SHARDS, Run
+from mujica_jax.runs.sampling import (
     attempt,
     close_round,
     finished_round,
@@ -22,10 +25,7 @@ from mujica_jax.methods.rounds import (
     questions_a_round,
     sampling,
 )
-from mujica_jax.methods.run import KEPT_SHARDS, Run
-from mujica_jax.methods.shares import play_share
-from mujica_jax.records import Question, Trajectory
-from mujica_jax.report.progress import Stage
+from mujica_jax.runs.shares import play_share
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.select import accepts, mean_first_attempt_reward, select, threshold
 from mujica_jax.trajectories.store import SUMMARY, ShardEntry

@@ -13,14 +13,14 @@ import numpy as np
 from mujica_jax.config.methods import GrpoConfig, PolicyGradientConfig
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.losses.policy import DAPO, GRPO, group_advantages, importance_weights
-from mujica_jax.methods.evaluation import right_ones
-from mujica_jax.methods.phases import GetState
-from mujica_jax.methods.round_statistics import entropy
-from mujica_jax.methods.run import Run
+from mujica_jax.learning.packing import PackedRows, pack, sampled_log_probs, too_long
 from mujica_jax.records import Conversation, Trajectory, generated_tokens, rewarded
+from mujica_jax.runs.evaluation import right_ones
+from mujica_jax.runs.phases import GetState
+from mujica_jax.runs.round_statistics import entropy
+from mujica_jax.runs.run import Run
 from mujica_jax.runtime import distributed
 from mujica_jax.trajectories.groups import Group, groups_of, overlong_punishment
-from mujica_jax.trajectories.packing import PackedRows, pack, sampled_log_probs, too_long
 from mujica_jax.trajectories.select import policy_gradient_rows
 
 Method = PolicyGradientConfig

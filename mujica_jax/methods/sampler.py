@@ -18,10 +18,10 @@ from typing import Any
 from mujica_jax.config.methods import MygoConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods.mygo_rounds import Unit, first_attempts, later_attempts, next_threshold
-from mujica_jax.methods.phases import PhaseState
-from mujica_jax.methods.rounds import method_of
-from mujica_jax.methods.run import Run
 from mujica_jax.records import Question, Trajectory
+from mujica_jax.runs.phases import PhaseState
+from mujica_jax.runs.run import Run
+from mujica_jax.runs.sampling import method_of
 from mujica_jax.storage.leases import Leases
 from mujica_jax.trajectories.select import mean_first_attempt_reward
 from mujica_jax.trajectories.store import DONE, SUMMARY, shard_name

@@ -26,30 +26,24 @@ from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.agents.dialogue import with_opening
 from mujica_jax.agents.mujica import contract_of
-from mujica_jax.agents.scripted import ScriptedPolicy
-from mujica_jax.agents.scripted_text import without_silent_workers
 from mujica_jax.config.method_checks import has_script
+from mujica_jax.demonstrations.mujica_text import without_silent_workers
+from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.errors import UserError
+from mujica_jax.learning.packing import PackedRows, pack
 from mujica_jax.learning.trainer import TrainState, steps_of_epochs
-from mujica_jax.methods.evaluation import right_ones
-from mujica_jax.methods.learning_phase import LearningPlan
-from mujica_jax.methods.parts import make_agent
-from mujica_jax.methods.phases import (
-    WARM_UP,
-    GetState,
-    Phase,
-    PhaseResult,
-    PhaseState,
-    tokens_of,
-)
-from mujica_jax.methods.rounds import sampling
-from mujica_jax.methods.run import KEPT_SHARDS, Run
-from mujica_jax.methods.shares import play_share
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
+from mujica_jax.runs.evaluation import right_ones
+from mujica_jax.runs.learning import LearningPlan
+from mujica_jax.runs.parts import make_agent
+from mujica_jax.runs.phases import WARM_UP, GetState, Phase, PhaseResult, PhaseState, tokens_of
+from mujica_jax.runs.run import KEPT_SHARDS, Run
+from mujica_jax.runs.sampling import sampling
+from mujica_jax.runs.shares import play_share
 from mujica_jax.runtime import distributed
+from mujica_jax.tasks.checks import from_scratch
 from mujica_jax.tasks.environment import WrittenPassages
-from mujica_jax.tasks.task import FromScratchTask, Task
-from mujica_jax.trajectories.packing import PackedRows, pack
+from mujica_jax.tasks.task import FromScratchTask
 from mujica_jax.trajectories.select import accepts, training_rows
 
 PRETRAINING = "pretraining"
@@ -234,18 +228,6 @@ def _why_nothing_to_learn(run: Run, num_sampled: int, kept_trajectories: list[Tr
         f"agent cut them, raise agent.max_turn_tokens {run.config.agent.max_turn_tokens} or the "
         "limit of turns"
     )
-
-
-def from_scratch(task: Task) -> FromScratchTask:
-    """Return the task as one with demonstrations and texts. Raises UserError if it has none."""
-    if not isinstance(task, FromScratchTask):
-        methods = ("demonstrations", "pretraining_documents", "tokenizer_text")
-        lacking = ", ".join(name for name in methods if not hasattr(task, name))
-        raise UserError(
-            f"task {task.name} lacks {lacking}, which a model from scratch begins with: start from "
-            "a checkpoint with --init and --warmup.steps 0 or --warmup.source few_shot"
-        )
-    return task
 
 
 class Played(NamedTuple):

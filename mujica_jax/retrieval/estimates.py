@@ -24,10 +24,10 @@ from mujica_jax.retrieval.graph.index import Loaded, load
 from mujica_jax.retrieval.manifest import AUTO
 from mujica_jax.retrieval.text.bm25 import Bm25Index, indexed_words
 from mujica_jax.retrieval.text.corpus import Passage, stream_corpus
-from mujica_jax.retrieval.text.embeddings import DTYPES
 from mujica_jax.retrieval.text.index import IndexSpec, choose_kind
 from mujica_jax.retrieval.text.recall import QUERIES
 from mujica_jax.retrieval.text.scann import CHUNK_ROWS, ScannParameters, parameters_for
+from mujica_jax.retrieval.text.vectors import DTYPES
 
 EMBEDDED_SAMPLE = 128  # passages
 WORDS_SAMPLE = 2000

@@ -10,7 +10,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Question
 from mujica_jax.retrieval.text.corpus_records import check_text
-from mujica_jax.tasks.task import EnvironmentKind, Split, Task
+from mujica_jax.tasks.task import EnvironmentKind, FromScratchTask, Split, Task
 
 
 def check_task(task: Task, kind: str, splits: Sequence[Split]) -> None:
@@ -27,6 +27,18 @@ def check_task(task: Task, kind: str, splits: Sequence[Split]) -> None:
                 f"task {kind}: its environment_kind is {task.environment_kind} and its environment "
                 f"has kind {environment_kind}: both must be the same"
             )
+
+
+def from_scratch(task: Task) -> FromScratchTask:
+    """Return the task as one with demonstrations and texts. Raises UserError if it has none."""
+    if not isinstance(task, FromScratchTask):
+        methods = ("demonstrations", "pretraining_documents", "tokenizer_text")
+        lacking = ", ".join(name for name in methods if not hasattr(task, name))
+        raise UserError(
+            f"task {task.name} lacks {lacking}, which a model from scratch begins with: start from "
+            "a checkpoint with --init and --warmup.steps 0 or --warmup.source few_shot"
+        )
+    return task
 
 
 def _check_attributes(task: Task, kind: str) -> None:

@@ -22,7 +22,7 @@ from mujica_jax.retrieval.text.corpus_records import check_text
 from mujica_jax.retrieval.text.dense import ranked
 
 if TYPE_CHECKING:
-    from mujica_jax.models.embedder import Embedder
+    from mujica_jax.retrieval.embedding.embedder import Embedder
 
 # How many embeddings of triples are cached: 256 MiB of bge-large's.
 MAX_KEPT_ROWS = 65_536

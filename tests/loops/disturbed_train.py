@@ -46,10 +46,10 @@ import mujica_jax
 from mujica_jax import sample, train
 from mujica_jax.config.files import load_config
 from mujica_jax.learning.trainer import Trainer
-from mujica_jax.methods import learning_phase
-from mujica_jax.methods import setup as start
 from mujica_jax.records import Reward, Trajectory
 from mujica_jax.report.progress import Stage
+from mujica_jax.runs import learning as learning_phase
+from mujica_jax.runs import setup as start
 from mujica_jax.runtime.preemption import Preemption
 
 SECONDS_TO_WAIT = 900.0  # for what must come, on a busy machine too

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Num
 
 from mujica_jax.learning.log_probs import token_log_probs
+from mujica_jax.learning.packing import Batch
 from mujica_jax.models.attention import Implementation
 from mujica_jax.models.decoder import Decoder, Remat
-from mujica_jax.trajectories.packing import Batch
 
 Counts = Mapping[str, Int[Array, ""]]
 Metrics = dict[str, Float[Array, ""]]

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 
 from mujica_jax.learning.log_probs import token_scores
 from mujica_jax.learning.losses.loss import Counts, Loss, LossAndMetrics, divided
+from mujica_jax.learning.packing import Batch
 from mujica_jax.models.attention import Implementation
 from mujica_jax.models.decoder import Decoder, Remat
-from mujica_jax.trajectories.packing import Batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

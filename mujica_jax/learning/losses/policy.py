@@ -48,7 +48,7 @@ from mujica_jax.learning.losses.loss import (
     divided,
     sum_by_id,
 )
-from mujica_jax.trajectories.packing import Batch
+from mujica_jax.learning.packing import Batch
 
 
 def importance_weights(

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from mujica_jax.learning.losses.loss import Counts, Loss, LossAndMetrics, divided, sum_by_id
-from mujica_jax.trajectories.packing import Batch
+from mujica_jax.learning.packing import Batch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text.corpus import Hits, Index, Passage
 
 if TYPE_CHECKING:
-    from mujica_jax.models.embedder import Embedder
+    from mujica_jax.retrieval.embedding.embedder import Embedder
 
 
 class VectorSearch(Protocol):

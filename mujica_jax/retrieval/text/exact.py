@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from mujica_jax.retrieval.text.embeddings import Embeddings
+from mujica_jax.retrieval.text.vectors import Embeddings
 
 ROWS = "rows"  # the one axis of the mesh
 BLOCK_ROWS = 16_384  # scored at once: with 256 queries the scores take 16 MiB

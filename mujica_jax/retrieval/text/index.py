@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mujica_jax.errors import UserError
+from mujica_jax.retrieval.embedding.find import EmbedderFolder, find_embedder
 from mujica_jax.retrieval.files import Skipped, describe_files
 from mujica_jax.retrieval.manifest import (
     AUTO,
@@ -29,15 +30,6 @@ from mujica_jax.retrieval.manifest import (
 from mujica_jax.retrieval.text.bm25 import Bm25Index, Tokeniser
 from mujica_jax.retrieval.text.corpus import FILE, Index, PassageFile, stream_corpus, write_passages
 from mujica_jax.retrieval.text.dense import DenseIndex, VectorSearch
-from mujica_jax.retrieval.text.embedders import EmbedderFolder, find_embedder
-from mujica_jax.retrieval.text.embeddings import (
-    PROGRESS,
-    Embeddings,
-    Storage,
-    encode,
-    encoded_rows,
-    open_embeddings,
-)
 from mujica_jax.retrieval.text.recall import is_measured, measure_beside_exact
 from mujica_jax.retrieval.text.scann import (
     ScannMissing,
@@ -46,6 +38,14 @@ from mujica_jax.retrieval.text.scann import (
     package,
     parameters_for,
     write_scann,
+)
+from mujica_jax.retrieval.text.vectors import (
+    PROGRESS,
+    Embeddings,
+    Storage,
+    encode,
+    encoded_rows,
+    open_embeddings,
 )
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import available_bytes

@@ -25,8 +25,8 @@ from multiprocessing.connection import (
 import numpy as np
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.text.embeddings import Embeddings
 from mujica_jax.retrieval.text.exact import ExactSearch
+from mujica_jax.retrieval.text.vectors import Embeddings
 from mujica_jax.runtime import distributed
 
 HEADER = struct.Struct("<II")  # number of queries, and k

@@ -15,7 +15,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text.corpus import Index, PassageFile
 from mujica_jax.retrieval.text.corpus_records import check_text, read_records
 from mujica_jax.retrieval.text.dense import VectorSearch, check_k
-from mujica_jax.retrieval.text.embeddings import Embeddings
+from mujica_jax.retrieval.text.vectors import Embeddings
 
 Question = tuple[str, set[str]]  # its text and its gold titles
 

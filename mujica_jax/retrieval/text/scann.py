@@ -39,7 +39,7 @@ import numpy as np
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.manifest import read_json, rebuild_advice, write_json
-from mujica_jax.retrieval.text.embeddings import Embeddings
+from mujica_jax.retrieval.text.vectors import Embeddings
 from mujica_jax.storage.local import sync
 
 MIN_ROWS = 1024  # below, training a tree and hashes on so little would cost recall and save nothing

@@ -1,4 +1,4 @@
-"""TensorFlow Datasets builders of the question sets, and what reads a folder that they have filled.
+"""TensorFlow Datasets builders of the question sets.
 
     python -m mujica_jax.tasks.prepare hotpotqa --from DIR
     python -m mujica_jax.eval ... --task.kind hotpotqa --task.data-dir tfds:hotpotqa
@@ -8,8 +8,8 @@ SHA-256 as other collections of data sets recorded them, and a file that differs
 prepared folder gives the questions that its official files give. Further files that a task reads,
 such as the aliases of 2WikiMultihopQA, are copied into it.
 
-This module imports TensorFlow Datasets. A run imports this module when it reads a prepared folder,
-after `data_folder.require_tensorflow`.
+This module imports TensorFlow Datasets. `prepare` imports it after `require_tensorflow`. A run reads
+what a builder has written with `tasks/prepared.py`.
 """
 
 import json
@@ -28,8 +28,6 @@ from mujica_jax.tasks.data_folder import (
     SOURCES_FILE,
     VERSION,
     builder_name,
-    damaged,
-    without_root_handler,
 )
 from mujica_jax.tasks.official_files import DOWNLOADS, OFFICIAL_FILES
 from mujica_jax.tasks.open_domain import records
@@ -268,55 +266,6 @@ BUILDERS: dict[str, type[_Questions]] = {
     "ambigqa": MujicaAmbigqa,
     "bamboogle": MujicaBamboogle,
 }
-
-
-def read_prepared(folder: Path, kind: str) -> list[tuple[bool, records.OpenRecord]]:
-    """Return the questions of a prepared folder, each with whether it is for training.
-
-    They are in the order of the official files.
-    """
-    positioned: list[tuple[int, bool, records.OpenRecord]] = []
-    for is_training, row in prepared_rows(folder, kind):
-        if "gold" not in row:
-            raise damaged(
-                folder,
-                kind,
-                "an earlier version made it, which kept gold passages by their titles alone",
-            )
-        position = int(row.pop("position", 0))
-        answers = [text.decode() for text in row.pop("answers")]
-        fields: dict[str, Any] = {name: value.decode() for name, value in row.items()}
-        fields["answers"] = answers
-        positioned.append((position, is_training, records.from_row(fields)))
-
-    positioned.sort(key=lambda entry: entry[0])
-    return [(is_training, record) for _, is_training, record in positioned]
-
-
-def prepared_rows(folder: Path, kind: str) -> Iterator[tuple[bool, dict[str, Any]]]:
-    """Yield the rows of a prepared folder, each with whether it is for training.
-
-    Raises UserError for a damaged folder.
-    """
-    try:
-        with without_root_handler():
-            builder = tfds.builder_from_directory(folder)
-        for split, info in builder.info.splits.items():
-            with without_root_handler():
-                # A decorator hides the parameter from pyright.
-                dataset = builder.as_dataset(split=split)  # pyright: ignore[reportCallIssue]
-            is_training = split == "train"
-            count = 0
-            for row in tfds.as_numpy(dataset):
-                count += 1
-                yield is_training, row
-            if count != info.num_examples:
-                raise ValueError(
-                    f"{split} has {count:,} examples and should have {info.num_examples:,}"
-                )
-    except Exception as error:  # TensorFlow and TensorFlow Datasets raise errors of many kinds
-        reason = (str(error).splitlines() or [""])[0]
-        raise damaged(folder, kind, f"{type(error).__name__}: {reason}") from error
 
 
 def _qald_examples(folder: Path) -> Iterator[tuple[bool, Example]]:

@@ -31,12 +31,12 @@ from mujica_jax.retrieval.text.corpus_records import open_text
 from mujica_jax.storage.local import visible_files
 from mujica_jax.tasks.data_folder import is_prepared, with_data_folder
 from mujica_jax.tasks.environment import GraphEnvironment
-from mujica_jax.tasks.open_domain.records import prepared_records
+from mujica_jax.tasks.graphs import open_knowledge_graph, ranking
 from mujica_jax.tasks.open_domain.task import OpenDomain
 from mujica_jax.tasks.passages import fetched_index
+from mujica_jax.tasks.prepared import prepared_records
 from mujica_jax.tasks.question_fields import check_characters, read_id, read_question
 from mujica_jax.tasks.task import Split, hash_of
-from mujica_jax.tasks.two_wiki.search import open_knowledge_graph, ranking
 
 PATTERNS = ("qald*.json", "qald*.json.gz")
 _wikidata_entity = re.compile(r"\bwd:(Q\d+)\b|<http://www\.wikidata\.org/entity/(Q\d+)>")

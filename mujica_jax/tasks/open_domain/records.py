@@ -34,8 +34,9 @@ from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.text.corpus_records import explained, open_text, read_records
 from mujica_jax.storage.local import beside, visible_files
 from mujica_jax.storage.manifest import sha256_of
-from mujica_jax.tasks.data_folder import is_prepared, require_tensorflow
+from mujica_jax.tasks.data_folder import damaged, is_prepared
 from mujica_jax.tasks.official_files import OFFICIAL_FILES
+from mujica_jax.tasks.prepared import prepared_rows
 from mujica_jax.tasks.question_fields import (
     check_characters,
     check_not_blank,
@@ -130,9 +131,6 @@ def read_set(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
         return records
 
     if is_prepared_folder:
-        require_tensorflow(f"reading {folder}")
-        from mujica_jax.tasks.open_domain.builders import read_prepared
-
         records = read_prepared(folder, kind)
     else:
         records = read_question_files(files, kind)
@@ -228,16 +226,27 @@ def _merge(first: OpenRecord, second: OpenRecord) -> OpenRecord:
     )
 
 
-def prepared_records(folder: Path, kind: str) -> list[tuple[str, Any]]:
-    """Return the official records of a prepared folder in the order of their files.
+def read_prepared(folder: Path, kind: str) -> list[tuple[bool, OpenRecord]]:
+    """Return the questions of a prepared folder, each with whether it is for training.
 
-    Each comes with its place.
+    They are in the order of the official files.
     """
-    require_tensorflow(f"reading {folder}")
-    from mujica_jax.tasks.open_domain.builders import prepared_rows
+    positioned: list[tuple[int, bool, OpenRecord]] = []
+    for is_training, row in prepared_rows(folder, kind):
+        if "gold" not in row:
+            raise damaged(
+                folder,
+                kind,
+                "an earlier version made it, which kept gold passages by their titles alone",
+            )
+        position = int(row.pop("position", 0))
+        answers = [text.decode() for text in row.pop("answers")]
+        fields: dict[str, Any] = {name: value.decode() for name, value in row.items()}
+        fields["answers"] = answers
+        positioned.append((position, is_training, from_row(fields)))
 
-    rows = sorted((row["id"].decode(), row["record"]) for _, row in prepared_rows(folder, kind))
-    return [(f"{folder}, {place}", json.loads(record)) for place, record in rows]
+    positioned.sort(key=lambda entry: entry[0])
+    return [(is_training, record) for _, is_training, record in positioned]
 
 
 def as_row(record: OpenRecord) -> dict[str, Any]:

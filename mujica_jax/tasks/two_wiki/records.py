@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from mujica_jax.config.schema import TwoWikiConfig
 from mujica_jax.errors import UserError
 from mujica_jax.records import GoldPassage
 from mujica_jax.retrieval.graph.triples import (
@@ -22,11 +23,12 @@ from mujica_jax.retrieval.graph.triples import (
     normalise_label,
     without_parenthesis,
 )
-from mujica_jax.retrieval.text.corpus import Passage
+from mujica_jax.retrieval.text.corpus import Passage, read_corpus
 from mujica_jax.retrieval.text.corpus_records import explained, records_of
 from mujica_jax.storage.local import visible_files
 from mujica_jax.tasks.data_folder import is_prepared, sources_of
-from mujica_jax.tasks.open_domain.records import OpenRecord, prepared_records
+from mujica_jax.tasks.open_domain.records import OpenRecord
+from mujica_jax.tasks.prepared import prepared_records
 from mujica_jax.tasks.question_fields import (
     check_characters,
     check_not_blank,
@@ -496,3 +498,17 @@ def _object_ids(fields: Mapping[str, Any], subject_ids: Sequence[str]) -> list[s
         remaining_ids = ids_of_subject.get(subject_id)
         object_ids.append(remaining_ids.pop(0) if remaining_ids else "")
     return object_ids
+
+
+def corpus_of(config: TwoWikiConfig, records: Sequence[Record]) -> list[Passage]:
+    """Return the passages of the data folder's corpus, or else those of the records.
+
+    Raises UserError where there are none.
+    """
+    files = data_files(config.data_dir, CORPUS_FILES, "passages", needed=False)
+    if files:
+        return read_corpus(files)
+    passages = passages_of(records)
+    if passages:
+        return passages
+    return read_corpus(data_files(config.data_dir, CORPUS_FILES, "passages"))

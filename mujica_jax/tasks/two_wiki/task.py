@@ -46,6 +46,7 @@ from mujica_jax.tasks.environment import (
     WithGoldPassages,
     WrittenPassages,
 )
+from mujica_jax.tasks.graphs import open_knowledge_graph, ranking
 from mujica_jax.tasks.passages import (
     GoldInCorpus,
     OwnPassages,
@@ -69,6 +70,7 @@ from mujica_jax.tasks.two_wiki.records import (
     GRAPH_FILES,
     Record,
     chain_evidences,
+    corpus_of,
     data_files,
     mentions,
     passages_of,
@@ -76,7 +78,6 @@ from mujica_jax.tasks.two_wiki.records import (
     read_folder,
     with_known_ids,
 )
-from mujica_jax.tasks.two_wiki.search import corpus_of, open_knowledge_graph, ranking
 
 # How many copies of each training question pre-training documents are made of.
 PRETRAINING_COPIES = 4

@@ -1,0 +1,106 @@
+"""The scripted demonstrator for the agent that searches and reads in one conversation
+(`single.py`).
+
+A question whose facts are common knowledge is answered from memory: the facts in order, then the
+answer. The tiny world marks it by its kind, "compositional, known". Any other question is searched
+step by step. The query holds keywords for the first gold triple that no passage states so far. If
+they were in vain, it is the subject alone. If that was in vain too, the episode ends without an
+answer.
+
+A thought says that the fact is unknown in the words in which it would be recalled. A model that
+remembers the fact can notice that.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+
+from mujica_jax.agents import protocol
+from mujica_jax.agents.single import (
+    INFORMATION,
+    INFORMATION_TAG,
+    SingleState,
+    numbered_passages,
+    opening,
+)
+from mujica_jax.demonstrations.mujica_text import conclusion, fact, stated_object
+from mujica_jax.records import UNKNOWN, Evidence, Question, Search
+from mujica_jax.tasks.task import Material
+from mujica_jax.tasks.two_wiki.chains import evidence_rounds
+
+
+def write(state: SingleState, *, recalls: bool = True) -> str:
+    """Return the next turn. Without `recalls` it also searches for common knowledge."""
+    question = dataclasses.replace(state.question, candidates=())
+    answer = question.answers[0]
+    evidences = [evidence for group in evidence_rounds(question.evidences) for evidence in group]
+
+    # Answer from memory.
+    if recalls and question.is_known:
+        facts = " ".join(fact(evidence, evidence.object) for evidence in evidences)
+        return _last_turn(state, facts, conclusion(question, answer), answer)
+
+    # Search for the first triple that no passage states, and say what the last search has told.
+    new_facts: list[str] = []
+    for evidence in evidences:
+        value = stated_object(evidence, state.searches)
+        if value is None:
+            return _search(state, evidence, new_facts)
+        is_new = stated_object(evidence, state.searches[:-1]) is None
+        if is_new:
+            new_facts.append(fact(evidence, value))
+
+    # All is known: answer.
+    closing_thought = " ".join([*new_facts, conclusion(question, answer)])
+    return _last_turn(state, protocol.NOTHING_FOUND, closing_thought, answer)
+
+
+def _search(state: SingleState, evidence: Evidence, new_facts: list[str]) -> str:
+    """Return a turn that searches for a triple, or gives up where all queries were in vain."""
+    asked_queries = {search.query for search in state.searches}
+    # The agent's prompt asks for keywords.
+    for query in (f"{evidence.subject} {evidence.relation}", evidence.subject):
+        if query not in asked_queries:
+            thought = " ".join([*new_facts, fact(evidence, UNKNOWN)])
+            return f"{_thought(state, thought)}\n<search> {query} </search>"
+    return _thought(state, protocol.NOTHING_FOUND)
+
+
+def sample_text() -> Iterator[str]:
+    """Yield the words of prompts and turns, for a from-scratch tokenizer."""
+    for style in ("reflect", "search_r1"):
+        yield opening(style, "brief").system
+        question = Question(id="", text="", answers=("",))
+        first_state = SingleState(question=question, searches=(), style=style)
+        past_search = Search(iteration=0, query="", materials=())
+        later_state = dataclasses.replace(first_state, searches=(past_search,))
+        for state in (first_state, later_state):
+            yield f"{_thought(state, f'The of is {UNKNOWN}.')}\n<search> of </search>"
+            yield _last_turn(
+                state,
+                protocol.NOTHING_FOUND,
+                "Earlier Later More Longer Rather same: and.",
+                "yes no",
+            )
+    passages = f"{numbered_passages([])}\n{numbered_passages([Material(text='')])}"
+    yield f"Question: What\n{INFORMATION}\n{passages}\n</{INFORMATION_TAG}>"
+    yield "\n".join(f"[{number}]" for number in range(8))
+
+
+def _last_turn(state: SingleState, thought: str, closing_thought: str, answer: str) -> str:
+    """Return the turn that answers. `thought` is written in the first turn of an episode alone."""
+    answer_field = f"<answer> {answer} </answer>"
+    is_first_turn = not state.searches
+    if state.style == "search_r1":
+        whole_thought = f"{thought} {closing_thought}" if is_first_turn else closing_thought
+        return f"<think> {whole_thought} </think>\n{answer_field}"
+
+    fields = [f"<reflect> {closing_thought} </reflect>", answer_field]
+    if is_first_turn:
+        fields.insert(0, f"<think> {thought} </think>")
+    return "\n".join(fields)
+
+
+def _thought(state: SingleState, text: str) -> str:
+    """Return a thought between the tags of this turn."""
+    tag = "reflect" if state.searches and state.style == "reflect" else "think"
+    return f"<{tag}> {text} </{tag}>"

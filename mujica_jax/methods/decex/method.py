@@ -1,0 +1,390 @@
+"""DecEx-RAG: a search tree for each question, maximum likelihood on the best chains, then DPO on
+the executions and decisions that the trees scored (section 2.3 and appendix A.2 of the paper).
+
+The phases: a warm-up, or the checkpoint as it is where `warmup.steps` is 0; `trees`, all of the
+run's questions from that policy, a shard at a time; `sft`; `dpo`, whose reference is the policy
+that it begins with. Each of the last two can be left out. `methods/decex/tree.py` has the trees
+and how we read them, `methods/decex/records.py` what is kept of them; a restart finds that, and the
+log-probabilities of the reference, in the run directory.
+
+The policy writes a tree alone, or a second model behind `method.remote` writes all of it but the
+executions of retrieval decisions, as Qwen3-30B-A3B did in the paper for Qwen2.5-7B-Instruct
+(section 3.2).
+
+Differences from the paper, besides those of the tree and of the agent:
+
+- SFT learns the path from root to leaf where a leaf has the tree's best reward, and one path where
+  several have. Where no leaf has it, an episode that was played from a node and has it stands in. A
+  chain is learnt if it earns `min_reward`; the paper does not say whether a wrong one is learnt.
+- A chain is one row with all of its turns trained. The paper cuts it into pairs of input and output
+  at the searches, which trains the same tokens given the same tokens before them.
+- beta 0.1, the learning rate 5e-7 and one epoch of DPO are ours, and so are the learning rates and
+  epochs of SFT: the paper published none.
+"""
+
+import asyncio
+import dataclasses
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from mujica_jax.agents.agent import EnginePolicy, gather_polled
+from mujica_jax.agents.decex import Decex
+from mujica_jax.config.methods import DecexTreeConfig
+from mujica_jax.errors import UserError
+from mujica_jax.learning.losses import preference
+from mujica_jax.learning.packing import pack
+from mujica_jax.learning.trainer import steps_of_epochs
+from mujica_jax.methods.decex.records import (
+    best_chain,
+    encode_nodes,
+    figures,
+    is_pair,
+    pairs_by_preference,
+    records_of,
+)
+from mujica_jax.methods.decex.tree import Growth, Tree
+from mujica_jax.methods.decex.writer import TreeWriter
+from mujica_jax.methods.rollouts import score_once
+from mujica_jax.methods.supervised import begin, with_control
+from mujica_jax.records import Conversation, Question, Trajectory
+from mujica_jax.report.progress import Stage
+from mujica_jax.runs.endpoint import Endpoint, open_endpoint
+from mujica_jax.runs.learning import LearningPlan
+from mujica_jax.runs.phases import WARM_UP, Phase, PhaseResult, PhaseState
+from mujica_jax.runs.run import KEPT_SHARDS, Run
+from mujica_jax.runs.sampling import (
+    attempt,
+    close_round,
+    finished_round,
+    method_of,
+    questions_a_round,
+    sampling,
+)
+from mujica_jax.runs.shares import play_share
+from mujica_jax.trajectories.store import ShardEntry
+
+ROUND = 1  # of the run directory: the trees
+SFT = Phase(name="sft", step=1)
+DPO = Phase(name="dpo", step=2)
+REFERENCE = "phases/dpo-reference.npy"
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Cost:
+    """What has been spent since the phase before."""
+
+    start_time: float  # of the phase, by `time.monotonic`
+    trajectories: int = 0  # sampled
+    forward_tokens: int = 0  # that went through the model once
+
+
+def decex(run: Run) -> list[PhaseResult]:
+    """Run the warm-up, SFT and DPO, and the control if it is asked for.
+
+    Finished phases are read from the run directory."""
+    config = method_of(run, DecexTreeConfig)
+    start, first_result, demonstrations = begin(run)
+
+    # Expand: grow a tree for each question.
+    cost = _Cost(start_time=time.monotonic())
+    records = _expand(run, start)
+    run.compare(start, records, ROUND, WARM_UP.step)
+    trees = [record for record in records if not is_pair(record)]
+    chains = [tree for tree in trees if tree.reward > 0 and tree.reward >= config.min_reward]
+    pairs = _pairs_to_learn(run, records) if config.dpo else []
+    _report_trees(run, records, num_chains=len(chains))
+    cost.forward_tokens = int(sum(tree.counts["forward_tokens"] for tree in trees))
+    cost.trajectories = int(sum(tree.counts["finished"] for tree in trees))
+
+    # SFT: learn the best chains.
+    state = start
+    results: list[PhaseResult] = []
+    if config.sft:
+        state, result = _learn_chains(run, state, trees, chains, cost)
+        results.append(result)
+        cost = _Cost(start_time=time.monotonic())
+
+    # DPO: learn the preference pairs.
+    if pairs:
+        results.append(_learn_pairs(run, state, pairs, cost))
+    elif config.dpo:
+        run.progress.line(
+            f"{DPO.name}: the {len(trees)} trees left no preference pair that fits "
+            f"trainer.row_tokens {run.config.trainer.row_tokens}; the policy stays as it is"
+        )
+    return with_control(run, start, demonstrations, first_result, results)
+
+
+def _expand(run: Run, state: PhaseState) -> list[Trajectory]:
+    """Return the records of all trees of the run: grow the trees, or read what is stored."""
+    finished = finished_round(run, ROUND)
+    if finished is not None:
+        return finished.trajectories
+
+    config = method_of(run, DecexTreeConfig)
+    shard_size = run.config.sampling.shard_questions
+    questions = run.task.questions("train")[: questions_a_round(run, "trees")]
+    shards = [
+        questions[start : start + shard_size] for start in range(0, len(questions), shard_size)
+    ]
+    name = "trees: expanding"
+    endpoint = None
+    if config.remote.base_url is not None:
+        endpoint = open_endpoint(config.remote, run.store.root)
+    run.preemption.enter(name, kept=KEPT_SHARDS)
+    run.use_policy(state, WARM_UP.step)
+
+    entries: list[ShardEntry] = []
+    records: list[Trajectory] = []
+    with sampling(run, name, ROUND, total=len(questions), unit="questions") as stage:
+        progress = _TreeProgress(stage)
+
+        def play(shard: int, on_episode: object) -> tuple[ShardEntry | None, list[Trajectory]]:
+            del on_episode
+            return run.stored(
+                ROUND,
+                shard,
+                lambda: _grow_shard(run, shard, shards[shard], endpoint, progress.on_tree),
+            )
+
+        units = [functools.partial(play, shard) for shard in range(len(shards))]
+        play_share(run.progress, name, units)
+        for unit, shard_questions in zip(units, shards, strict=True):
+            entry, shard_records = unit(None)
+            assert entry is not None, "a tree leaves a trajectory"
+            entries.append(entry)
+            records += shard_records
+            progress.finish_shard(len(shard_questions))
+
+    rewards = [
+        record.reward
+        for record in records
+        if not is_pair(record) and not record.is_environment_fault
+    ]
+    close_round(run, ROUND, entries, mean_reward=statistics.fmean(rewards))
+    return records
+
+
+class _TreeProgress:
+    """Shows how many trees are grown."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._num_grown = 0  # with those of the shard under way
+        self._num_finished = 0  # of finished shards
+
+    def on_tree(self, reward: float) -> None:
+        """Count a tree of the shard under way, whose best chain has this reward."""
+        self._num_grown += 1
+        self._stage.update(self._num_grown, best_reward=reward)
+
+    def finish_shard(self, num_trees: int) -> None:
+        """Count a shard that is grown or read."""
+        self._num_finished += num_trees
+        self._num_grown = self._num_finished
+        self._stage.update(self._num_grown)
+
+
+def _tree_writer(run: Run, endpoint: Endpoint | None) -> TreeWriter | None:
+    """Return the second model for one shard; None where the policy writes alone."""
+    if endpoint is None:
+        return None
+    version = EnginePolicy(run.generator).version
+    return TreeWriter(EnginePolicy(endpoint.generator), endpoint.tokenizer, run.tokenizer, version)
+
+
+def _grow_shard(
+    run: Run,
+    shard: int,
+    questions: Sequence[Question],
+    endpoint: Endpoint | None,
+    on_tree: Callable[[float], None],
+) -> list[Trajectory]:
+    """Grow the trees of a shard, which share the engine, and return their records.
+
+    Their nodes are written before the shard is. Raises UserError where all of them are lost to the
+    retriever: nothing of the shard is stored then."""
+    config = method_of(run, DecexTreeConfig)
+    agent = run.agent
+    assert isinstance(agent, Decex), "checked with the configuration"
+    writer = _tree_writer(run, endpoint)
+    start_time = time.monotonic()
+
+    async def grow(question: Question, gate: asyncio.Semaphore) -> Tree:
+        async def with_reward(trajectory: Trajectory) -> Trajectory:
+            return trajectory.with_reward(run.reward(trajectory, question))
+
+        growth = Growth(
+            agent,
+            attempt(run, question, 0, ROUND),
+            run.task.environment(question),
+            EnginePolicy(run.generator),
+            config,
+            reward=with_reward,
+            gate=gate,
+            writer=writer,
+            repeats=run.config.faults.repeats,
+        )
+        tree = await growth.grow()
+        chain, _ = best_chain(tree, config.retrievals)
+        on_tree(chain.reward)
+        return tree
+
+    async def grow_all() -> list[Tree]:
+        gate = asyncio.Semaphore(run.config.engine.slots)
+        growing = [grow(question, gate) for question in questions]
+        return await gather_polled(growing, run.preemption.check)
+
+    trees = asyncio.run(grow_all())
+    if all(best_chain(tree, config.retrievals)[0].is_environment_fault for tree in trees):
+        num_failed = int(sum(tree.counts["retriever_failed"] for tree in trees))
+        num_tries = run.config.faults.repeats + 1
+        raise UserError(
+            f"{num_failed} searches failed, each in {num_tries} tries, and none of {len(trees)} "
+            "trees came to an end: start the retriever again or correct its address, then give the "
+            "same command; finished shards are kept"
+        )
+    seconds_per_tree = (time.monotonic() - start_time) / len(trees)
+    run.store.create(f"trees/shard-{shard:05d}.parquet", encode_nodes(trees))
+    records = []
+    for tree in trees:
+        records += records_of(tree, config.retrievals, seconds_per_tree)
+    return records
+
+
+def _report_trees(run: Run, records: Sequence[Trajectory], *, num_chains: int) -> None:
+    """Write the figures of the trees, and print what they have and what was lost."""
+    tree_figures = figures(records)
+    run.metrics.write("decex", ROUND, {**tree_figures, "chains": num_chains})
+    preferences = ", ".join(
+        f"{name.replace('_', ' ')} {count}" for name, count in pairs_by_preference(records).items()
+    )
+    run.progress.line(
+        f"trees: the best chain is a leaf in {tree_figures['leaf_share']:.0%}, its reward "
+        f"{tree_figures['best_reward']:.2f}; pairs: {preferences}"
+    )
+    if tree_figures["retriever_failed"]:
+        run.progress.line(
+            f"trees: {tree_figures['retriever_failed']} pieces and episodes are left out because a "
+            f"search failed, after {tree_figures['repeated']} repeats"
+        )
+    if tree_figures["unfinished"] or tree_figures["budget_spent"]:
+        budget = method_of(run, DecexTreeConfig).budget_tokens
+        run.progress.line(
+            f"{tree_figures['unfinished']} of {tree_figures['questions']} trees have no chain, "
+            f"{tree_figures['budget_spent']} trees spent method.budget_tokens {budget}; what they "
+            "made is kept"
+        )
+
+
+def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
+    """Return the conversations of the pairs that are learnt: chosen, rejected, chosen, ...
+
+    These are the pairs of the configured kinds whose two sides train anything and fit a row."""
+    config = method_of(run, DecexTreeConfig)
+    row_tokens = run.config.trainer.row_tokens
+    is_learnt = {"decision": config.decision_pairs, "execution": config.execution_pairs}
+    pairs = [record.conversations for record in records if is_pair(record)]
+    pairs = [pair for pair in pairs if is_learnt[pair[0].role]]
+    trained = [pair for pair in pairs if _trains_both_sides(pair)]
+    fitting = [pair for pair in trained if _num_tokens(pair) <= row_tokens]
+    if len(trained) < len(pairs):
+        run.progress.line(
+            f"{len(pairs) - len(trained)} of {len(pairs)} pairs have a side without a token to "
+            "learn"
+        )
+    if len(fitting) < len(trained):
+        run.progress.line(
+            f"{len(trained) - len(fitting)} of {len(trained)} pairs exceed {row_tokens} tokens and "
+            "are left out"
+        )
+    return [side for pair in fitting for side in pair]
+
+
+def _trains_both_sides(pair: Sequence[Conversation]) -> bool:
+    """Whether each side of a pair has a token to learn."""
+    return all(any(side.loss_mask) for side in pair)
+
+
+def _num_tokens(conversations: Sequence[Conversation]) -> int:
+    """Count the tokens of some conversations."""
+    return sum(len(conversation.token_ids) for conversation in conversations)
+
+
+def _learn_chains(
+    run: Run,
+    state: PhaseState,
+    trees: Sequence[Trajectory],
+    chains: Sequence[Trajectory],
+    cost: _Cost,
+) -> tuple[PhaseState, PhaseResult]:
+    """Learn the chains by maximum likelihood."""
+    config = method_of(run, DecexTreeConfig)
+    trainer = run.config.trainer
+    best_reward = max(tree.reward for tree in trees)
+    if not chains:
+        raise UserError(
+            f"the best chain of {len(trees)} trees earns {best_reward:.2f} and method.min_reward "
+            f"is {config.min_reward}: raise method.branches {config.branches} or warmup.steps "
+            f"{run.config.warmup.steps}, start from a stronger model, or lower method.min_reward"
+        )
+    conversations = [conversation for chain in chains for conversation in chain.conversations]
+    rows = run.fitting(conversations, "chains")
+    if not rows:
+        shortest = min(len(chain.conversations[0].token_ids) for chain in chains)
+        raise UserError(
+            f"none of {len(chains)} chains fits trainer.row_tokens {trainer.row_tokens}, the "
+            f"shortest has {shortest} tokens: raise trainer.row_tokens"
+        )
+
+    packed = pack(rows, row_tokens=trainer.row_tokens, seed=run.config.seed + SFT.step)
+    plan = LearningPlan(
+        steps=steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.epochs),
+        peak=config.learning_rate,
+        end_value=config.end_learning_rate,
+    )
+    learnt_state = run.learn(SFT.name, state, lambda: packed, plan=plan)
+    result = _finish(run, SFT, learnt_state, cost, steps=plan.steps, accepted=len(rows))
+    return learnt_state, result
+
+
+def _learn_pairs(
+    run: Run, state: PhaseState, pairs: Sequence[Conversation], cost: _Cost
+) -> PhaseResult:
+    """Learn the preference pairs by DPO, whose reference is the policy that it begins with."""
+    config = method_of(run, DecexTreeConfig)
+    trainer = run.config.trainer
+    packed = pack(pairs, row_tokens=trainer.row_tokens, seed=run.config.seed + DPO.step, pairs=True)
+    reference = score_once(run, REFERENCE, lambda: run.trainer.score(state(), packed))
+    plan = LearningPlan(
+        steps=steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.dpo_epochs),
+        peak=config.dpo_learning_rate,
+        end_value=0.0,
+    )
+    learnt_state = run.learn(
+        DPO.name,
+        state,
+        lambda: packed.with_columns(reference_log_probs=reference),
+        plan=plan,
+        loss=preference.DPO(beta=config.beta),
+    )
+    cost.forward_tokens += _num_tokens(pairs)
+    return _finish(run, DPO, learnt_state, cost, steps=plan.steps, accepted=len(pairs) // 2)
+
+
+def _finish(
+    run: Run, phase: Phase, state: PhaseState, cost: _Cost, *, steps: int, accepted: int
+) -> PhaseResult:
+    """Commit the policy of a phase and evaluate it."""
+    run.commit_policy(state, phase.step)
+    return run.finish_phase(
+        phase,
+        state,
+        start_time=cost.start_time,
+        trajectories=cost.trajectories,
+        accepted=accepted,
+        forward_tokens=cost.forward_tokens,
+        trained_slots=steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
+    )

@@ -1,0 +1,431 @@
+"""DecEx-RAG's search tree over one question (sections 2.2 and 4.1 of the paper).
+
+In a state, k pieces are sampled that either stop with a final answer or go on with a sub-question.
+If more than half of them stop, the tree ends there. Otherwise each distinct sub-question is played
+to its end n times; the mean reward is its score, and the best one is kept. For it, k answers are
+sampled from memory and scored in the same way. If the best of them scores above 0.6, it is the next
+state; otherwise the best of k sub-queries, scored in the same way, is.
+
+    pruned     as above: layers grow linearly
+    unpruned   both branches of a decision stay, each with its best execution: 2 to the power of
+               the layers
+    full       every execution stays and nothing is played to its end: an execution's score is the
+               mean over the final answers beneath it
+
+Siblings that were scored become preference pairs (`methods/decex/pairs.py`). The paper
+generates all branches of a decision before it prunes. With `score_both_branches` both branches of
+every decision are scored, so that pairs can prefer memory to search and stopping to going on, and
+what is expanded stays as above. Sub-queries are scored where memory was good enough; sub-questions
+where the vote ends the tree. Where no sample took one of the two termination decisions, k samples
+of it are forced: each keeps the thought of a sample and decides otherwise. They are scored for
+pairs and never expanded. Nothing is forced to stop before the first step, where there is nothing to
+answer from (the paper's prompt in table 4 forbids it), nor to go on where no iteration is left. A
+full tree scores no episodes, and forces nothing. Without the flag a branch that is not expanded
+costs nothing and gives no pair.
+
+A second model may write a tree (`methods/decex/writer.py`): all but the executions of retrieval
+decisions, which are the policy's own. So the episodes that score an execution are the second
+model's as well.
+
+A search that fails is not the policy's fault. A piece or an episode that ends so is played again by
+the same seeds, at most `repeats` times, and then left out: it is no branch and enters no mean. A
+node whose episodes are all lost so has no score and is not expanded.
+
+Readings, where the paper is silent. The pieces that vote are the candidates: table 4's prompt has a
+decision and what it leads to in one output. Where memory is not good enough, the best sub-query is
+the next state even if memory scored higher, as section 2.2 says; the pair says what the means say.
+A final answer's score is its own reward. Equal executions, but for case, are one. A tree is grown
+depth first, the best branch first; `budget_tokens` is looked at before each layer, so that a tree
+is a function of its seeds alone, and what was made when it is spent is kept.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable, Iterator
+
+from mujica_jax.agents.agent import Attempt, Policy
+from mujica_jax.agents.decex import Chain, Decex, Decided, Source
+from mujica_jax.config.methods import DecexTreeConfig
+from mujica_jax.config.schema import FaultConfig
+from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
+from mujica_jax.methods.decex.pairs import (
+    Group,
+    Node,
+    Pair,
+    best_of,
+    decision_pairs,
+    execution_pairs,
+    scored,
+)
+from mujica_jax.records import StopReason, Trajectory
+from mujica_jax.tasks.task import Environment
+
+COUNTS = (  # docs/metrics.md
+    "nodes",
+    "rollouts",
+    "rollouts_for_pairs",
+    "forced_decisions",
+    "duplicates",
+    "malformed",
+    "pruned_branches",
+    "skipped_searches",
+    "repeated",
+    "retriever_failed",
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tree:
+    """What the search left."""
+
+    # With rewards: the leaves of the tree first, then what was played from its nodes.
+    finished: tuple[Trajectory, ...]
+    leaves: int  # how many of them are leaves
+    unfinished: Trajectory  # the question alone
+    pairs: tuple[Pair, ...]
+    # What was scored, in its order: columns as in `tree_records`.
+    nodes: tuple[dict[str, object], ...]
+    counts: dict[str, float]
+
+
+class Growth:
+    """One tree while it grows.
+
+    `reward` returns a finished trajectory with its reward. `gate` bounds how many pieces or
+    episodes of all trees are under way. `writer` is a second model, which writes all but the
+    retrieval decision. A failed search is repeated `repeats` times."""
+
+    def __init__(
+        self,
+        agent: Decex,
+        attempt: Attempt,
+        environment: Environment,
+        policy: Policy,
+        config: DecexTreeConfig,
+        *,
+        reward: Callable[[Trajectory], Awaitable[Trajectory]],
+        gate: asyncio.Semaphore,
+        writer: Policy | None = None,
+        repeats: int = FaultConfig.repeats,
+    ) -> None:
+        self._config = config
+        self._reward = reward
+        self._gate = gate
+        self._repeats = repeats
+        self._policy = _Counted(policy)
+        self._writer = None if writer is None else _Counted(writer)
+        self._root = agent.begin(attempt, environment, self._policy)
+        self._leaves: list[Trajectory] = []
+        self._played: list[Trajectory] = []
+        self._nodes: list[Node] = []
+        self._executions: list[Group] = []  # siblings of one kind
+        self._decisions: list[tuple[Group, Group]] = []  # the two branches of a decision
+        self._counts = dict.fromkeys((*COUNTS, "forward_tokens", "budget_spent"), 0.0)
+
+    @property
+    def _scores_both(self) -> bool:
+        return self._config.score_both_branches and self._config.expansion != "full"
+
+    async def grow(self) -> Tree:
+        """Grow the tree depth first, until nothing is left to expand or the budget is spent."""
+        stack = [Node(self._root)]
+        while stack:
+            if 0 < self._config.budget_tokens <= self._generated_tokens():
+                self._counts["budget_spent"] = 1.0
+                break
+            next_nodes = await self._layer(stack.pop())
+            stack += next_nodes[::-1]
+
+        pairs = [*execution_pairs(self._executions), *decision_pairs(self._decisions)]
+        return Tree(
+            finished=(*self._leaves, *self._played),
+            leaves=len(self._leaves),
+            unfinished=self._root.trajectory([self._root.record()], "", self._why_unfinished()),
+            pairs=tuple(pairs),
+            nodes=tuple(self._node_rows()),
+            counts={
+                **self._counts,
+                "generated_tokens": float(self._policy.generated_tokens),
+                "writer_tokens": float(self._writer_tokens()),
+            },
+        )
+
+    def _generated_tokens(self) -> int:
+        """Return how many tokens both models have generated."""
+        return self._policy.generated_tokens + self._writer_tokens()
+
+    def _writer_tokens(self) -> int:
+        """Return how many tokens the second model has generated."""
+        return 0 if self._writer is None else self._writer.generated_tokens
+
+    def _why_unfinished(self) -> StopReason:
+        """Return why a tree that finished nothing did so."""
+        if self._counts["budget_spent"]:
+            return StopReason.ITERATION_LIMIT
+        has_finished = bool(self._leaves or self._played)
+        if not has_finished and self._counts["retriever_failed"] > 0:
+            return StopReason.RETRIEVER_FAILED
+        return StopReason.NO_ACTION
+
+    def _node_rows(self) -> Iterator[dict[str, object]]:
+        """Yield the rows of the table of nodes."""
+        places = {node: place for place, node in enumerate(self._nodes)}
+        for node, place in places.items():
+            assert node.chain.last is not None, "a node is a state after an execution"
+            yield {
+                "node": place,
+                "parent": None if node.parent is None else places.get(node.parent),
+                "kind": node.kind,
+                "text": node.chain.last.text,
+                "rewards": node.rewards,
+            }
+
+    async def _layer(self, node: Node) -> list[Node]:
+        """Run one iteration, and return the states that follow, the best one first."""
+        is_pruned = self._config.expansion == "pruned"
+
+        # Vote: sample pieces that stop or go on.
+        sampled = await self._decide(node)
+        stopping = [sample for sample in sampled if sample.kind == "answer"]
+        going_on = [sample for sample in sampled if sample.kind == "sub-question"]
+        answers = self._distinct(stopping)
+        sub_questions = self._distinct(going_on)
+        majority_stops = 2 * len(stopping) > self._config.branches
+        goes_on = bool(sub_questions) and not (is_pruned and majority_stops)
+
+        # Score both branches as far as they are needed.
+        await self._score(answers)
+        self._executions.append(answers)
+        if answers and (majority_stops or not is_pruned or not sub_questions):
+            await self._add_leaves(answers)
+        if goes_on or self._scores_both:
+            await self._score(sub_questions, for_pairs=not goes_on)
+            self._executions.append(sub_questions)
+            await self._compare_termination(node, sampled, answers, sub_questions)
+        if not goes_on:
+            self._counts["pruned_branches"] += len(sub_questions)
+            return []
+
+        # Solve the best sub-questions.
+        if is_pruned:
+            self._counts["pruned_branches"] += len(answers)
+        next_nodes: list[Node] = []
+        for sub_question in self._best(sub_questions):
+            next_nodes += await self._solve(sub_question)
+        return next_nodes
+
+    async def _add_leaves(self, answers: Group) -> None:
+        """Finish the tree at these answers. In a full tree they score all nodes above them."""
+        self._leaves += [await self._reward(await node.chain.finish()) for node in answers]
+        if self._config.expansion == "full":
+            for node in answers:
+                ancestor = node.parent
+                while ancestor is not None:
+                    ancestor.rewards += node.rewards
+                    ancestor = ancestor.parent
+
+    async def _compare_termination(
+        self, node: Node, sampled: Group, answers: Group, sub_questions: Group
+    ) -> None:
+        """Store the two branches of the termination decision for pairs.
+
+        A branch that no sample took is forced."""
+        if self._scores_both and not answers and node.chain.steps:
+            answers = await self._force(node, sampled, "stop")
+        if self._scores_both and not sub_questions and node.chain.can_ask:
+            sub_questions = await self._force(node, sampled, "go_on")
+        self._decisions.append((answers, sub_questions))
+
+    async def _force(self, node: Node, sampled: Group, decision: Decided) -> list[Node]:
+        """Return nodes that take the other termination decision after the sampled thoughts.
+
+        They are scored for pairs."""
+
+        async def force(number: int, sample: Node) -> Node:
+            return await self._execute(
+                node,
+                f"{decision}{number}",
+                lambda fork: fork.decide_otherwise(sample.chain, decision),
+            )
+
+        forcing = [force(number, sample) for number, sample in enumerate(sampled)]
+        forced = await asyncio.gather(*forcing)
+        self._counts["forced_decisions"] += len(forced)
+        distinct = self._distinct(self._readable(forced))
+        await self._score(distinct, for_pairs=True)
+        return distinct
+
+    async def _solve(self, node: Node) -> list[Node]:
+        """Take the retrieval decision for a sub-question, and return the states that follow."""
+        is_pruned = self._config.expansion == "pruned"
+
+        # Answer from memory. If that is good enough, nothing is searched but for pairs.
+        memory = await self._solutions(node, "memory")
+        scored_memory = scored(memory)
+        is_enough = False
+        if is_pruned and scored_memory:
+            is_enough = best_of(scored_memory).mean > self._config.skip_above
+        if is_enough:
+            self._counts["skipped_searches"] += 1
+            if self._scores_both:
+                searches = await self._solutions(node, "search", for_pairs=True)
+                self._decisions.append((memory, searches))
+                self._counts["pruned_branches"] += len(searches)
+            return self._best(memory)
+
+        # Otherwise search.
+        searches = await self._solutions(node, "search")
+        self._decisions.append((memory, searches))
+        if is_pruned and scored(searches):
+            self._counts["pruned_branches"] += len(memory)
+            return self._best(searches)
+        both = [*self._best(memory), *self._best(searches)]
+        if self._config.expansion == "full":
+            return both
+        return sorted(both, key=lambda solution: -solution.mean)
+
+    async def _solutions(
+        self, node: Node, source: Source, *, for_pairs: bool = False
+    ) -> list[Node]:
+        """Return the distinct executions of one branch of the retrieval decision, scored."""
+
+        async def solve(number: int) -> Node:
+            return await self._execute(
+                node, f"{source}{number}", lambda fork: fork.solve(source), writes=False
+            )
+
+        sampled = await asyncio.gather(*map(solve, range(self._config.branches)))
+        distinct = self._distinct(self._readable(sampled))
+        await self._score(distinct, for_pairs=for_pairs)
+        self._executions.append(distinct)
+        return distinct
+
+    def _best(self, siblings: Group) -> list[Node]:
+        """Return the best execution that has a score, the first of equal ones.
+
+        In a full tree return all of them."""
+        if self._config.expansion == "full":
+            return list(siblings)
+        candidates = scored(siblings)
+        if not candidates:
+            return []
+        self._counts["pruned_branches"] += len(candidates) - 1
+        return [best_of(candidates)]
+
+    async def _decide(self, node: Node) -> list[Node]:
+        """Return k forks, each one termination decision further."""
+
+        async def decide(number: int) -> Node:
+            return await self._execute(node, f"decide{number}", lambda fork: fork.decide())
+
+        sampled = await asyncio.gather(*map(decide, range(self._config.branches)))
+        return self._readable(sampled)
+
+    async def _execute(
+        self,
+        node: Node,
+        place: str,
+        play: Callable[[Chain], Awaitable[object]],
+        *,
+        writes: bool = True,
+    ) -> Node:
+        """Return a fork of a node after `play`.
+
+        A fork that a failed search ended is played again, by the same seeds. With `writes` the
+        second model writes it, if there is one."""
+        fork = await self._played_once(node, place, play, writes=writes)
+        repeats = 0
+        while _is_lost(fork) and repeats < self._repeats:
+            repeats += 1
+            fork = await self._played_once(node, place, play, writes=writes)
+        self._counts["repeated"] += repeats
+        return Node(fork, node)
+
+    async def _played_once(
+        self, node: Node, place: str, play: Callable[[Chain], Awaitable[object]], *, writes: bool
+    ) -> Chain:
+        """Play a fork of a node once, when the gate lets it, and count its tokens."""
+        fork = node.chain.fork(place)
+        writer = self._writer if writes else None
+        fork.policy = self._policy if writer is None else writer
+        async with self._gate:
+            await play(fork)
+        if writer is None:
+            self._counts["forward_tokens"] += fork.tokens - node.chain.tokens
+        return fork
+
+    def _readable(self, sampled: Group) -> list[Node]:
+        """Return the samples that a branch can grow from."""
+        readable = [node for node in sampled if node.chain.outcome is None or _stops(node.chain)]
+        num_lost = sum(_is_lost(node.chain) for node in sampled)
+        self._counts["retriever_failed"] += num_lost
+        self._counts["malformed"] += len(sampled) - len(readable) - num_lost
+        return readable
+
+    def _distinct(self, sampled: Group) -> list[Node]:
+        """Return the first node of each text, whatever its case, and add these to the tree."""
+        distinct: dict[str, Node] = {}
+        for node in sampled:
+            assert node.chain.last is not None, "a node is a state after an execution"
+            distinct.setdefault(node.chain.last.text.casefold(), node)
+        self._counts["duplicates"] += len(sampled) - len(distinct)
+        self._counts["nodes"] += len(distinct)
+        self._nodes += distinct.values()
+        return list(distinct.values())
+
+    async def _score(self, nodes: Group, *, for_pairs: bool = False) -> None:
+        """Give each node the rewards of n episodes from it, or of the answer that it is."""
+        for node in nodes:
+            if node.chain.outcome is not None:
+                trajectory = await self._reward(await node.chain.finish())
+                node.rewards = [trajectory.reward]
+        going_on = [node for node in nodes if node.chain.outcome is None]
+        if self._config.expansion == "full":
+            return
+        trajectories_by_node = await asyncio.gather(*map(self._episodes, going_on))
+        for node, trajectories in zip(going_on, trajectories_by_node, strict=True):
+            node.rewards = [trajectory.reward for trajectory in trajectories]
+            self._played += trajectories
+        count = len(going_on) * self._config.rollouts
+        self._counts["rollouts"] += count
+        self._counts["rollouts_for_pairs"] += count if for_pairs else 0
+
+    async def _episodes(self, node: Node) -> list[Trajectory]:
+        """Play n episodes from a node. An episode whose search failed is left out and counted."""
+
+        async def play(number: int) -> Node:
+            return await self._execute(node, f"rollout{number}", lambda fork: fork.finish())
+
+        episodes = await asyncio.gather(*map(play, range(self._config.rollouts)))
+        whole_episodes = [episode for episode in episodes if not _is_lost(episode.chain)]
+        self._counts["retriever_failed"] += len(episodes) - len(whole_episodes)
+        return [await self._reward(await episode.chain.finish()) for episode in whole_episodes]
+
+
+def _stops(chain: Chain) -> bool:
+    """Whether a chain has ended with a final answer."""
+    return chain.outcome is not None and chain.outcome[1] is StopReason.ANSWERED
+
+
+def _is_lost(chain: Chain) -> bool:
+    """Whether a search failed. Then the chain's reward says nothing about the policy."""
+    return chain.outcome is not None and chain.outcome[1] is StopReason.RETRIEVER_FAILED
+
+
+class _Counted:
+    """A policy whose generated tokens are counted."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self.generated_tokens = 0
+
+    @property
+    def version(self) -> int:
+        return self._policy.version
+
+    async def generate(
+        self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
+    ) -> Completion:
+        completion = await self._policy.generate(prompt, params, state=state, continues=continues)
+        self.generated_tokens += len(completion.token_ids)
+        return completion

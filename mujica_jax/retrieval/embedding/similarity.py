@@ -1,0 +1,79 @@
+"""How alike two texts are: the cosine of their embeddings, or of their word counts.
+
+Called by the synthesis of trajectories (`methods/evipath/evidence.py`). `words` needs no embedder: worlds
+from scratch repeat names and relations word by word. Any other name is an embedder's
+(`embedders.py`). Texts are embedded as queries are, whose numbers are the same to the bit whatever
+they come with.
+"""
+
+import collections
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from mujica_jax.retrieval.embedding.find import EmbedderFolder, find_embedder
+
+if TYPE_CHECKING:
+    from mujica_jax.retrieval.embedding.embedder import Embedder
+
+WORDS = "words"
+# Groups of texts that were compared together, the evidence of a question among them.
+CACHED_GROUPS = 4096
+
+Similarity = Callable[[str, Sequence[str]], list[float]]  # of a text to each of the others: -1 to 1
+
+_word = re.compile(r"\w+")
+
+
+def find_similarity(name: str) -> Similarity:
+    """Return the similarity of this name. Raise UserError where there is no such embedder.
+
+    An embedder's weights are read when it is first used.
+    """
+    if name == WORDS:
+        return word_cosines
+    # Both texts are statements, neither a query nor a passage.
+    return EmbeddingSimilarity(find_embedder(name, prefixes="none"))
+
+
+class EmbeddingSimilarity:
+    """The cosine of a text's embedding and those of others."""
+
+    def __init__(self, folder: EmbedderFolder) -> None:
+        self._folder = folder
+        self._embedder: Embedder | None = None
+        self._cached_vectors = functools.lru_cache(CACHED_GROUPS)(self._vectors)
+
+    def __call__(self, text: str, others: Sequence[str]) -> list[float]:
+        other_vectors = self._cached_vectors(tuple(others))
+        text_vector = self._cached_vectors((text,))[0]
+        return (other_vectors @ text_vector).tolist()
+
+    def _vectors(self, texts: tuple[str, ...]) -> np.ndarray:
+        """Return the embeddings of some texts, [texts, dimension], each of length 1."""
+        if self._embedder is None:
+            self._embedder = self._folder.load()
+        vectors = self._embedder.embed(texts, "query")
+        return vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+
+
+def word_cosines(text: str, others: Sequence[str]) -> list[float]:
+    """Return the cosine of a text's word counts and those of each of the others."""
+    return [word_cosine(text, other) for other in others]
+
+
+def word_cosine(first_text: str, second_text: str) -> float:
+    """Return the cosine of the word counts of two texts, letter case folded.
+
+    It is 0 where a text has no word.
+    """
+    first = collections.Counter(_word.findall(first_text.casefold()))
+    second = collections.Counter(_word.findall(second_text.casefold()))
+    lengths = math.hypot(*first.values()) * math.hypot(*second.values())
+    if not lengths:
+        return 0.0
+    return sum(count * second[word] for word, count in first.items()) / lengths

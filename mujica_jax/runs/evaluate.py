@@ -1,0 +1,462 @@
+"""Evaluate policies under configurations: score, print, and write the results.
+
+Called by `eval`."""
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from mujica_jax.agents.agent import Attempt, EnginePolicy, Policy, TwoPolicies, gather_polled
+from mujica_jax.agents.faults import FaultGuard
+from mujica_jax.config.schema import Config, MujicaConfig, SingleConfig, TaskConfig
+from mujica_jax.errors import StoreError, UserError
+from mujica_jax.inference.counters import LiveCounters
+from mujica_jax.inference.generator import PolicyGenerator
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.records import Question, Trajectory
+from mujica_jax.report import comparison
+from mujica_jax.report.comparison import Compared
+from mujica_jax.report.progress import Figure, NoConsole, Progress
+from mujica_jax.report.results import question_tree, score_table
+from mujica_jax.runs.endpoint import Endpoint
+from mujica_jax.runs.evaluation import (
+    Play,
+    PolicyEvaluator,
+    ScoredGenerator,
+    Scores,
+    held_out_questions,
+)
+from mujica_jax.runs.judge import Judge, judge_behind
+from mujica_jax.runs.parts import (
+    check_engine_temperatures,
+    check_prompts,
+    make_agent,
+    make_reward,
+    statistics_of,
+)
+from mujica_jax.runs.policies import Checkpoint
+from mujica_jax.runs.setup import about_questions, build_task, check_dtypes, require_packages
+from mujica_jax.runs.shares import gather
+from mujica_jax.runtime import distributed
+from mujica_jax.runtime.compilation_cache import use_compilation_cache
+from mujica_jax.runtime.extras import import_extra
+from mujica_jax.runtime.preemption import Preemption
+from mujica_jax.storage.manifest import describe_folder
+from mujica_jax.storage.run_directory import RunDirectory, RunPath, atomic_write
+from mujica_jax.tasks.content import fingerprint_of_questions, fingerprint_of_searches
+from mujica_jax.tasks.task import Task
+from mujica_jax.trajectories import shards
+
+_log = logging.getLogger(__name__)
+
+# Least number of questions that are stored together: this is what a kill may cost.
+MIN_PART_QUESTIONS = 64
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Session:
+    """What all configurations of one evaluation share."""
+
+    policy: Checkpoint | Endpoint
+    worker: Checkpoint | None
+    judge: Judge | None
+    tokenizer: Tokenizer
+    generator: ScoredGenerator
+    worker_generator: ScoredGenerator | None
+    faults: FaultGuard
+    progress: Progress
+    preemption: Preemption
+    is_sampled: bool  # otherwise the policy is scored greedily alone
+
+
+def evaluate(
+    configs: Sequence[Config],
+    policy: Checkpoint | Endpoint,
+    preemption: Preemption,
+    *,
+    worker: Checkpoint | None = None,
+    judge: Endpoint | None = None,
+    sampled: bool = True,
+    plot: bool = False,
+    ask: str | None = None,
+    note: str | None = None,
+) -> None:
+    """Score a policy, print and write the results.
+
+    Several configurations, which differ in task and agent, give a table too. With `ask`, show how
+    the first one's agent answers this question instead. `note` is printed first."""
+    first = configs[0]
+
+    # Check what can be checked before the model is loaded.
+    if plot:
+        import_extra("matplotlib", "--plot", extra="plots")
+    if ask is None:
+        _require_writable(policy.out)
+    require_packages(first)
+    check_dtypes(first)
+    use_compilation_cache()
+    tasks = _build_tasks(configs)
+
+    # Load the models.
+    session = _open_session(
+        configs,
+        tasks,
+        policy,
+        preemption,
+        worker=worker,
+        judge=judge,
+        is_sampled=sampled and ask is None,
+    )
+    progress = session.progress
+    if note is not None:
+        progress.line(note)
+    _print_other_settings("policy", policy, first, progress)
+    _print_other_settings("worker", worker, first, progress)
+    if ask is not None:
+        _show_answer(session, first, tasks[first.task], ask)
+        return
+
+    # Score the policy under each configuration.
+    folders = [_parts_folder(config, tasks[config.task], policy, worker) for config in configs]
+    results = [
+        _evaluate_one(session, config, tasks[config.task], folder)
+        for config, folder in zip(configs, folders, strict=True)
+    ]
+    distributed.barrier("all is evaluated")
+    if not distributed.is_primary():
+        return
+
+    # Compare the configurations.
+    if len(results) > 1:
+        _write_comparison(
+            results, policy.out / f"comparison-{first.eval.split}.json", progress, plot
+        )
+    for folder in folders:  # all that they hold is in the results
+        RunDirectory(folder).remove_folder("")
+    if isinstance(policy, Endpoint):
+        progress.line(f"{policy.place}: {policy.generator.statistics.sentence()}")
+
+
+def _build_tasks(configs: Sequence[Config]) -> dict[TaskConfig, Task]:
+    """Build each task once."""
+    tasks: dict[TaskConfig, Task] = {}
+    for config in configs:
+        if config.task not in tasks:
+            tasks[config.task] = build_task(config, learns=False)
+    return tasks
+
+
+def _open_session(
+    configs: Sequence[Config],
+    tasks: Mapping[TaskConfig, Task],
+    policy: Checkpoint | Endpoint,
+    preemption: Preemption,
+    *,
+    worker: Checkpoint | None,
+    judge: Endpoint | None,
+    is_sampled: bool,
+) -> _Session:
+    """Open the models of an evaluation, and check that prompts and temperatures fit them."""
+    first = configs[0]
+    tokenizer, generator = policy.open(first)
+    if isinstance(policy, Checkpoint):
+        engine_generator = cast(PolicyGenerator, generator)  # its engine is on this machine
+        check_engine_temperatures(engine_generator, first, trains=False, sampled=is_sampled)
+    for config in configs:
+        check_prompts(config.agent, tokenizer, tasks[config.task].environment_kind)
+    return _Session(
+        policy=policy,
+        worker=worker,
+        worker_generator=None if worker is None else _open_worker(worker, first, tokenizer),
+        tokenizer=tokenizer,
+        generator=generator,
+        progress=Progress() if distributed.is_primary() else Progress(NoConsole(), live=False),
+        faults=FaultGuard(first.faults),
+        judge=None if judge is None else judge_behind(judge, first),
+        preemption=preemption,
+        is_sampled=is_sampled,
+    )
+
+
+def _print_other_settings(
+    role: str, policy: Checkpoint | Endpoint | None, config: Config, progress: Progress
+) -> None:
+    """Print how the agent of a run that made a policy differs from the configuration's."""
+    if not isinstance(policy, Checkpoint):
+        return
+    differences = policy.trained_otherwise(config.agent)
+    if differences:
+        progress.line(f"the {role} was trained under other settings: {'; '.join(differences)}")
+
+
+def _show_answer(session: _Session, config: Config, task: Task, text: str) -> None:
+    """Play one question greedily, and show the episode as a tree."""
+    question = Question(id="asked", text=text, answers=())
+    attempt = Attempt(question=question, number=0, seed=config.seed, temperature=0.0)
+    agent = make_agent(config.agent, session.tokenizer)
+    policy: Policy = EnginePolicy(session.generator)
+    if session.worker_generator is not None:
+        policy = TwoPolicies(policy, EnginePolicy(session.worker_generator))
+    episode = agent.run(attempt, task.environment(question), policy)
+    (trajectory,) = asyncio.run(gather_polled([episode], session.preemption.check))
+    session.progress.show(question_tree(question, trajectory))
+
+
+def _write_comparison(
+    results: Sequence[Compared], file: RunPath, progress: Progress, plot: bool
+) -> None:
+    """Write and print the table over all configurations."""
+    rows = comparison.rows(results)
+    atomic_write(file, (json.dumps(rows, indent=2, allow_nan=False) + "\n").encode())
+    atomic_write(file.with_suffix(".md"), comparison.markdown(rows).encode())
+    if plot:
+        atomic_write(file.with_suffix(".png"), comparison.draw(rows))
+    progress.show(comparison.table(rows))
+    progress.line(f"comparison: {file}")
+
+
+def _evaluate_one(session: _Session, config: Config, task: Task, parts_folder: RunPath) -> Compared:
+    """Score the policy under one configuration, and write and print the results."""
+    policy = session.policy
+    progress = session.progress
+
+    # Say what is evaluated.
+    agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
+    where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
+    progress.line(f"{policy.name} from {policy.place}, {where}")
+    for sentence in about_questions(task):
+        progress.line(sentence)
+    file = policy.out / f"{_stem(config, task)}-{config.eval.split}.json"
+    if distributed.is_primary() and file.exists():
+        progress.line(f"replaces the result in {file}: give --out another folder to keep both")
+
+    # Score the answers, and ask the judge.
+    scores = _score(session, config, task, RunDirectory(parts_folder))
+    if isinstance(policy, Endpoint):
+        policy.generator.require_an_answer()
+    summary = scores.summary()
+    if session.judge is not None and distributed.is_primary():
+        judge_place = str(config.judge.base_url)
+        summary["greedy"] |= _ask_judge(session.judge, judge_place, scores, progress)
+
+    name = f"{task.name} {task.environment_kind}"
+    shown = getattr(task, "shown", "")  # how many of a question's own passages a search shows
+    result = Compared(
+        task=f"{name}, {shown}" if shown else name,
+        agent=config.agent.kind,
+        summary=summary["greedy"],
+        em=scores.exact_matches(),
+    )
+    if not distributed.is_primary():
+        return result
+
+    # Write and print the results.
+    settings = _settings(config, task) | policy.about()
+    if session.worker is not None:
+        settings["worker"] = session.worker.place
+    atomic_write(file.with_suffix(".predictions.jsonl"), scores.predictions())
+    atomic_write(file.with_suffix(".parquet"), shards.encode(scores.greedy.trajectories))
+    atomic_write(file, (json.dumps(settings | summary, indent=2, allow_nan=False) + "\n").encode())
+    progress.show(score_table(summary["greedy"], summary.get("sampled")))
+    if shown:
+        progress.line(f"a search shows {shown} of its question")
+    for kind, scores_of_kind in summary.items():
+        stop_reasons = scores_of_kind["stop_reasons"]
+        reasons = ", ".join(f"{reason} {count}" for reason, count in stop_reasons.items())
+        progress.line(
+            f"{kind}: {scores_of_kind['searches']:.2f} searches a question; episodes ended: "
+            f"{reasons}"
+        )
+    progress.line(f"retrieval: {statistics_of(task, scores.questions).sentence()}")
+    progress.line(f"results and predictions: {file}")
+    return result
+
+
+def _score(session: _Session, config: Config, task: Task, parts: RunDirectory) -> Scores:
+    """Score the policy under one configuration. Parts that an earlier start played are read."""
+    generator = session.generator
+    concurrency = session.policy.concurrency(config)
+
+    def gather_parts(kind: str, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        return gather(parts, kind, trajectories)
+
+    def read_or_play(name: str, play: Play) -> Sequence[Trajectory]:
+        return _read_or_play(parts, f"{name}.parquet", play)
+
+    live: Callable[[], Mapping[str, Figure]] = dict
+    if isinstance(session.policy, Checkpoint):
+        engine_generator = cast(PolicyGenerator, generator)
+        live = LiveCounters(lambda: engine_generator.statistics).figures
+    reward = make_reward(config, task.rule, session.judge)
+    evaluator = PolicyEvaluator(
+        name=session.policy.name,
+        agent=make_agent(config.agent, session.tokenizer),
+        reward=reward.at(generator.policy_version),
+        faults=session.faults,
+        generator=generator,
+        worker=session.worker_generator,
+        task=task,
+        config=config,
+        progress=session.progress,
+        preemption=session.preemption,
+        concurrency=concurrency,
+        is_sampled=session.is_sampled,
+        part_questions=max(MIN_PART_QUESTIONS, 2 * concurrency),
+        live=live,
+        gather=gather_parts,
+        keep=read_or_play,
+    )
+    return evaluator.run()
+
+
+def _ask_judge(judge: Judge, place: str, scores: Scores, progress: Progress) -> dict[str, Any]:
+    """Return what the judge says of the greedy answers."""
+    progress.line(f"{judge.name} at {place} judges {scores.greedy.score.questions} answers")
+    verdicts = judge.judge(scores.questions, scores.greedy.trajectories, scores.rule).summary()
+    progress.line(
+        f"{judge.name} says yes to {verdicts['judge']}%, without the {verdicts['judge_failures']} "
+        "answers on which it gave no verdict; yes without an exact match "
+        f"{verdicts['judge_yes_not_exact']} times and no with one {verdicts['judge_no_but_exact']} "
+        "times"
+    )
+    return verdicts | {"judged_by": judge.name}
+
+
+def _settings(config: Config, task: Task) -> dict[str, Any]:
+    """Return what a result was made with, beside the policy."""
+    return {
+        "task": task.name,
+        "environment": task.environment_kind,
+        "split": config.eval.split,
+        "agent": config.agent.kind,
+        "left_out": len(getattr(task, "left_out", ())),  # questions that the task could not ask
+        "notes": list(getattr(task, "notes", ())),
+        "shown": getattr(
+            task, "shown", ""
+        ),  # of a question's own passages, as in "5 of 10 passages"
+        "settings": {
+            "task": dataclasses.asdict(config.task),
+            "agent": dataclasses.asdict(config.agent),
+        },
+        "prompt": getattr(config.agent, "prompt", None),  # baselines have one each
+        "seed": config.seed,
+        "temperature": config.eval.temperature,
+    }
+
+
+def _open_worker(worker: Checkpoint, config: Config, tokenizer: Tokenizer) -> ScoredGenerator:
+    """Open the worker's model. Raises UserError where its tokens are not the planner's."""
+    worker_tokenizer, generator = worker.open(config)
+    sample = "Who? <think> Ghent [1] </think> 14 März 1961"
+    has_same_size = worker_tokenizer.vocab_size == tokenizer.vocab_size
+    if not has_same_size or (
+        worker_tokenizer.encode_trusted(sample) != tokenizer.encode_trusted(sample)
+    ):
+        raise UserError(
+            f"--worker {worker.place} has {worker_tokenizer.vocab_size:,} tokens and the planner's "
+            f"checkpoint {tokenizer.vocab_size:,}, or splits text otherwise: choose a worker with "
+            "the same tokenizer"
+        )
+    return generator
+
+
+def _stem(config: Config, task: Task) -> str:
+    """Return what tells results apart in the names of their files."""
+    agent = config.agent
+    words = [task.name, task.environment_kind]
+    if getattr(config.task, "setting", "open") == "distractor":
+        words.append("distractor")
+    if agent.kind != "mujica":
+        words.append(agent.kind.replace("_", "-"))
+    if isinstance(agent, SingleConfig):
+        words.append(agent.style.replace("_", "-"))
+    if isinstance(agent, MujicaConfig) and agent.protocol == "evipath":
+        words.append("evipath")
+    words += [f"no-{name}" for name in ("split", "parallel") if not getattr(agent, name, True)]
+    return "-".join(words)
+
+
+def _parts_folder(
+    config: Config, task: Task, policy: Checkpoint | Endpoint, worker: Checkpoint | None
+) -> RunPath:
+    """Return the folder that holds what is played until all is: one for all processes of a job."""
+    identity = distributed.broadcast("parts", lambda: _identity(config, task, policy, worker))
+    return policy.out / f".parts-{identity}"
+
+
+def _identity(
+    config: Config, task: Task, policy: Checkpoint | Endpoint, worker: Checkpoint | None
+) -> str:
+    """Return a hash of all that a part depends on.
+
+    These are settings, questions, passages or graph, and weights. Questions, passages and weights
+    are known by their content: two data folders may agree in names, sizes and times.
+    """
+    settings = (
+        config.task,
+        config.agent,
+        config.engine,
+        config.eval,
+        config.trainer.dtype,
+        config.staged,
+        config.judge,
+    )
+    questions = held_out_questions(task, config)
+    weights = []
+    for checkpoint in (policy, worker):
+        for name in ("model", "adapter"):
+            folder = getattr(checkpoint, name, None)
+            weights.append([] if folder is None else describe_folder(folder))
+    content = [
+        fingerprint_of_questions(questions),
+        fingerprint_of_searches(task, questions),
+        weights,
+    ]
+    identity = [
+        repr(settings),
+        repr(getattr(policy, "remote", None)),
+        config.reward,
+        config.seed,
+        policy.place,
+        policy.name,
+        distributed.processes(),
+        content,
+    ]
+    return hashlib.sha256(json.dumps(identity).encode()).hexdigest()[:12]
+
+
+def _read_or_play(parts: RunDirectory, name: str, play: Play) -> Sequence[Trajectory]:
+    """Read a part that an earlier start has played, or play it and store it.
+
+    A part that is damaged, as by a full disk, is played again."""
+    if parts.exists(name):
+        try:
+            return shards.decode(parts.read(name), name)
+        except StoreError as error:
+            _log.warning("%s; it is played again", error)
+    trajectories = play()
+    atomic_write(parts.root / name, shards.encode(trajectories))
+    return trajectories
+
+
+def _require_writable(folder: RunPath) -> None:
+    """Check that results can be written into a folder.
+
+    This is checked first, because an evaluation takes minutes. A bucket answers at the first
+    write."""
+    if not isinstance(folder, Path):
+        return
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot write into {folder} ({error.strerror}): choose another folder with --out"
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"cannot write into {folder}: choose another folder with --out")

@@ -1,0 +1,459 @@
+"""Score a policy on the held-out questions, greedily and sampled.
+
+Called after each phase of a run, and by `eval`."""
+
+import asyncio
+import dataclasses
+import functools
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from mujica_jax import metrics
+from mujica_jax.agents.agent import (
+    Agent,
+    Attempt,
+    EnginePolicy,
+    OnEpisode,
+    Policy,
+    TwoPolicies,
+    run_episodes,
+)
+from mujica_jax.agents.faults import FaultGuard
+from mujica_jax.config.schema import Config
+from mujica_jax.errors import UserError
+from mujica_jax.inference.requests import Generator
+from mujica_jax.metrics import Rule
+from mujica_jax.records import GoldPassage, Question, Search, Trajectory, generated_tokens
+from mujica_jax.report.progress import Figure, Progress, Stage
+from mujica_jax.report.results import rounded
+from mujica_jax.rewards.reward import RewardFunction
+from mujica_jax.runtime import distributed
+from mujica_jax.runtime.preemption import Preemption
+from mujica_jax.tasks.task import EnvironmentKind, Task
+
+Play = Callable[[], Sequence[Trajectory]]
+
+
+class ScoredGenerator(Generator, Protocol):
+    policy_version: int
+
+    def reset_cache(self) -> None:
+        """Drop what was kept of earlier requests."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KindScore:
+    """Percent over `questions` questions."""
+
+    em: float
+    em_interval: tuple[float, float]  # 95% bootstrap interval
+    f1: float
+    f1_interval: tuple[float, float]
+    questions: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """One pass over the questions, one attempt each. Scores and means leave out the episodes whose
+    search failed: they say nothing about the policy."""
+
+    score: KindScore  # of all
+    by_kind: dict[str, KindScore]
+    searches: float  # mean a question
+    stop_reasons: dict[str, int]
+    further: dict[str, float]  # means in percent of what only some tasks have
+    trajectories: tuple[Trajectory, ...]  # one a question, those that are left out among them
+
+    @property
+    def scored(self) -> list[Trajectory]:
+        return [
+            trajectory for trajectory in self.trajectories if not trajectory.is_environment_fault
+        ]
+
+    @property
+    def left_out(self) -> int:
+        """Count the episodes that are left out."""
+        return len(self.trajectories) - len(self.scored)
+
+    def summary(self) -> dict[str, Any]:
+        """Return what is written beside the predictions: everything but the trajectories."""
+        num_scored = len(self.scored)
+        total_seconds = sum(trajectory.seconds for trajectory in self.scored)
+        further = {name: round(value, 2) for name, value in self.further.items()}
+        by_kind = {kind: rounded(dataclasses.asdict(score)) for kind, score in self.by_kind.items()}
+        return {
+            **rounded(dataclasses.asdict(self.score)),
+            "left_out": self.left_out,
+            "searches": round(self.searches, 3),
+            "tokens": round(generated_tokens(self.scored) / num_scored, 1),
+            "seconds": round(total_seconds / num_scored, 3),
+            **further,
+            "stop_reasons": self.stop_reasons,
+            "by_kind": by_kind,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The scores on the same questions: greedy and, if they were sampled, at `eval.temperature`."""
+
+    questions: Sequence[Question]
+    rule: Rule
+    greedy: Evaluation
+    sampled: Evaluation | None
+
+    def summary(self) -> dict[str, Any]:
+        """Return what is written down of each evaluation."""
+        summaries = {"greedy": self.greedy.summary()}
+        if self.sampled is not None:
+            summaries["sampled"] = self.sampled.summary()
+        return summaries
+
+    @property
+    def left_out(self) -> int:
+        """Count the episodes of both evaluations that are left out of the scores."""
+        if self.sampled is None:
+            return self.greedy.left_out
+        return self.greedy.left_out + self.sampled.left_out
+
+    def exact_matches(self) -> tuple[float | None, ...]:
+        """Return the exact match of each question, greedily; None where a search failed."""
+        pairs = zip(self.questions, self.greedy.trajectories, strict=True)
+        return tuple(self._scores_of(question, trajectory)["em"] for question, trajectory in pairs)
+
+    def predictions(self) -> bytes:
+        """Return one JSON object a line, for each question.
+
+        It holds the question, the greedy prediction with its scores and reward, and the sampled
+        prediction. An episode whose search failed has null for its scores. An episode that could
+        not be rewarded has null for its reward."""
+        lines = []
+        pairs = zip(self.questions, self.greedy.trajectories, strict=True)
+        for place, (question, trajectory) in enumerate(pairs):
+            row = {
+                "id": question.id,
+                "kind": question.kind,
+                "question": question.text,
+                "answers": question.answers,
+                "prediction": trajectory.answer,
+                **self._scores_of(question, trajectory),
+                "reward": trajectory.reward if trajectory.is_rewarded else None,
+                "stop_reason": trajectory.stop_reason.value,
+                "searches": [
+                    {"query": search.query, "sentence": search.sentence}
+                    for search in trajectory.searches
+                ],
+            }
+            if self.sampled is not None:
+                sampled = self.sampled.trajectories[place]
+                row["sampled"] = {
+                    "prediction": sampled.answer,
+                    **self._scores_of(question, sampled),
+                }
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+        return "".join(lines).encode()
+
+    def _scores_of(self, question: Question, trajectory: Trajectory) -> dict[str, float | None]:
+        """Return the scores of an answer; None where a search failed."""
+        if trajectory.is_environment_fault:
+            return {"em": None, "f1": None}
+        score = metrics.score(trajectory.final_answer, question.answers, self.rule)
+        return {"em": score.em, "f1": score.f1}
+
+
+def _play_now(name: str, play: Play) -> Sequence[Trajectory]:
+    """Play a part. Nothing of earlier starts is stored."""
+    del name
+    return play()
+
+
+def _without_others(kind: str, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+    """Return what this process played: there are no others."""
+    del kind
+    return trajectories
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyEvaluator:
+    """Scores the generator's policy on the held-out questions.
+
+    Several processes share the questions. Each plays its own in parts, of which an earlier start
+    may have played some."""
+
+    name: str  # shown with the progress
+    agent: Agent
+    reward: RewardFunction
+    generator: ScoredGenerator
+    worker: ScoredGenerator | None = None  # another model, for the turns of workers
+    task: Task
+    config: Config
+    progress: Progress
+    preemption: Preemption
+    faults: FaultGuard = dataclasses.field(default_factory=FaultGuard)
+    concurrency: int  # episodes at a time
+    is_sampled: bool = True  # otherwise it is scored greedily alone
+    part_questions: int | None = None  # questions that are played at a time; None: all at once
+    live: Callable[[], Mapping[str, Figure]] = dict  # figures that are shown with the progress
+    # Brings together what all processes played: takes greedy or sampled, and the own trajectories.
+    gather: Callable[[str, Sequence[Trajectory]], Sequence[Trajectory]] = _without_others
+    # Returns what an earlier start has played of a part, or plays it: takes the part's name.
+    keep: Callable[[str, Play], Sequence[Trajectory]] = _play_now
+
+    def run(self) -> Scores:
+        """Return the scores of the policy, greedy and, if it is sampled, at `eval.temperature`."""
+        questions = held_out_questions(self.task, self.config)
+        own_questions = distributed.shard_for_process(questions)
+        configured = self.config.eval.questions
+        if not own_questions:
+            raise UserError(
+                f"{len(questions)} held-out questions are fewer than {distributed.processes()} "
+                f"processes: raise eval.questions {configured}, or give the task more of them"
+            )
+        if len(questions) < configured:
+            self.progress.line(
+                f"{self.name}: all {len(questions)} held-out questions are evaluated; "
+                f"eval.questions is {configured}"
+            )
+
+        greedy = self._evaluate(questions, own_questions, temperature=0.0)
+        sampled = None
+        if self.is_sampled:
+            sampled = self._evaluate(
+                questions, own_questions, temperature=self.config.eval.temperature
+            )
+        return Scores(questions=questions, rule=self.task.rule, greedy=greedy, sampled=sampled)
+
+    def _evaluate(
+        self,
+        questions: Sequence[Question],
+        own_questions: Sequence[Question],
+        *,
+        temperature: float,
+    ) -> Evaluation:
+        """Play this process's questions once, gather what the others played, and score it all."""
+        kind = "greedy" if temperature == 0 else "sampled"
+        stage_name = f"{self.name}: evaluating, {kind}"
+        self.preemption.enter(stage_name)
+        attempts = [
+            Attempt(question=question, number=0, seed=self.config.seed, temperature=temperature)
+            for question in own_questions
+        ]
+        with self.progress.stage(
+            stage_name, total=len(own_questions), unit="episodes", live=self.live
+        ) as stage:
+            score = _RunningScore(own_questions, self.task.rule, stage)
+            trajectories = self._play_parts(kind, attempts, score)
+
+        if distributed.processes() > 1:
+            trajectories = self.gather(kind, trajectories)
+        evaluation = summarise(questions, trajectories, self.task.rule, self.task.environment_kind)
+        if evaluation.left_out:
+            self.progress.line(
+                f"{self.name}, {kind}: {evaluation.left_out} of {len(questions)} episodes are left "
+                "out of the scores because a search failed"
+            )
+        return evaluation
+
+    def _play_parts(
+        self, kind: str, attempts: Sequence[Attempt], score: "_RunningScore"
+    ) -> Sequence[Trajectory]:
+        """Play the attempts part by part, without the parts that an earlier start played."""
+        trajectories: list[Trajectory] = []
+        part_size = self.part_questions or len(attempts)
+        process = f"{distributed.process()}-of-{distributed.processes()}"
+        for start in range(0, len(attempts), part_size):
+            part = attempts[start : start + part_size]
+            play = functools.partial(self._play, part, score.add)
+            part_trajectories = self.keep(f"{kind}-{process}-{start}-{len(part)}", play)
+            if score.num_episodes == start:  # an earlier start has played them
+                for trajectory in part_trajectories:
+                    score.add(trajectory)
+            trajectories += part_trajectories
+        return trajectories
+
+    def _play(self, part: Sequence[Attempt], on_episode: OnEpisode) -> Sequence[Trajectory]:
+        """Play a part. Raises UserError if every search of it failed, before the part is kept."""
+        policy: Policy = EnginePolicy(self.generator)
+        if self.worker is not None:
+            policy = TwoPolicies(policy, EnginePolicy(self.worker))
+            self.worker.reset_cache()
+        # A score must not depend on what was decoded before.
+        self.generator.reset_cache()
+        trajectories = asyncio.run(
+            run_episodes(
+                self.agent,
+                part,
+                self.task.environment,
+                policy,
+                reward=self.reward,
+                play=self.faults.play,
+                on_episode=on_episode,
+                concurrency=self.concurrency,
+                poll=self.preemption.check,
+            )
+        )
+        _check_any_scored(trajectories)  # the next start plays them again
+        return trajectories
+
+
+class _RunningScore:
+    """Counts the episodes of an evaluation, and shows their exact match so far."""
+
+    def __init__(self, questions: Sequence[Question], rule: Rule, stage: Stage) -> None:
+        self._answers = {question.id: question.answers for question in questions}
+        self._rule: Rule = rule
+        self._stage = stage
+        self._num_scored = 0
+        self._num_correct = 0.0
+        self.num_episodes = 0
+
+    def add(self, trajectory: Trajectory) -> None:
+        """Count an episode. One whose search failed enters no score."""
+        self.num_episodes += 1
+        if not trajectory.is_environment_fault:
+            self._num_scored += 1
+            answers = self._answers[trajectory.question_id]
+            self._num_correct += metrics.score(trajectory.final_answer, answers, self._rule).em
+        self._stage.update(self.num_episodes, em=100 * self._num_correct / max(1, self._num_scored))
+
+
+def right_ones(
+    questions: Iterable[Question], trajectories: Iterable[Trajectory], rule: Rule
+) -> list[Trajectory]:
+    """Return the trajectories that answer their question, by exact match."""
+    answers_of = {question.id: question.answers for question in questions}
+    right = []
+    for trajectory in trajectories:
+        answers = answers_of[trajectory.question_id]
+        if metrics.score(trajectory.final_answer, answers, rule).em == 1.0:
+            right.append(trajectory)
+    return right
+
+
+def held_out_questions(task: Task, config: Config) -> Sequence[Question]:
+    """Return the questions that an evaluation asks."""
+    return task.questions(config.eval.split)[: config.eval.questions]
+
+
+def summarise(
+    questions: Sequence[Question],
+    trajectories: Sequence[Trajectory],
+    rule: Rule,
+    environment: EnvironmentKind = "text",
+) -> Evaluation:
+    """Return the scores of one trajectory for each question, in the same order.
+
+    An episode that did not answer scores zero, and one whose search failed counts in no mean.
+    Raises UserError where all of them failed so."""
+    _check_any_scored(trajectories)
+    scored_questions: list[Question] = []
+    scored_trajectories: list[Trajectory] = []
+    scores: list[metrics.Score] = []
+    scores_by_kind: dict[str, list[metrics.Score]] = {}
+    for question, trajectory in zip(questions, trajectories, strict=True):
+        if trajectory.is_environment_fault:
+            continue
+        score = metrics.score(trajectory.final_answer, question.answers, rule)
+        scored_questions.append(question)
+        scored_trajectories.append(trajectory)
+        scores.append(score)
+        scores_by_kind.setdefault(question.kind or "other", []).append(score)
+
+    num_searches = sum(len(trajectory.searches) for trajectory in scored_trajectories)
+    stop_reasons = Counter(trajectory.stop_reason.value for trajectory in trajectories)
+    return Evaluation(
+        score=_mean(scores),
+        by_kind={kind: _mean(members) for kind, members in scores_by_kind.items()},
+        searches=num_searches / len(scored_trajectories),
+        stop_reasons=dict(sorted(stop_reasons.items())),
+        further=_further(scored_questions, scored_trajectories, environment),
+        trajectories=tuple(trajectories),
+    )
+
+
+def _check_any_scored(trajectories: Sequence[Trajectory]) -> None:
+    """Raise UserError if a search failed in every episode."""
+    if all(trajectory.is_environment_fault for trajectory in trajectories):
+        raise UserError(
+            f"a search failed in all {len(trajectories)} episodes that were played for an "
+            "evaluation, and nothing can be scored: start the retriever again or correct its "
+            "address, then give the same command"
+        )
+
+
+def _further(
+    questions: Sequence[Question], trajectories: Sequence[Trajectory], environment: EnvironmentKind
+) -> dict[str, float]:
+    """Return the means of the scores that only some tasks have, in percent.
+
+    Where questions ask for several answers: `set_f1`, the plain macro F1, and `gerbil_macro_f1`.
+
+    Where they have gold passages and passages were searched: `gold_found`, the share of the gold
+    passages among all passages that were shown, and `support_em` and `support_f1` of the passages
+    that were read for an answer. These are the passages that a worker selected, or all that were
+    shown where nobody selects."""
+    support_scores: dict[str, list[float]] = {}
+    set_scores: list[metrics.Score] = []
+    is_answered: list[bool] = []
+    for question, trajectory in zip(questions, trajectories, strict=True):
+        if question.answer_sets:
+            set_scores.append(metrics.score_set(trajectory.final_answer, question.answer_sets))
+            is_answered.append(bool((trajectory.final_answer or "").strip()))
+        if question.gold_passages and environment != "graph":
+            for name, score in _support(question.gold_passages, trajectory.searches).items():
+                support_scores.setdefault(name, []).append(score)
+
+    means = {name: 100 * sum(scores) / len(scores) for name, scores in support_scores.items()}
+    if set_scores:
+        means["set_f1"] = 100 * sum(score.f1 for score in set_scores) / len(set_scores)
+        means["gerbil_macro_f1"] = 100 * metrics.gerbil_macro_f1(set_scores, is_answered)
+    return means
+
+
+def _support(gold: Sequence[GoldPassage], searches: Sequence[Search]) -> dict[str, float]:
+    """Return how well the searches of a trajectory show, and select, the gold passages."""
+    gold_names = {str(number) for number in range(len(gold))}
+    shown: set[str] = set()
+    selected: set[str] = set()
+    for search in searches:
+        names = _names_of_shown(search, gold)
+        shown.update(names)
+        selected.update(names[place] for place in search.selected)
+    support = metrics.supporting(selected or shown, gold_names)
+    return {
+        "gold_found": metrics.supporting(shown, gold_names).recall,
+        "support_em": support.em,
+        "support_f1": support.f1,
+    }
+
+
+def _names_of_shown(search: Search, gold: Sequence[GoldPassage]) -> list[str]:
+    """Return a name for each passage that a search has shown.
+
+    The name is the number of its gold passage, or else its whole text. A passage that was shown
+    alone may have been cut to fit.
+    """
+    names = []
+    is_cut = len(search.materials) == 1
+    for text in search.materials:
+        numbers = [
+            number for number, passage in enumerate(gold) if passage.is_shown_by(text, cut=is_cut)
+        ]
+        names.append(str(numbers[0]) if numbers else f"passage {text}")
+    return names
+
+
+def _mean(scores: Sequence[metrics.Score]) -> KindScore:
+    """Return the mean scores in percent, with their intervals."""
+    exact_matches = [score.em for score in scores]
+    f1_scores = [score.f1 for score in scores]
+    return KindScore(
+        em=100 * sum(exact_matches) / len(scores),
+        em_interval=metrics.bootstrap_interval(exact_matches),
+        f1=100 * sum(f1_scores) / len(scores),
+        f1_interval=metrics.bootstrap_interval(f1_scores),
+        questions=len(scores),
+    )

@@ -1,0 +1,617 @@
+"""Open a run: check the configuration against the machine and the task, make or reload the
+parts."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from mujica_jax.agents.mujica import contract_of
+from mujica_jax.agents.protocol import PromptMode
+from mujica_jax.config.files import implementation, named_object
+from mujica_jax.config.schema import Config
+from mujica_jax.demonstrations.policy import sample_text
+from mujica_jax.errors import RunMismatch, UserError
+from mujica_jax.inference.counters import serve_metrics
+from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
+from mujica_jax.learning.trainer import Trainer
+from mujica_jax.models import quantization
+from mujica_jax.models.attention import check_platform
+from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.families import DecoderConfig
+from mujica_jax.models.gguf import SMOLLM2, checkpoint_folder
+from mujica_jax.models.lora import check_rank
+from mujica_jax.models.sharding import make_mesh, shardings_of
+from mujica_jax.models.tokenizer import Tokenizer
+from mujica_jax.models.weights import open_checkpoint
+from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
+from mujica_jax.report.progress import NoConsole, Progress
+from mujica_jax.report.wandb_log import import_wandb
+from mujica_jax.runs import memory, phases
+from mujica_jax.runs.judge import open_judge
+from mujica_jax.runs.parts import check_prompts, make_reward, open_adapter
+from mujica_jax.runs.run import Run
+from mujica_jax.runtime import distributed, provenance
+from mujica_jax.runtime.chips import chip_of
+from mujica_jax.runtime.compilation_cache import use_compilation_cache
+from mujica_jax.runtime.extras import import_extra
+from mujica_jax.runtime.preemption import Preemption
+from mujica_jax.storage.leases import RENEWALS_A_LEASE, Lease, Leases
+from mujica_jax.storage.manifest import COMMITTED
+from mujica_jax.storage.run_directory import RunPath
+from mujica_jax.tasks.checks import check_task, from_scratch
+from mujica_jax.tasks.content import (
+    fingerprint_of_paragraphs,
+    fingerprint_of_questions,
+    fingerprint_of_searches,
+)
+from mujica_jax.tasks.task import Task
+from mujica_jax.trajectories.store import CONFIG, SUMMARY, Store, open_run
+
+TOKENIZER = "tokenizer"
+CONTENT = "questions.json"  # in a run directory: what its task asks and searches
+# Fields of a configuration that may differ at a restart.
+JUDGE_ADDRESS = (
+    "base_url",
+    "api_key_variable",
+    "concurrency",
+    "timeout_seconds",
+    "deadline_seconds",
+)
+IGNORED = (
+    "run",
+    "keep_policies",
+    "metrics",
+    "profile",
+    "distributed",
+    "sampling.workers",
+    "faults",
+    # A mistake in it is found when the engine is made, and mended for the same run.
+    "engine.factory",
+    *(f"judge.{field}" for field in JUDGE_ADDRESS),
+)
+TRAINER = "trainer"  # name of the lease of the process that leads a run
+LEAD_SECONDS = 30.0  # how long that lease lasts
+# 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it,
+# and with 0.125 not at all.
+INITIALIZER_RANGE = 0.05
+# How often the scripts' own words are shown to the tokenizer, so that each becomes one token.
+SCRIPT_REPEATS = 200
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StartingModel:
+    """What a run starts from."""
+
+    tokenizer: Tokenizer
+    decoder: Decoder  # without its arrays
+    load: Callable[..., Decoder]  # brings the arrays, over a mesh or None
+
+
+@contextlib.contextmanager
+def open_training(config: Config, directory: RunPath, preemption: Preemption) -> Iterator[Run]:
+    """Open the run in `directory`, new or begun before. Its metrics files are closed at the end.
+
+    What can be refused is refused before the directory is made, which remembers the configuration
+    it was begun with."""
+    # Check the machine and the task.
+    require_packages(config)
+    use_compilation_cache()
+    _check_machine(config)
+    mesh = make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)
+    task = build_task(config)
+    _check_reward(config, task, directory)
+    _check_start(config, task)
+
+    # Check the model: a checkpoint, or the size of one from scratch.
+    model = _open_checkpoint(config, task) if config.init else None
+    if model is None:
+        size = decoder_config(config, config.model.vocab_tokens, ())
+    else:
+        size = model.decoder.config
+    reserved_bytes = _check_size(config, size, mesh)
+
+    # Open the run directory.
+    sections = dataclasses.asdict(config)
+    store = distributed.primary_first("the run", lambda: _open_shared(directory, sections))
+    distributed.primary_first("the questions", lambda: check_content(store, config, task))
+    progress = Progress() if distributed.is_primary() else Progress(NoConsole(), live=False)
+    progress.line(f"run directory: {directory}")
+    num_phases = sum(name.endswith(".json") for name in store.names(phases.PHASES))
+    if num_phases and not store.exists(SUMMARY):
+        progress.line(f"goes on; phases that are done: {num_phases}")
+    for sentence in about_questions(task):
+        progress.line(sentence)
+
+    with _led(store, preemption), _open_metrics(config, store, sections) as metrics:
+        if model is None:
+            model = _new_model(config, task, store)
+        run = Run(
+            config,
+            store=store,
+            task=task,
+            tokenizer=model.tokenizer,
+            decoder=model.decoder,
+            load=functools.partial(model.load, mesh if mesh.size > 1 else None),
+            progress=progress,
+            metrics=metrics,
+            preemption=preemption,
+            reserved_bytes=reserved_bytes,
+        )
+        with _served(run):
+            yield run
+        run.profile.close()
+
+
+def _check_machine(config: Config) -> None:
+    """Check that the devices run the attention kernel and compute in the configured types.
+
+    This comes before a checkpoint is read."""
+    check_platform(config.trainer.attention)
+    check_dtypes(config)
+
+
+def _open_checkpoint(config: Config, task: Task) -> StartingModel:
+    """Open the checkpoint that the run starts from, and check that prompts and adapter fit it."""
+    assert config.init is not None, "the configuration was checked to name a checkpoint"
+    tokenizer, decoder, load = open_model(config.init, config.trainer.dtype)
+    further_prompts: list[PromptMode] = []
+    if config.warmup.source == "few_shot" and config.warmup.steps:
+        further_prompts.append("few_shot")
+    check_prompts(config.agent, tokenizer, task.environment_kind, *further_prompts)
+    if config.adapter:
+        open_adapter(config, load(None))
+    return StartingModel(tokenizer=tokenizer, decoder=decoder, load=load)
+
+
+def _check_size(config: Config, size: DecoderConfig, mesh: Mesh) -> int:
+    """Check that trainer and engine can hold a model of this size.
+
+    Returns the bytes of each chip that are for all but keys and values."""
+    if mesh.size > 1:  # the model can be split over it
+        shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)
+    check_rank(size, config.trainer.lora_rank)
+    check_engine(
+        size,
+        config.engine,
+        positions=config.agent.max_trajectory_tokens,
+        dtype=jnp.dtype(config.trainer.dtype),
+    )
+    if config.engine.factory is not None:
+        named_object(config.engine.factory, setting="engine.factory")
+    return _check_memory(config, size)
+
+
+def _open_metrics(
+    config: Config, store: Store, sections: dict[str, Any]
+) -> contextlib.AbstractContextManager[MetricsLog | NoMetrics]:
+    """Open the metrics files. Only the first process writes some."""
+    if distributed.is_primary():
+        return MetricsLog(store.root, store.io_statistics, config.metrics, sections)
+    return contextlib.nullcontext(NoMetrics())
+
+
+def open_sampling(config: Config, store: Store, preemption: Preemption, progress: Progress) -> Run:
+    """Open a run as a sampling worker needs it.
+
+    Its engine is on this host's devices, and its policies come from the run directory, of which at
+    least one is committed."""
+    use_compilation_cache()
+    own_devices = dataclasses.replace(
+        config.trainer, data=1, fsdp=1, tensor=config.engine.tensor, accumulation_steps=1
+    )
+    config = dataclasses.replace(config, trainer=own_devices)
+    check_dtypes(config)
+    newest = distributed.primary_first(
+        "a policy is read", lambda: store.policy_path(store.policies()[-1])
+    )
+    tokenizer, decoder, load = open_model(newest / "model", config.trainer.dtype)
+    task = build_task(config)
+    check_content(store, config, task)
+    return Run(
+        config,
+        store=store,
+        task=task,
+        tokenizer=tokenizer,
+        decoder=decoder,
+        load=lambda: load(None),
+        progress=progress,
+        metrics=NoMetrics(),
+        preemption=preemption,
+    )
+
+
+def _check_memory(config: Config, size: DecoderConfig) -> int:
+    """Return the bytes that the run keeps on each chip beside keys and values.
+
+    Raises UserError where they exceed a chip. For devices whose memory nobody has published it is
+    0. The step is compiled for it, and stands in the cache later."""
+    chip = chip_of(jax.devices()[0].device_kind)
+    if chip is None:
+        return 0
+    trainer = Trainer(size, config.trainer)
+    step = trainer.lower_step().compile().memory_analysis()
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    used_bytes = statistics.get("bytes_in_use", 0)  # the task's embedder and index
+    memory_phases = memory.phases(
+        config,
+        size,
+        trainer,
+        step=step.temp_size_in_bytes if step else 0,
+        retrieval=used_bytes,
+    )
+    memory.check_memory(config, memory_phases, chip)
+    largest_bytes = max(phase.bytes - phase.parts[memory.CACHE] for phase in memory_phases)
+    return largest_bytes - used_bytes
+
+
+def _check_reward(config: Config, task: Task, directory: RunPath) -> None:
+    """Check that the reward's embedder is there and that its judge answers.
+
+    The judge of a finished run is not asked: it gives no more rewards."""
+    judge = open_judge(config, None, out=directory)
+    make_reward(config, task.rule, judge)
+    if judge is not None and not (directory / SUMMARY).exists():
+        judge.check()
+
+
+def _check_start(config: Config, task: Task) -> None:
+    """Check that the configuration is made for what the run starts from."""
+    has_demonstrations = bool(config.warmup.steps or config.eval.control)
+    is_scripted = config.warmup.source == "scripted" and has_demonstrations
+    if is_scripted or not config.init:
+        from_scratch(task)
+    if config.warmup.source == "few_shot" and not config.init:
+        raise UserError(
+            "warmup.source is few_shot and init is None: a random model answers nothing, so name a "
+            "checkpoint with --init, or use --warmup.source scripted"
+        )
+    if config.trainer.lora_rank and config.init is None:
+        raise UserError(
+            f"trainer.lora_rank is {config.trainer.lora_rank} and init is None: adapters correct a "
+            "model that has learnt something, so name its checkpoint with --init, or leave the "
+            "rank at 0"
+        )
+    if config.adapter and not config.init:
+        raise UserError(
+            f"adapter is {config.adapter} and init is None: name the checkpoint that it corrects "
+            "with --init"
+        )
+    if config.init and config.pretraining.steps:
+        raise UserError(
+            f"init is {config.init} and {config.name} pre-trains for {config.pretraining.steps} "
+            "steps: its learning rates are for a model from scratch, so use a configuration for "
+            "checkpoints, as configs/two_wiki_text_smollm2.py, or --pretraining.steps 0 and rates "
+            "of your own"
+        )
+
+
+def _open_shared(directory: RunPath, sections: dict[str, Any]) -> Store:
+    """Open the run as its first process began it.
+
+    A process that does not see it would train on a disk of its own, and is refused."""
+    if not distributed.is_primary() and not Store(directory).exists(CONFIG):
+        raise UserError(
+            f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, "
+            "which process 0 has begun: give a --run directory that all hosts share"
+        )
+    return open_run(directory, sections, ignore=IGNORED)
+
+
+def check_content(store: Store, config: Config, task: Task) -> None:
+    """Check that the task's questions, and what it searches, are those that the run was begun with.
+
+    The first start writes them down. Rounds and evaluations of a run are about its own questions:
+    with others, what it has played would be scored against answers to something else. Raises
+    RunMismatch.
+    """
+    train_questions = task.questions("train")
+    eval_questions = task.questions(config.eval.split)[: config.eval.questions]
+    content = {
+        "training questions": (
+            f"{len(train_questions)}, {fingerprint_of_questions(train_questions)}"
+        ),
+        "evaluation questions": (
+            f"{len(eval_questions)}, {fingerprint_of_questions(eval_questions)}"
+        ),
+        "searched": fingerprint_of_searches(task, eval_questions),
+    }
+    if _reads_own_paragraphs(config):
+        content["paragraphs of the training questions"] = fingerprint_of_paragraphs(
+            task, train_questions
+        )
+    store.write_json_once(CONTENT, content)
+
+    first_content = store.read_json(CONTENT)
+    differences = provenance.differences(first_content, content, ignore=())
+    if differences:
+        place = (
+            getattr(config.task, "data_dir", None)
+            or getattr(config.task, "index", None)
+            or config.task.kind
+        )
+        raise RunMismatch(
+            f"{store.root} was begun with other data than {place} holds now (count and checksum): "
+            f"{'; '.join(differences)}; give the same data or choose another --run directory"
+        )
+
+
+def _reads_own_paragraphs(config: Config) -> bool:
+    """Whether training reads the paragraphs that come with its questions.
+
+    They are what is searched, or EviPath's pool."""
+    is_distractor = getattr(config.task, "setting", None) == "distractor"
+    return is_distractor or getattr(config.method, "distractors", None) == "own"
+
+
+@contextlib.contextmanager
+def _led(store: Store, preemption: Preemption) -> Iterator[None]:
+    """Hold the lease of the run's trainer, so that no other trainer leads this run meanwhile.
+
+    A trainer that was killed on another host is waited for until its lease is over. One that lives
+    is refused."""
+    if not distributed.is_primary() or store.exists(SUMMARY):  # a finished run changes nothing
+        yield
+        return
+
+    lease = _claim_lead(store, preemption)
+    has_ended = threading.Event()
+
+    def renew() -> None:
+        while not has_ended.wait(LEAD_SECONDS / RENEWALS_A_LEASE):
+            # A store that does not answer now is asked again.
+            with contextlib.suppress(UserError, OSError):
+                # This program stood still for that long. What it has written stays, as after a
+                # kill.
+                if lease.is_lost:
+                    print(
+                        f"error: another process trains in {store.root} since; this one ends",
+                        file=sys.stderr,
+                    )
+                    os._exit(2)
+                lease.renew()
+
+    thread = threading.Thread(target=renew, name="lease", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
+        with contextlib.suppress(UserError):
+            lease.release()
+
+
+def _claim_lead(store: Store, preemption: Preemption) -> Lease:
+    """Claim the lease of the run's trainer. Raises UserError where another trainer lives."""
+    leases = Leases(store, seconds=LEAD_SECONDS, revision=provenance.git_revision())
+    start_time = time.monotonic()
+    lease = leases.claim(TRAINER)
+    while lease is None:
+        holder = leases.holder(TRAINER)
+        has_waited = time.monotonic() - start_time > 2 * LEAD_SECONDS
+        if holder and (leases.is_near(holder) or has_waited):
+            raise UserError(
+                f"process {holder.process} on {holder.host} trains in {store.root} already: end it "
+                "first, or choose another --run directory"
+            )
+        preemption.check()
+        time.sleep(1.0)
+        lease = leases.claim(TRAINER)
+    return lease
+
+
+@contextlib.contextmanager
+def _served(run: Run) -> Iterator[None]:
+    """Serve the engine's counters to Prometheus, if the configuration names a port."""
+    if not run.config.metrics.port:
+        yield
+        return
+    port, close = serve_metrics(run.counters, port=run.config.metrics.port)
+    run.progress.line(f"the engine's counters: http://127.0.0.1:{port}/metrics")
+    try:
+        yield
+    finally:
+        close()
+
+
+def build_task(config: Config, *, learns: bool = True) -> Task:
+    """Build the configured task, and check that it has questions.
+
+    The split that is evaluated has some, and where a run `learns` the training split has some."""
+    task = implementation(config.task)(config.task)
+    eval_split = config.eval.split
+    check_task(task, config.task.kind, ("train", eval_split) if learns else (eval_split,))
+    num_training = len(task.questions("train"))
+    num_evaluated = len(task.questions(eval_split))
+    if not num_evaluated and not learns:
+        raise UserError(
+            f"task {task.name} has no {eval_split} questions: choose another --eval.split, or "
+            "change the share that is held out"
+        )
+    if learns and not (num_training and num_evaluated):
+        hint = "" if num_training else without_training(task)
+        raise UserError(
+            f"task {task.name} has {num_training} training and {num_evaluated} {eval_split} "
+            "questions and needs both: give it more data or change the share that is held "
+            f"out{hint}"
+        )
+    return task
+
+
+def without_training(task: Task) -> str:
+    """Return why official files alone may leave nothing to train on, as the end of a sentence."""
+    if not hasattr(getattr(task, "config", None), "split_dev_files"):
+        return ""
+    return (
+        ". Questions of files dev* are never trained on: add train*, or on a sample of the set "
+        "give --task.split-dev-files True"
+    )
+
+
+def about_questions(task: Task) -> list[str]:
+    """Return sentences to show before questions are asked.
+
+    They say which questions are left out, and what is special about the others."""
+    sentences = []
+    if left_out(task):
+        sentences.append(left_out(task))
+    sentences += [note for note in getattr(task, "notes", ()) if note]
+    shown = getattr(task, "shown", "")
+    if shown:
+        sentences.append(f"a search shows {shown} of its question")
+    return sentences
+
+
+def left_out(task: Task) -> str:
+    """Return a sentence about questions that cannot be asked; empty where all can be asked."""
+    names = getattr(task, "left_out", ())
+    if not names:
+        return ""
+    examples = ", ".join(names[:3])
+    if len(names) > 3:
+        examples += ", ..."
+    return (
+        f"{len(names)} questions cannot be asked ({examples}): they do not say what they need, or "
+        "graph, corpus or their own passages lack it"
+    )
+
+
+def open_model(
+    directory_or_file: str | Path, dtype: str
+) -> tuple[Tokenizer, Decoder, Callable[..., Decoder]]:
+    """Open a Hugging Face checkpoint or a GGUF file.
+
+    Returns its tokenizer, the decoder without its arrays, and what reads the arrays
+    (`weights.open_checkpoint`). Its vocabulary must hold every id of the tokenizer.
+    """
+    directory = distributed.primary_first(
+        "the checkpoint", lambda: checkpoint_folder(directory_or_file)
+    )
+    if not Path(directory).is_dir():
+        raise UserError(
+            f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, "
+            f"with config.json, tokenizer.json and *.safetensors, a GGUF file, or {SMOLLM2}"
+        )
+    tokenizer = Tokenizer.load(directory)
+    decoder, load = open_checkpoint(directory, dtype=dtype)
+    if tokenizer.vocab_size > decoder.config.vocab_size:
+        raise UserError(
+            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} and the model "
+            f"embeds {decoder.config.vocab_size}: take both from the same checkpoint"
+        )
+    return tokenizer, decoder, load
+
+
+def decoder_config(config: Config, vocab_size: int, stop_token_ids: Sequence[int]) -> DecoderConfig:
+    """Return the size of a decoder that is trained from scratch."""
+    model = config.model
+    return DecoderConfig(
+        family=model.family,
+        vocab_size=vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        rope_theta=model.rope_theta,
+        rope_scaling=None,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        max_position_embeddings=config.agent.max_trajectory_tokens,
+        eos_token_ids=tuple(stop_token_ids),
+        bos_token_id=None,
+        initializer_range=INITIALIZER_RANGE,
+    )
+
+
+def require_packages(config: Config) -> None:
+    """Check that the optional packages that the configuration asks for are installed."""
+    if config.engine.weights != "compute":
+        import_extra("qwix", f"engine.weights {config.engine.weights}")
+    if config.metrics.wandb != "off":
+        import_wandb(config.metrics)
+
+
+def check_dtypes(config: Config) -> None:
+    """Check that this platform computes in the configured types.
+
+    Each type is tried, as a table of platforms would grow stale."""
+    type_of_field = {
+        "trainer.dtype": config.trainer.dtype,
+        "engine.cache_dtype": CACHE_DTYPES.get(config.engine.cache_dtype, config.trainer.dtype),
+        "engine.weights": quantization.TYPES.get(config.engine.weights, config.trainer.dtype),
+    }
+    tried: set[jnp.dtype] = set()  # each costs a compilation at the start
+    for field, type_name in type_of_field.items():
+        dtype = jnp.dtype(type_name)
+        if dtype in tried:
+            continue
+        tried.add(dtype)
+        try:
+            _product_in(dtype).block_until_ready()
+        except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError) as error:
+            platform = jax.default_backend()
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"{field} needs {dtype.name} and {platform} does not compute with it ({reason}): "
+                "choose another one"
+            ) from error
+
+
+def _product_in(dtype: jnp.dtype) -> jax.Array:
+    """Multiply values that were stored in this type, as the engine and the trainer do."""
+    compute_dtype = jnp.float32 if dtype.itemsize == 1 else dtype
+
+    def product(matrix: jax.Array) -> jax.Array:
+        return matrix.astype(dtype).astype(compute_dtype) @ matrix.astype(compute_dtype)
+
+    return jax.jit(product)(jnp.ones((8, 8)))
+
+
+def _new_model(config: Config, task: Task, store: Store) -> StartingModel:
+    """Return the run's tokenizer and a decoder of the configured size, drawn at random."""
+    tokenizer = distributed.primary_first(
+        "the tokenizer", lambda: _trained_tokenizer(config, task, store)
+    )
+    size = decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
+
+    def draw(mesh: Mesh | None) -> Decoder:
+        del mesh  # the trainer lays the arrays out
+        return new_decoder(config, size)
+
+    decoder = nnx.eval_shape(lambda: new_decoder(config, size))
+    return StartingModel(tokenizer=tokenizer, decoder=decoder, load=draw)
+
+
+def new_decoder(config: Config, size: DecoderConfig) -> Decoder:
+    """Draw the weights of a decoder by the run's seed."""
+    decoder = Decoder(size, rngs=nnx.Rngs(config.seed), dtype=jnp.dtype(config.trainer.dtype))
+    decoder.embedding[...] *= config.model.embedding_range / INITIALIZER_RANGE
+    return decoder
+
+
+def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:
+    """Return the run's tokenizer, which is trained once.
+
+    It learns the task's training text and the words that our prompts and scripts use."""
+    if not store.exists(f"{TOKENIZER}/{COMMITTED}"):
+        words = tuple(sample_text(config.agent.kind, contract_of(config.agent)))
+        repeated_words = itertools.repeat(words, SCRIPT_REPEATS)
+        texts = itertools.chain(from_scratch(task).tokenizer_text(), *repeated_words)
+        tokenizer = Tokenizer.train(texts, config.model.vocab_tokens)
+        store.commit_folder(TOKENIZER, tokenizer.save, {})
+    return Tokenizer.load(store.folder(TOKENIZER))
