@@ -12,8 +12,9 @@ from little_agent import LittleWorld, attempt, completion, tokenizer
 from patience import HANG_SECONDS
 from test_hostile_text import HOSTILE, known_ids
 
+from mujica_jax.agents import baselines
 from mujica_jax.agents.single import is_well_formed
-from mujica_jax.config.agents import AgentLimits, SingleConfig
+from mujica_jax.config.agents import AgentLimits, BaselineConfig, SingleConfig
 from mujica_jax.config.checks import check, check_demonstrations
 from mujica_jax.config.files import implementation, load_config, override
 from mujica_jax.config.schema import AgentConfig, Config
@@ -141,6 +142,12 @@ PLAYS: dict[str, tuple[list[str], list[str]]] = {  # what is written, and what i
 
 def test_every_kind_is_played():
     assert PLAYS.keys() == KINDS.keys()
+
+
+def test_every_baseline_is_the_class_of_one_kind():
+    sections = [section for section in KINDS.values() if issubclass(section, BaselineConfig)]
+    classes = [implementation(section).__name__ for section in sections]
+    assert sorted(classes) == baselines.__all__
 
 
 @pytest.mark.parametrize("kind", KINDS)

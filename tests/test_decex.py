@@ -190,7 +190,9 @@ def pairs_of(tree: Tree) -> list[tuple]:
     """What is preferred, the last pieces of chosen and rejected, and the two means."""
 
     def last(conversation) -> str:
-        piece = decex_agent.first_piece(conversation.turns[-1].text, in_thought=True, asked=True)
+        piece = decex_agent.first_piece(
+            conversation.turns[-1].text, in_thought=True, has_sub_question=True
+        )
         assert piece is not None
         return piece.text
 

@@ -106,10 +106,10 @@ def test_the_papers_own_example_is_read():
         ["Ed Wood nationality"],
     )
     assert found.counts == {"recalls": 1.0}
-    piece = first_piece(TABLE_3[0], in_thought=False, asked=False)
+    piece = first_piece(TABLE_3[0], in_thought=False, has_sub_question=False)
     assert piece is not None
     assert (piece.kind, piece.text) == ("sub-question", "What is Scott Derrickson’s nationality?")
-    rest = first_piece(TABLE_3[0][piece.end :], in_thought=True, asked=True)
+    rest = first_piece(TABLE_3[0][piece.end :], in_thought=True, has_sub_question=True)
     assert (
         rest is not None
         and rest.kind == "memory"
@@ -143,16 +143,18 @@ def test_what_is_written_is_read_back(thought, question, answer):
     asked = first_piece(
         "<think> " + decex.write_sub_question(thought, f"{question}?"),
         in_thought=False,
-        asked=False,
+        has_sub_question=False,
     )
     assert asked is not None and (asked.kind, asked.text) == ("sub-question", f"{question}?")
-    recalled = first_piece(decex.write_memory(thought, answer), in_thought=True, asked=True)
+    recalled = first_piece(
+        decex.write_memory(thought, answer), in_thought=True, has_sub_question=True
+    )
     assert recalled is not None and (recalled.kind, recalled.text) == ("memory", answer)
     for write, kind in (
         (lambda: decex.write_search(question), "search"),
         (lambda: decex.write_answer("", question), "answer"),
     ):
-        found = first_piece(write(), in_thought=True, asked=True)
+        found = first_piece(write(), in_thought=True, has_sub_question=True)
         assert found is not None and (found.kind, found.text) == (kind, question)
 
 
@@ -164,7 +166,7 @@ def test_what_is_written_is_read_back(thought, question, answer):
     asked=st.booleans(),
 )
 def test_no_text_breaks_the_parser(text, in_thought, asked):
-    piece = first_piece(text, in_thought=in_thought, asked=asked)
+    piece = first_piece(text, in_thought=in_thought, has_sub_question=asked)
     assert piece is None or 0 <= piece.start <= piece.end <= len(text)
     assert piece is None or piece.kind != "memory" or asked
 

@@ -89,7 +89,7 @@ def test_the_bare_sentence_is_the_reply_where_no_evidence_matches():
     ):
         reply = EVIPATH.parse_worker(text, materials=3)
 
-    assert (reply.selected, reply.sentence, reply.well_formed, reply.found) == (
+    assert (reply.selected, reply.sentence, reply.well_formed, reply.has_selection) == (
         (),
         NOTHING_FOUND,
         True,

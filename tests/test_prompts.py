@@ -169,22 +169,6 @@ def test_prompts_grow_from_brief_over_rules_to_examples(role, kind):
     assert not brief.examples and not zero_shot.examples and len(few_shot.examples) >= 2
 
 
-def test_no_sentence_of_a_prompt_is_broken_over_two_lines():
-    openings = [protocol.opening("worker", kind, "zero_shot") for kind in KINDS]
-    openings += [
-        protocol.opening("planner", kind, "zero_shot", split=split, parallel=parallel)
-        for kind, split in PLANNERS
-        for parallel in (True, False)
-    ]
-    openings += [single.opening(style, "zero_shot") for style in ("reflect", "search_r1")]
-    openings.append(decex.opening("zero_shot"))
-    for opening in openings:
-        lines = opening.system.split("\n")
-        assert all(
-            line.endswith(".") and line[0].isupper() and "  " not in line for line in lines
-        ), opening.system
-
-
 def test_a_worker_over_texts_answers_from_its_own_knowledge_where_no_passage_helps():
     worker = protocol.opening("worker", "text", "few_shot")
     assert "[-1] if none helps" in worker.system

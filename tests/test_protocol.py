@@ -264,7 +264,7 @@ def test_well_formed_worker_turns(text):
     reply = parse_worker(text, materials=3)
     assert (reply.selected, reply.sentence) == WORKER_FORMS[text]
     assert reply.well_formed
-    assert reply.found == bool(WORKER_FORMS[text][0])
+    assert reply.has_selection == bool(WORKER_FORMS[text][0])
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ def test_well_formed_worker_turns(text):
 )
 def test_a_worker_turn_without_a_sentence_says_that_nothing_was_found(text):
     reply = parse_worker(text, materials=3)
-    assert (reply.selected, reply.sentence, reply.well_formed, reply.found) == (
+    assert (reply.selected, reply.sentence, reply.well_formed, reply.has_selection) == (
         (),
         NOTHING_FOUND,
         False,
