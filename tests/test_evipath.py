@@ -28,7 +28,7 @@ from mujica_jax.agents.agent import EnginePolicy, Policy, run_episodes
 from mujica_jax.agents.mujica import PlannerState, WorkerState, contract_of
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import command_line, load_config
-from mujica_jax.config.remote import RemoteConfig
+from mujica_jax.config.methods import RemoteConfig
 from mujica_jax.config.schema import EviPathConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.remote.generator import RemoteGenerator

@@ -26,7 +26,7 @@ from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.agents.dialogue import with_opening
 from mujica_jax.agents.mujica import contract_of
-from mujica_jax.config.method_checks import has_script
+from mujica_jax.config.checks import has_script
 from mujica_jax.demonstrations.mujica_text import without_silent_workers
 from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.errors import UserError
@@ -41,8 +41,8 @@ from mujica_jax.runs.run import KEPT_SHARDS, Run
 from mujica_jax.runs.sampling import sampling
 from mujica_jax.runs.shares import play_share
 from mujica_jax.runtime import distributed
-from mujica_jax.tasks.environment import WrittenPassages
 from mujica_jax.tasks.checks import from_scratch
+from mujica_jax.tasks.environment import WrittenPassages
 from mujica_jax.tasks.task import FromScratchTask
 from mujica_jax.trajectories.select import accepts, training_rows
 
