@@ -20,8 +20,12 @@ from mujica_jax.runs.phases import GetState
 from mujica_jax.runs.round_statistics import entropy
 from mujica_jax.runs.run import Run
 from mujica_jax.runtime import distributed
-from mujica_jax.trajectories.groups import Group, groups_of, overlong_punishment
-from mujica_jax.trajectories.select import policy_gradient_rows
+from mujica_jax.trajectories.select import (
+    Group,
+    groups_of,
+    overlong_punishment,
+    policy_gradient_rows,
+)
 
 Method = PolicyGradientConfig
 
