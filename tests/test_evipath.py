@@ -34,9 +34,15 @@ from mujica_jax.errors import UserError
 from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.methods.evipath import method as evipath
-from mujica_jax.methods.evipath.askable import is_askable, leaks
 from mujica_jax.methods.evipath.authors import Author
-from mujica_jax.methods.evipath.evidence import Piece, chosen, is_faithful, pieces
+from mujica_jax.methods.evipath.evidence import (
+    Piece,
+    chosen,
+    is_askable,
+    is_faithful,
+    leaks,
+    pieces,
+)
 from mujica_jax.methods.evipath.synthesis import Synthesis, Synthesizer
 from mujica_jax.methods.evipath.teacher import Teacher
 from mujica_jax.models.tokenizer import Tokenizer
