@@ -36,10 +36,9 @@ from pathlib import Path
 import tyro
 
 from mujica_jax.config import schema
-from mujica_jax.config.checks import check
-from mujica_jax.config.fields import check_remote
+from mujica_jax.config.checks import check, check_remote
 from mujica_jax.config.files import from_dict, load_config, of_kind, override, take_file, take_flag
-from mujica_jax.config.rewards import needs_judge
+from mujica_jax.config.methods import needs_judge
 from mujica_jax.config.schema import AgentConfig, Config, RemoteConfig
 from mujica_jax.errors import UserError
 from mujica_jax.runs.endpoint import Endpoint, open_endpoint

@@ -11,9 +11,13 @@ import shlex
 import sys
 import time
 
-from mujica_jax.config.checks import check, check_demonstrations
+from mujica_jax.config.checks import (
+    check,
+    check_demonstrations,
+    check_judge_is_asked,
+    check_log_probabilities,
+)
 from mujica_jax.config.files import command_line, implementation, take_flag
-from mujica_jax.config.method_checks import check_judge_is_asked, check_log_probabilities
 from mujica_jax.config.schema import Config
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory

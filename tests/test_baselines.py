@@ -19,8 +19,7 @@ from mujica_jax.config.checks import check, check_demonstrations
 from mujica_jax.config.files import implementation, load_config, override
 from mujica_jax.config.schema import AgentConfig, Config
 from mujica_jax.errors import UserError
-from mujica_jax.inference.requests import Completion, SamplingParams
-from mujica_jax.inference.stops import first_stop_of_turn
+from mujica_jax.inference.requests import Completion, SamplingParams, first_stop_of_turn
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
 from mujica_jax.tasks.task import Material
 

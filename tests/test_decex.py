@@ -29,8 +29,7 @@ from mujica_jax.agents.decex import Decex, DecexState
 from mujica_jax.config.agents import DecexConfig
 from mujica_jax.config.checks import check, check_demonstrations
 from mujica_jax.config.files import load_config
-from mujica_jax.config.methods import DecexTreeConfig
-from mujica_jax.config.remote import RemoteConfig
+from mujica_jax.config.methods import DecexTreeConfig, RemoteConfig
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.learning.losses.preference import DPO

@@ -36,8 +36,7 @@ from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.rewards.reward import find_reward
 from mujica_jax.runs.evaluation import PolicyEvaluator, summarise
 from mujica_jax.runs.round_statistics import advice, in_words, round_statistics
-from mujica_jax.trajectories.groups import groups_of
-from mujica_jax.trajectories.select import mean_first_attempt_reward, select
+from mujica_jax.trajectories.select import groups_of, mean_first_attempt_reward, select
 
 FAILED = StopReason.RETRIEVER_FAILED
 F1 = find_reward("f1", "two_wiki")

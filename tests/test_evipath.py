@@ -29,15 +29,21 @@ from mujica_jax.agents.agent import EnginePolicy, Policy, run_episodes
 from mujica_jax.agents.mujica import PlannerState, WorkerState, contract_of
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import command_line, load_config
-from mujica_jax.config.remote import RemoteConfig
+from mujica_jax.config.methods import RemoteConfig
 from mujica_jax.config.schema import EviPathConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.methods.evipath import method as evipath
-from mujica_jax.methods.evipath.askable import is_askable, leaks
 from mujica_jax.methods.evipath.authors import Author
-from mujica_jax.methods.evipath.evidence import Piece, chosen, is_faithful, pieces
+from mujica_jax.methods.evipath.evidence import (
+    Piece,
+    chosen,
+    is_askable,
+    is_faithful,
+    leaks,
+    pieces,
+)
 from mujica_jax.methods.evipath.synthesis import Synthesis, Synthesizer
 from mujica_jax.methods.evipath.teacher import Teacher
 from mujica_jax.models.tokenizer import Tokenizer

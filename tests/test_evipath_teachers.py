@@ -13,9 +13,8 @@ from tiny_models import filled_decoder
 
 from mujica_jax.agents.protocol import one_line
 from mujica_jax.config.agents import DecexConfig
-from mujica_jax.config.checks import check
+from mujica_jax.config.checks import check, is_taught
 from mujica_jax.config.files import load_config
-from mujica_jax.config.method_checks import is_taught
 from mujica_jax.config.schema import Config, EviPathConfig
 from mujica_jax.errors import UserError
 from mujica_jax.methods.evipath import authors as evipath_teacher

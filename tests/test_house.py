@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "mujica_jax"
 # from the ground up, as the design has them; a room is a folder or a file of the package
 FLOORS = (
-    ("config", "records", "metrics", "dates", "errors"),
+    ("config", "records", "metrics", "errors"),
     ("rewards", "storage", "runtime", "http"),
     ("trajectories",),
     ("kernels",),

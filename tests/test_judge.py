@@ -15,11 +15,9 @@ from local_endpoint import Answer, LocalEndpoint, Request, serving
 from turned_clock import TurnedClock
 
 from mujica_jax import eval as evaluation
-from mujica_jax.config.checks import check
-from mujica_jax.config.fields import check_remote
+from mujica_jax.config.checks import check, check_judge_is_asked, check_remote
 from mujica_jax.config.files import load_config
-from mujica_jax.config.method_checks import check_judge_is_asked
-from mujica_jax.config.rewards import StagedRewardConfig
+from mujica_jax.config.methods import StagedRewardConfig
 from mujica_jax.config.schema import Config, FaultConfig, JudgeConfig, RemoteConfig
 from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.requests import RequestError

@@ -27,8 +27,7 @@ from mujica_jax.records import Conversation, Question, StopReason, Trajectory, T
 from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.runs.learning import LearningPlan
 from mujica_jax.runs.phases import PhaseCost, PhaseState
-from mujica_jax.trajectories.groups import overlong_punishment
-from mujica_jax.trajectories.select import training_rows
+from mujica_jax.trajectories.select import overlong_punishment, training_rows
 from mujica_jax.trajectories.store import Store
 
 SMOKE = str(Path(__file__).parent / "loops" / "smoke_config.py")

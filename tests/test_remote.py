@@ -13,7 +13,7 @@ from patience import HANG_SECONDS
 from test_remote_formats import END, PROMPT, TOKENIZER, WORDS, generator, openai, params, vllm
 from turned_clock import TurnedClock
 
-from mujica_jax.config.remote import RemoteConfig
+from mujica_jax.config.methods import RemoteConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import DeadlineError, RequestError

@@ -7,7 +7,7 @@ import json
 import pytest
 from local_endpoint import Answer, LocalEndpoint, serving
 
-from mujica_jax.config.remote import RemoteConfig
+from mujica_jax.config.methods import RemoteConfig
 from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import (
     Completion,

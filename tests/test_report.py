@@ -3,7 +3,6 @@ import io
 import json
 import math
 import re
-import struct
 import subprocess
 import sys
 import time
@@ -11,12 +10,8 @@ import time
 import pytest
 from episodes import episode
 from patience import HANG_SECONDS
-from tensorboardX.proto.event_pb2 import Event
 
-from mujica_jax.config.schema import MetricsConfig
-from mujica_jax.errors import StoreError
 from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory, Turn
-from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.report.progress import Progress
 from mujica_jax.report.results import PhaseRow, closing_table, question_tree, summary_dict
 from mujica_jax.report.text import plain, visible
@@ -412,132 +407,3 @@ def test_visible_keeps_ordinary_text():
         "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
     ):
         assert visible(text) == text
-
-
-# Metrics
-
-
-def lines_of(directory) -> list[dict]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_metrics_are_one_object_a_line(tmp_path):
-    with MetricsLog(tmp_path) as log:
-        assert log.write("warm-up", 1, {"loss": 2.5, "phase_of_moon": "new"})
-        assert log.write("warm-up", 2, {"loss": 2.25})
-    first, second = lines_of(tmp_path)
-    assert first | {"time": 0} == {
-        "phase": "warm-up",
-        "step": 1,
-        "time": 0,
-        "loss": 2.5,
-        "phase_of_moon": "new",
-    }
-    assert first["time"] <= second["time"] <= time.time() + 1
-
-
-def test_a_resumed_run_counts_nothing_twice(tmp_path):
-    with MetricsLog(tmp_path) as log:
-        for step in range(1, 58):
-            log.write("warm-up", step, {"loss": 1.0})
-    with MetricsLog(tmp_path) as log:
-        written = [log.write("warm-up", step, {"loss": 1.0}) for step in range(51, 61)]
-        assert log.write("round-1", 1, {"loss": 1.0})
-    assert written == [False] * 7 + [True] * 3
-    keys = [(line["phase"], line["step"]) for line in lines_of(tmp_path)]
-    assert keys == [("warm-up", step) for step in range(1, 61)] + [("round-1", 1)]
-
-
-def test_a_line_cut_short_by_a_kill_is_written_again(tmp_path):
-    with MetricsLog(tmp_path) as log:
-        log.write("warm-up", 1, {"loss": 1.0})
-        log.write("warm-up", 2, {"loss": 1.0})
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[:-9])
-    with MetricsLog(tmp_path) as log:
-        assert not log.write("warm-up", 1, {"loss": 1.0})
-        assert log.write("warm-up", 2, {"loss": 1.0})
-    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2]
-
-
-@pytest.mark.parametrize("line", ["{broken", "[1, 2]", '{"step": 1}', "\xff"])
-def test_a_line_that_is_no_metric_is_named(tmp_path, line):
-    good = '{"phase": "warm-up", "step": 1, "time": 1.0}\n'
-    (tmp_path / "metrics.jsonl").write_bytes((good + line + "\n" + good).encode("latin-1"))
-    with pytest.raises(StoreError, match=r"metrics\.jsonl, line 2"):
-        MetricsLog(tmp_path)
-
-
-def test_steps_of_a_phase_rise(tmp_path):
-    with MetricsLog(tmp_path) as log:
-        log.write("warm-up", 5, {"loss": 1.0})
-        with pytest.raises(AssertionError, match="step 5 comes after step 5"):
-            log.write("warm-up", 5, {"loss": 1.0})
-
-
-def test_nan_stays_valid_json(tmp_path):
-    with MetricsLog(tmp_path) as log:
-        log.write("warm-up", 1, {"loss": math.nan, "gradient_norm": math.inf})
-    (line,) = lines_of(tmp_path)
-    assert (line["loss"], line["gradient_norm"]) == ("nan", "inf")
-
-
-def test_array_scalars_are_numbers(tmp_path):
-    numpy = pytest.importorskip("numpy")
-    with MetricsLog(tmp_path) as log:
-        log.write("warm-up", 1, {"loss": numpy.float32(0.5)})
-    assert lines_of(tmp_path)[0]["loss"] == 0.5
-
-
-def scalars_of(directory) -> list[tuple[str, int, float]]:
-    """Tag, step and value of everything in the directory's event files, read by the record format
-    itself."""
-    found = []
-    for path in directory.glob("events.*"):
-        content, at = path.read_bytes(), 0
-        while at < len(content):
-            (size,) = struct.unpack_from("<Q", content, at)
-            # length, its checksum, data, its checksum
-            event = Event.FromString(content[at + 12 : at + 12 + size])
-            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
-            at += 16 + size
-    return found
-
-
-def test_without_tensorboard_there_is_no_such_file(tmp_path):
-    with MetricsLog(tmp_path, config=MetricsConfig(tensorboard=False)) as log:
-        log.write("warm-up", 1, {"loss": 0.125})
-    assert not list(tmp_path.glob("events.*")) and len(lines_of(tmp_path)) == 1
-
-
-def test_what_is_written_is_known(tmp_path):
-    with MetricsLog(tmp_path) as log:
-        log.write("warm-up", 3, {"loss": 1.0})
-        assert log.has("warm-up", 2) and log.has("warm-up", 3)
-    with MetricsLog(tmp_path) as log:
-        assert log.has("warm-up", 3) and not log.has("warm-up", 4) and not log.has("round-1", 1)
-
-
-def test_a_tensorboard_file_appears_with_the_first_number(tmp_path):
-    with MetricsLog(tmp_path) as log:
-        log.write("warm-up", 1, {"note": "no number here"})
-        assert not list(tmp_path.glob("events.*"))
-        log.write("warm-up", 2, {"loss": 0.125, "note": "one here"})
-    assert scalars_of(tmp_path) == [("warm-up/loss", 2, 0.125)]
-
-
-def test_tensorboard_has_every_line_once_after_a_kill_and_a_resume(tmp_path):
-    program = (
-        "import os, pathlib, sys; from mujica_jax.report.metrics_log import MetricsLog; log = "
-        "MetricsLog(pathlib.Path(sys.argv[1]))\n"
-        "for step in range(1, 21): log.write('warm-up', step, {'loss': step / 4})\n"
-        "os.kill(os.getpid(), 9)"
-    )
-    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)])
-    assert killed.returncode == -9
-    (tmp_path / "events.out.tfevents.1.other").write_bytes(b"")  # somebody else's file stays
-    with MetricsLog(tmp_path) as log:
-        for step in range(15, 26):
-            log.write("warm-up", step, {"loss": step / 4})
-    assert scalars_of(tmp_path) == [("warm-up/loss", step, step / 4) for step in range(1, 26)]
-    assert (tmp_path / "events.out.tfevents.1.other").exists()

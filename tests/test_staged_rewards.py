@@ -9,7 +9,7 @@ import episodes
 import numpy as np
 import pytest
 
-from mujica_jax.config.rewards import StagedRewardConfig
+from mujica_jax.config.methods import StagedRewardConfig
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.records import Question, Search, StopReason, Trajectory

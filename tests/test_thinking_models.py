@@ -13,11 +13,10 @@ from test_thinking_templates import TOKENIZERS
 
 from mujica_jax.agents.agent import EnginePolicy, Policy
 from mujica_jax.config.files import implementation
-from mujica_jax.config.remote import RemoteConfig
+from mujica_jax.config.methods import RemoteConfig
 from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.inference.remote.generator import RemoteGenerator
-from mujica_jax.inference.requests import Completion, SamplingParams
-from mujica_jax.inference.stops import StopMatcher
+from mujica_jax.inference.requests import Completion, SamplingParams, StopMatcher
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import StopReason, Trajectory
 

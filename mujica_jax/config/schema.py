@@ -32,10 +32,10 @@ from mujica_jax.config.methods import (
     EviPathConfig,
     GrpoConfig,
     MygoConfig,
+    StagedRewardConfig,
 )
-from mujica_jax.config.remote import RemoteConfig as RemoteConfig
-from mujica_jax.config.rewards import JudgeConfig as JudgeConfig
-from mujica_jax.config.rewards import StagedRewardConfig
+from mujica_jax.config.methods import JudgeConfig as JudgeConfig
+from mujica_jax.config.methods import RemoteConfig as RemoteConfig
 from mujica_jax.config.tasks import STORED_WITHOUT, OpenDomain, PassageSearch
 
 MIN_ROW_TOKENS = 2

@@ -67,8 +67,13 @@ from mujica_jax.runs.versions import (
     use_policy,
 )
 from mujica_jax.runtime import distributed
-from mujica_jax.trajectories.groups import Group, groups_of, overlong_punishment
-from mujica_jax.trajectories.select import mean_reward, policy_gradient_rows
+from mujica_jax.trajectories.select import (
+    Group,
+    groups_of,
+    mean_reward,
+    overlong_punishment,
+    policy_gradient_rows,
+)
 from mujica_jax.trajectories.store import ShardEntry
 
 POLICY_GRADIENT = "policy_gradient"  # lines of metrics.jsonl

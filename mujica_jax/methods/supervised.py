@@ -26,7 +26,7 @@ from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.agents.dialogue import with_opening
 from mujica_jax.agents.mujica import contract_of
-from mujica_jax.config.method_checks import has_script
+from mujica_jax.config.checks import has_script
 from mujica_jax.demonstrations.mujica_text import without_silent_workers
 from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.errors import UserError

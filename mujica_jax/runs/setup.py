@@ -25,9 +25,8 @@ from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.lora import check_rank
 from mujica_jax.models.sharding import make_mesh, shardings_of
-from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
+from mujica_jax.report.metrics_log import MetricsLog, NoMetrics, import_wandb
 from mujica_jax.report.progress import NoConsole, Progress
-from mujica_jax.report.wandb_log import import_wandb
 from mujica_jax.runs import memory, phases
 from mujica_jax.runs.judge import open_judge
 from mujica_jax.runs.lead import trainer_lease

@@ -21,7 +21,7 @@ from mujica_jax.agents.agent import Attempt, EnginePolicy, Policy
 from mujica_jax.agents.mujica import PLANNER, WORKER, contract_of
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.agents.synthesis_prompts import planner_addition, worker_addition
-from mujica_jax.config.method_checks import is_taught
+from mujica_jax.config.checks import is_taught
 from mujica_jax.config.schema import EviPathConfig, MujicaConfig
 from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.errors import UserError

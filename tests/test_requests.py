@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mujica_jax.inference.stops import StopMatcher, before_stop, first_stop
+from mujica_jax.inference.requests import StopMatcher, before_stop, first_stop
 
 # Letters, whole and torn characters of two and three bytes, and a token that has no text.
 PIECES = [
