@@ -36,7 +36,7 @@ from pathlib import Path
 import tyro
 
 from mujica_jax.config import schema
-from mujica_jax.config.checks import check
+from mujica_jax.config.checks import check, check_distributed
 from mujica_jax.config.fields import check_remote
 from mujica_jax.config.files import from_dict, load_config, of_kind, override, take_file, take_flag
 from mujica_jax.config.rewards import needs_judge
@@ -108,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def program() -> None:
         words = sys.argv[1:] if arguments is None else arguments
         options, config = command_line(words)
+        check_distributed(options.distributed)
         distributed.start(options.distributed, preemption.on_notice)
         configs = all_configs(options, config)
 
