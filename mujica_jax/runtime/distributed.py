@@ -56,7 +56,6 @@ class Job:
 
     processes: int = 1
     process: int = 0  # the number of this one
-    coordinator: str = "localhost:0"
     barrier_seconds: float = 0.0
     client: Any = None  # JAX's client of the coordination service: key-value store and barriers
     # so far: every process counts the same, and every barrier and broadcast has a name of its own
@@ -98,11 +97,7 @@ def start(config: DistributedConfig, on_preemption: Callable[[int], object]) -> 
     )
 
     _job = Job(
-        processes=count,
-        process=number,
-        coordinator=coordinator,
-        barrier_seconds=config.barrier_seconds,
-        client=client,
+        processes=count, process=number, barrier_seconds=config.barrier_seconds, client=client
     )
     _listen(PREEMPTED, lambda sender, signal: on_preemption(signal))
     _listen(SHUTDOWN, _on_shutdown)
@@ -158,15 +153,6 @@ def host() -> str:
     return socket.gethostname()
 
 
-def address() -> str:
-    """Return the IPv4 address of this machine in the network of the job."""
-    coordinator_host, _, port = _job.coordinator.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagram_socket:
-        # Connecting a datagram socket sends nothing.
-        datagram_socket.connect((coordinator_host, int(port) or 1))
-        return datagram_socket.getsockname()[0]
-
-
 def processes() -> int:
     """Return the number of processes of the job."""
     return _job.processes
@@ -204,17 +190,6 @@ def broadcast(name: str, decide: Callable[[], Any]) -> Any:
     with _bounded(name):
         value = _job.client.blocking_key_value_get(key, _milliseconds(_job.barrier_seconds))
         return json.loads(value)
-
-
-def exchange(name: str, own: Any) -> list[Any]:
-    """Return the values of all processes, by number. JSON holds them."""
-    if processes() == 1:
-        return [own]
-    key = f"exchange/{_key(name)}"
-    _job.client.key_value_set(f"{key}/{_job.process}", json.dumps(own))
-    barrier(name)
-    values = dict(_job.client.key_value_dir_get(f"{key}/"))
-    return [json.loads(values[f"{key}/{number}"]) for number in range(processes())]
 
 
 def primary_first(name: str, work: Callable[[], Result]) -> Result:
