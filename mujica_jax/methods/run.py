@@ -64,7 +64,7 @@ from mujica_jax.report.progress import Progress
 from mujica_jax.report.results import PhaseRow
 from mujica_jax.report.stage_clock import StageClock
 from mujica_jax.runtime import distributed
-from mujica_jax.runtime.compile_counter import compile_counter
+from mujica_jax.runtime.compilation_cache import compile_counter
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories import shards
