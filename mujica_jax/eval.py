@@ -36,7 +36,7 @@ from pathlib import Path
 import tyro
 
 from mujica_jax.config import schema
-from mujica_jax.config.checks import check, check_remote
+from mujica_jax.config.checks import check, check_distributed, check_remote
 from mujica_jax.config.files import from_dict, load_config, of_kind, override, take_file, take_flag
 from mujica_jax.config.methods import needs_judge
 from mujica_jax.config.schema import AgentConfig, Config, RemoteConfig
@@ -107,6 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def program() -> None:
         words = sys.argv[1:] if arguments is None else arguments
         options, config = command_line(words)
+        check_distributed(options.distributed)
         distributed.start(options.distributed, preemption.on_notice)
         configs = all_configs(options, config)
 

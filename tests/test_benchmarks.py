@@ -35,10 +35,12 @@ def printed(program: str, *arguments: str, status: int = 0) -> str:
 def test_the_training_step_is_measured(tmp_path):
     save_checkpoint(tiny_decoder(), tmp_path / "model")
     sizes = ["--rows", "2", "--row-tokens", "128", "--repeats", "1"]
-    found = json.loads(printed("train_step.py", str(tmp_path / "model"), *sizes))
+    checkpoint = ["--checkpoint", str(tmp_path / "model")]
+    found = json.loads(printed("train_tokens.py", "step", *checkpoint, *sizes))
     assert 0 < found["tokens"] <= 256
     assert found["tokens_per_second"] > 0 and found["share_of_matmul"] < 1
-    refused = printed("train_step.py", str(tmp_path / "nowhere"), status=2)
+    nowhere = str(tmp_path / "nowhere")
+    refused = printed("train_tokens.py", "step", "--checkpoint", nowhere, status=2)
     assert "nowhere/config.json is missing" in refused
 
 
@@ -46,18 +48,18 @@ def test_the_training_step_is_measured(tmp_path):
 def test_tokens_a_second_of_training_are_measured_beside_a_peer(tmp_path):
     save_checkpoint(tiny_decoder(), tmp_path / "model")
     sizes = ["--seconds", "1", "--rows", "1", "--conversations", "12"]
-    found = json.loads(printed("train_tokens.py", "--checkpoint", str(tmp_path / "model"), *sizes))
+    peers = ["peers", "--checkpoint", str(tmp_path / "model")]
+    found = json.loads(printed("train_tokens.py", *peers, *sizes))
     assert found["ours_steps"] > 0 and found["transformers_steps"] > 0
     assert found["by_transformers"] == pytest.approx(
         found["ours_tokens_per_second"] / found["transformers_tokens_per_second"], abs=0.02
     )
     assert found["packing"] > 0.5
-    refused = printed("train_tokens.py", "--checkpoint", str(tmp_path / "nowhere"), status=2)
+    nowhere = str(tmp_path / "nowhere")
+    refused = printed("train_tokens.py", "peers", "--checkpoint", nowhere, status=2)
     assert "nowhere/config.json is missing" in refused
     without_tunix = ["--tunix-python", sys.executable, "--without", "transformers"]
-    failed = printed(
-        "train_tokens.py", "--checkpoint", str(tmp_path / "model"), *sizes, *without_tunix, status=1
-    )
+    failed = printed("train_tokens.py", *peers, *sizes, *without_tunix, status=1)
     assert "tunix_training.py ended with status 1" in failed and "No module named" in failed
 
 
@@ -221,6 +223,35 @@ def test_searching_is_measured_and_indexes_are_found_again(tmp_path):
     assert [row["recall@10"] for row in second] == [row["recall@10"] for row in first]
     refused = printed("retrieval.py", *words[:3], "--rows", "5000", status=1)
     assert "holds 4,000 vectors and --rows is 5,000: give another --work" in refused
+
+
+@pytest.mark.slow
+def test_exact_search_is_measured_beside_the_speed_of_memory():
+    words = ["exact", "--rows", "5000", "--dimension", "16", "--queries", "8", "--k", "3"]
+    row = json.loads(printed("retrieval.py", *words))
+    assert (row["rows"], row["dimension"]) == (5000, 16)
+    assert row["queries_per_second"] > 0 and row["memory_gigabytes_per_second"] > 0
+
+
+def test_gold_titles_are_counted_by_hand():
+    """One of two is found, then the only one of one; positions of -1 are none."""
+    program = runpy.run_path(str(ROOT / "benchmarks" / "retrieval.py"))
+    positions = np.array([[0, 2], [1, -1]])
+    gold = [{"a", "b"}, {"b"}]
+    assert program["gold_percent"](positions, ["a", "b", "c"], gold) == 75.0
+    of_musique = {
+        "paragraphs": [
+            {"title": "a", "paragraph_text": "A.", "is_supporting": True},
+            {"title": "b", "paragraph_text": "B.", "is_supporting": False},
+        ]
+    }
+    of_hotpotqa = {
+        "context": [["a", ["A. ", "Also."]], ["b", ["B."]]],
+        "supporting_facts": [["a", 0], ["a", 1]],
+    }
+    for record, text in ((of_musique, "A."), (of_hotpotqa, "A. Also.")):
+        assert program["gold_titles_of"](record) == {"a"}
+        assert list(program["passages_of"](record)) == [("a", text), ("b", "B.")]
 
 
 @pytest.mark.slow

@@ -229,6 +229,13 @@ def test_a_run_of_the_last_release_is_read_with_its_threshold():
     assert (method.keeps_threshold, method.initial_threshold) == (True, 0.25)
 
 
+def test_a_field_that_is_gone_is_left_out_of_a_stored_configuration():
+    config = load_config("two_wiki_text_smollm2")
+    stored = json.loads(json.dumps(dataclasses.asdict(config)))
+    stored["task"]["index_rows"] = "host"
+    assert from_dict(Config, stored) == config
+
+
 def test_a_file_may_stand_behind_flags():
     config = command_line(["--seed", "3", str(SMOKE), "--run", "runs/a"], default="tiny_world")
     assert config == dataclasses.replace(load_config(str(SMOKE)), seed=3, run="runs/a")

@@ -1,14 +1,12 @@
 """Training, attention and embedding do not depend on the number of devices and processes; what
-eight devices saved is read on one; a process that is killed is named by the others, which end."""
+eight devices saved is read on one; a process that is lost ends the others."""
 
 import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,7 +24,6 @@ from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import Trainer, TrainState, fit
 from mujica_jax.models.weights import load_checkpoint
-from mujica_jax.runtime.heartbeat import LOST
 
 ROOT = Path(__file__).resolve().parent.parent
 # Compiling for eight devices takes most of the time: half as long without optimisation.
@@ -160,7 +157,8 @@ LOSSES = (Loss(0, signal.SIGKILL), Loss(0, signal.SIGSTOP), Loss(1, signal.SIGST
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.number.name}-{loss.victim}")
-def test_a_process_that_is_lost_is_named_and_the_other_ends_within_the_deadline(loss, tmp_path):
+def test_a_process_that_is_lost_ends_the_other_which_has_said_what_to_do(loss, tmp_path):
+    """By JAX, or by the error of a collective whose connection is gone."""
     deadline = 10
     job = begin(tmp_path, 2, 10_000, deadline, 0.1)
     victim, other = job[loss.victim], job[1 - loss.victim]
@@ -168,19 +166,19 @@ def test_a_process_that_is_lost_is_named_and_the_other_ends_within_the_deadline(
         for line in victim.stdout or ():
             if line.strip() == "3":  # steps: both are among the collectives
                 break
-        began = time.monotonic()
         victim.send_signal(loss.number)
         _, messages = other.communicate(timeout=HANG_SECONDS)
-        seconds = time.monotonic() - began
     finally:
         for process in job:
             process.kill()
             process.communicate()
-    assert other.returncode == LOST, messages
-    last = messages.strip().splitlines()[-1]
-    assert last.startswith(f"process {loss.victim} on {socket.gethostname()} is lost"), messages
-    assert "the same command on all hosts goes on" in last
-    assert seconds < deadline
+    assert other.returncode in (1, -signal.SIGABRT), messages
+    note = (
+        f"If one of them is lost, JAX ends the others within about {deadline} s with 'detected "
+        "fatal errors': the same command on all hosts continues from what was saved\n"
+    )
+    reasons = messages.partition(note)[2]
+    assert "detected fatal errors" in reasons or "ends because of this error" in reasons, messages
 
 
 @pytest.mark.slow

@@ -452,10 +452,6 @@ def test_an_estimate_is_near_what_is_built(tmp_path, many):
     ]
     large = write_dump(tmp_path / "large.nt", lines)
     part = estimate_graph(spec(large), sample_bytes=2**20)
-    assert (
-        15_000 < part["triples"] < 30_000
-        and part["disk_bytes"]["graph"] > 0
-        and part["seconds"]["loading"] > 0
-    )
+    assert 15_000 < part["triples"] < 30_000 and part["disk_bytes"]["graph"] > 0
     with pytest.raises(UserError, match="there is no triple in what was read"):
         estimate_graph(spec(large, properties=("P9",)))

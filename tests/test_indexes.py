@@ -15,6 +15,7 @@ from tiny_embedder import WORDS, tiny_embedder, write_corpus
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval import manifest as manifests
 from mujica_jax.retrieval.embedding.find import find_embedder
+from mujica_jax.retrieval.text import exact
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text.corpus import PassageFile, read_corpus, write_passages
 from mujica_jax.retrieval.text.dense import DenseIndex, best_rows, ranked
@@ -105,6 +106,19 @@ def test_bm25_from_the_disk_finds_what_bm25_in_memory_finds(tmp_path, corpus, to
     memory = indexes.Bm25Index(read_corpus([corpus]), tokeniser)
     assert index.search(QUERIES, 5) == memory.search(QUERIES, 5)
     assert any(index.search(QUERIES, 5))
+
+
+def test_an_exact_index_that_does_not_fit_on_the_devices_names_index_serve(built, monkeypatch):
+    """90 rows of 16 bfloat16 numbers, padded to 128, on one device: 4,096 bytes."""
+    monkeypatch.setattr(exact, "free_device_bytes", lambda: 4096)
+    assert indexes.open_index(built).search(QUERIES, 1)
+    monkeypatch.setattr(exact, "free_device_bytes", lambda: 4095)
+    sentence = (
+        r"dense of kind exact takes 0\.0 GB on each of 1 devices and 0\.0 are free: let `python -m "
+        r"mujica_jax\.index serve` search it on a machine that holds it"
+    )
+    with pytest.raises(UserError, match=sentence):
+        indexes.open_index(built)
 
 
 def test_a_corpus_without_words_is_an_index_that_finds_nothing(tmp_path):

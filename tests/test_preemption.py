@@ -46,7 +46,9 @@ from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.runtime.preemption import Preempted, Preemption
 
 process, where = int(sys.argv[1]), sys.argv[3]
-with Preemption() as preemption:
+preemption = Preemption()
+
+def program():
     job = DistributedConfig(coordinator=sys.argv[2], processes=2, process=process, deadline_seconds=30)
     distributed.start(job, preemption.on_notice)
     preemption.enter("round 1: " + where)
@@ -69,7 +71,9 @@ with Preemption() as preemption:
         print(f"{where} {step}; {ended}", flush=True)
         if where == "learning":
             distributed.barrier("both have said so")
-        distributed.abort(str(ended), 0)
+        raise
+
+sys.exit(preemption.exit_status(program))
 """
 
 THREE_PROCESSES = """
@@ -82,7 +86,9 @@ process, leaver = int(sys.argv[1]), int(sys.argv[3])
 hear = distributed._on_shutdown
 if process == 2:
     distributed._on_shutdown = lambda sender, notice: (time.sleep(4.0), hear(sender, notice))
-with Preemption() as preemption:
+preemption = Preemption()
+
+def program():
     job = DistributedConfig(coordinator=sys.argv[2], processes=3, process=process, deadline_seconds=30)
     distributed.start(job, preemption.on_notice)
     preemption.enter("round 1: waiting")
@@ -90,6 +96,8 @@ with Preemption() as preemption:
     if process == leaver:
         distributed.abort("preempted", 0)
     distributed.barrier("where one never comes")
+
+sys.exit(preemption.exit_status(program))
 """
 
 

@@ -327,14 +327,6 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
         ({"retriever": "bm25"}, "retriever is bm25 and the index .*dense is of kind exact"),
         ({"top_k": 3}, "top_k is 3 and the index .* holds 2 passages"),
         (
-            {"index_rows": "job", "index": "http://localhost:1"},
-            "index_rows is job and index is http://localhost:1",
-        ),
-        (
-            {"index_rows": "job", "index": words, "retriever": "bm25"},
-            "index_rows is job and the index .* of kind bm25",
-        ),
-        (
             {"embedder": str(tiny_embedder(tmp_path / "other", seed=1))},
             "was built with the embedder",
         ),

@@ -107,8 +107,7 @@ def main(
 
 
 def guarded() -> None:
-    """What `train.main` does with errors: give the heartbeat the time to say which process is
-    lost."""
+    """What `train.main` does with errors: the other processes are told."""
     try:
         main(sys.argv[1], *map(int, sys.argv[2:7]), *map(float, sys.argv[7:]))
     except Exception:

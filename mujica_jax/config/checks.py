@@ -569,7 +569,7 @@ def check_rows(trainer: TrainerConfig) -> None:
 
 
 def check_distributed(distributed: DistributedConfig) -> None:
-    """Check that a job is described wholly, or not at all. `rendezvous` answers a wrong address."""
+    """Check that a job is described wholly, or not at all."""
     count = distributed.processes
     number = distributed.process
     if distributed.coordinator is None and (count > 1 or number > 0):
@@ -588,3 +588,10 @@ def check_distributed(distributed: DistributedConfig) -> None:
             f"distributed.process is {number} and distributed.processes {count}: number the "
             f"processes from 0 to {count - 1}"
         )
+    if distributed.coordinator is not None:
+        host, _, port = distributed.coordinator.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) < 65536:
+            raise UserError(
+                f"distributed.coordinator is {distributed.coordinator} and must be the host of "
+                "process 0 and a free port there, as in 10.0.0.2:8476"
+            )

@@ -208,9 +208,11 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
 
-    # Fields of the last release get their new names.
+    # Fields of the last release get their new names, and those that are gone are left out.
     new_names = getattr(kind, "renamed", {})
     values = {new_names.get(name, name): value for name, value in values.items()}
+    retired_names = getattr(kind, "retired", ())
+    values = {name: value for name, value in values.items() if name not in retired_names}
     for name in values:
         if name not in fields:
             raise UserError(f"{kind.__name__} has no field {name}: {nearest(name, sorted(fields))}")

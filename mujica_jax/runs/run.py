@@ -37,7 +37,7 @@ from mujica_jax.runs.parts import (
     make_reward,
     open_adapter,
 )
-from mujica_jax.runtime.compile_counter import compile_counter
+from mujica_jax.runtime.compilation_cache import compile_counter
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import Store

@@ -65,6 +65,7 @@ IGNORED = (
     "distributed",
     "sampling.workers",
     "faults",
+    "task.index_rows",  # of earlier releases
     # A mistake in it is found when the engine is made, and mended for the same run.
     "engine.factory",
     *(f"judge.{field}" for field in JUDGE_ADDRESS),
