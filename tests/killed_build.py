@@ -1,6 +1,6 @@
 """A build of an index that is killed by SIGKILL at a chosen moment.
 
-    kill_at("text.embeddings.write_json", 2, ["build", ...])
+    kill_at("text.vectors.write_json", 2, ["build", ...])
 
 kills it before the second call of `mujica_jax.retrieval.text.vectors.write_json`.
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mujica_jax.retrieval.text import scann
-from mujica_jax.retrieval.text import vectors as embeddings
+from mujica_jax.retrieval.text import vectors
 
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED_ROWS, HASHED_ROWS = 20, 500
@@ -27,7 +27,7 @@ REACHED = "the moment has come"
 
 def small_chunks(monkeypatch) -> None:
     """In this process, as in the one that is killed."""
-    monkeypatch.setattr(embeddings, "CHUNK_ROWS", EMBEDDED_ROWS)
+    monkeypatch.setattr(vectors, "CHUNK_ROWS", EMBEDDED_ROWS)
     monkeypatch.setattr(scann, "CHUNK_ROWS", HASHED_ROWS)
 
 
@@ -63,7 +63,7 @@ def main() -> int:
         return original(*given, **named)
 
     setattr(owner, name, stopping)
-    embeddings.CHUNK_ROWS, scann.CHUNK_ROWS = EMBEDDED_ROWS, HASHED_ROWS
+    vectors.CHUNK_ROWS, scann.CHUNK_ROWS = EMBEDDED_ROWS, HASHED_ROWS
     from mujica_jax import index
 
     return index.main(arguments)

@@ -117,7 +117,7 @@ def test_the_embeddings_of_another_index_are_counted_too(root, tmp_path, capsys,
     [
         # The corpus is read, and what was chosen is not written yet.
         pytest.param("text.index.write_json", 2, marks=pytest.mark.slow),
-        ("text.embeddings.write_json", 2),
+        ("text.vectors.write_json", 2),
     ],
 )
 def test_a_killed_build_without_a_kind_goes_on_as_the_kind_it_chose(
@@ -128,7 +128,7 @@ def test_a_killed_build_without_a_kind_goes_on_as_the_kind_it_chose(
     assert index.main(words(root, tmp_path / "whole")) == 0
     kill_at(function, call, words(root, folder))
     chosen = json.loads((folder / "plan.json").read_text())["kind"]
-    if function.startswith("text.embeddings"):
+    if function.startswith("text.vectors"):
         assert chosen == "exact"
         # as if another rule held where it is started again
         monkeypatch.setattr(indexes, "MAX_EXACT_PASSAGES", 59)
@@ -321,7 +321,7 @@ def test_a_build_that_was_begun_as_scann_stays_one_where_scann_is_missing(root, 
         "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
     )
     begun = tmp_path / "begun"
-    kill_at("text.embeddings.write_json", 2, words(root, begun, "--kind", "scann"))
+    kill_at("text.vectors.write_json", 2, words(root, begun, "--kind", "scann"))
     (continued,) = without_scann((ARM, words(root, begun)))
     assert "ScaNN cannot be imported on Linux aarch64" in one_sentence(continued)
     assert index.main(words(root, begun)) == 0

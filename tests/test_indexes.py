@@ -213,9 +213,9 @@ def test_skipped_passages_are_counted(tmp_path):
 
 
 MOMENTS = [
-    ("text.embeddings.write_json", 3, 40),  # the third chunk is written, and that is not said yet
+    ("text.vectors.write_json", 3, 40),  # the third chunk is written, and that is not said yet
     ("text.index.write_json", 1, 0),  # the corpus is read, and is not named yet
-    ("text.embeddings.write_json", 1, 0),
+    ("text.vectors.write_json", 1, 0),
     ("text.index.commit", 1, PASSAGES),  # all but the manifest
 ]
 
