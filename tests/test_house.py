@@ -2,10 +2,11 @@
 loads, entry points start fast."""
 
 import ast
+import functools
 import importlib.util
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,24 @@ SLOW = HEAVY | {
         "fastapi"
     ).split()
 }
+# What a function may import instead of its module: packages that are slow or that many runs lack.
+LATE_PACKAGES = SLOW | {*"bm25s google_crc32c huggingface_hub jinja2 tensorboardX".split()}
+# Modules of our own that a function may import, because importing them loads this slow package. An
+# entry point may import every module late: it answers `--help` and wrong arguments before.
+LATE_MODULES = {
+    "mujica_jax.inference.engine.factory": "jax",
+    "mujica_jax.inference.jetstream.factory": "jetstream",
+    "mujica_jax.models.adapters": "jax",
+    "mujica_jax.models.sharding": "jax",
+    "mujica_jax.retrieval.embedding.embedder": "jax",
+    "mujica_jax.retrieval.embedding.encoder": "jax",
+    "mujica_jax.retrieval.text.exact": "jax",
+    "mujica_jax.runs.parts": "jax",
+    "mujica_jax.runs.model": "jax",
+    "mujica_jax.storage.gcs": "google",
+    "mujica_jax.storage.gcs_path": "google",
+    "mujica_jax.tasks.open_domain.builders": "tensorflow_datasets",
+}
 MOST_MODULES = 600  # that an entry point loads before it has read its arguments; JAX alone has 700
 
 SOURCES = sorted(PACKAGE.rglob("*.py"))
@@ -66,10 +85,17 @@ def room_of(path: Path) -> str:
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
+def is_entry_point(path: Path) -> bool:
+    return room_of(path) in FLOORS[-1]
+
+
 def module_of(path: Path) -> str:
     return ".".join(["mujica_jax", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(
         ".__init__"
     )
+
+
+MODULES = {module_of(path): path for path in SOURCES}
 
 
 def imports(nodes: Iterator[ast.AST], path: Path) -> Iterator[str]:
@@ -96,6 +122,47 @@ def run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
                 yield from run_at_import(getattr(node, field, []))
             for handler in getattr(node, "handlers", []):
                 yield from run_at_import(handler.body)
+
+
+def modules_among(names: Iterable[str]) -> set[str]:
+    """Return the modules of the package among what is imported.
+
+    What is imported is a module, or a name of one: `from package import module` takes no name that
+    the package's __init__ lists."""
+    return {name if name in MODULES else name.rpartition(".")[0] for name in names} & set(MODULES)
+
+
+def imported_late(source: str, path: Path) -> set[str]:
+    """Return what the functions of a file with this text import."""
+    functions = [
+        node
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return {name for function in functions for name in imports(ast.walk(function), path)}
+
+
+@functools.cache
+def imported_at_import(module: str) -> frozenset[str]:
+    path = MODULES[module]
+    return frozenset(imports(run_at_import(ast.parse(path.read_text()).body), path))
+
+
+@functools.cache
+def packages_loaded_by(module: str) -> frozenset[str]:
+    """Return the other packages that importing a module of ours loads, through others of ours too."""
+    packages: set[str] = set()
+    loaded: set[str] = set()
+    waiting = {module}
+    while waiting:
+        next_module = waiting.pop()
+        loaded.add(next_module)
+        names = imported_at_import(next_module)
+        packages |= {name.partition(".")[0] for name in names} - {"mujica_jax"}
+        # A module loads the __init__ of its folder too.
+        folder = next_module.rpartition(".")[0]
+        waiting |= modules_among({*names, folder}) - loaded
+    return frozenset(packages)
 
 
 def rooms_imported_by(path: Path) -> set[str]:
@@ -127,17 +194,12 @@ def test_imports_go_down_or_stay_in_the_room(path):
     )
 
 
-def test_modules_of_one_room_do_not_import_in_a_circle():
+def test_modules_do_not_import_in_a_circle():
     """An import inside a function and one for types alone count as well."""
-    modules = {module_of(path) for path in SOURCES}
-    below: dict[str, set[str]] = {}
-    for path in SOURCES:
-        names = set(imports(ast.walk(ast.parse(path.read_text())), path))
-        # What is imported is a module, or a name of one: `from package import module` takes no
-        # name that the package's __init__ lists.
-        below[module_of(path)] = {
-            name if name in modules else name.rpartition(".")[0] for name in names
-        } & modules
+    below = {
+        module: modules_among(imports(ast.walk(ast.parse(path.read_text())), path))
+        for module, path in MODULES.items()
+    }
     while free := [module for module in below if not below[module] & set(below) - {module}]:
         for module in free:  # what depends on nothing left
             del below[module]
@@ -151,6 +213,34 @@ def test_heavy_packages_load_where_they_are_used(path):
         str(path.relative_to(PACKAGE)), set()
     )
     assert not heavy, f"import {sorted(heavy)} inside the function that needs it"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_a_function_imports_heavy_packages_alone(path):
+    names = imported_late(path.read_text(), path)
+    packages = {name.partition(".")[0] for name in names} - LATE_PACKAGES - {"mujica_jax"}
+    assert not packages, f"import {sorted(packages)} at the top of the file"
+
+    if is_entry_point(path):
+        return
+    for module in sorted(modules_among(names)):
+        assert module in LATE_MODULES, f"import {module} at the top of the file"
+        package = LATE_MODULES[module]
+        assert package not in packages_loaded_by(module_of(path)), (
+            f"the file loads {package} anyway: import {module} at its top"
+        )
+
+
+def test_modules_that_are_imported_late_load_the_package_that_is_named():
+    imported: set[str] = set()
+    for path in SOURCES:
+        if not is_entry_point(path):
+            imported |= modules_among(imported_late(path.read_text(), path))
+    unused = set(LATE_MODULES) - imported
+    assert not unused, f"no function imports {sorted(unused)}: remove them from LATE_MODULES"
+    for module, package in LATE_MODULES.items():
+        assert package in SLOW
+        assert package in packages_loaded_by(module), f"importing {module} does not load {package}"
 
 
 def test_the_rules_see_what_they_forbid():
@@ -168,11 +258,18 @@ def test_the_rules_see_what_they_forbid():
         imports(run_at_import(ast.parse(source + late).body), PACKAGE / "tasks" / "task.py")
     )
     assert found == {"os", "torch", "scann.y", "seqio.z"}
+    methods = "class C:\n    async def g(self):\n        with x:\n            from orbax import y\n"
+    late_names = imported_late(source + late + methods, PACKAGE / "tasks" / "task.py")
+    assert late_names == {"tensorflow", "orbax.y"}
     relative = ast.parse(
         "from ..train import main\nfrom . import sibling\nfrom mujica_jax import eval"
     )
     found = set(imports(ast.walk(relative), PACKAGE / "tasks" / "task.py"))
     assert found == {"mujica_jax.train.main", "mujica_jax.tasks.sibling", "mujica_jax.eval"}
+    assert modules_among({"os.path", "mujica_jax.errors.UserError", "mujica_jax.tasks.task"}) == {
+        "mujica_jax.errors",
+        "mujica_jax.tasks.task",
+    }
 
 
 def test_no_large_file_is_tracked():
