@@ -13,7 +13,12 @@ from tiny_models import filled_decoder
 from mujica_jax.models.attention import causal_self_attention, segment_attention
 from mujica_jax.models.decoder import Decoder, _bfloat16_lookup, unstacked
 from mujica_jax.models.families import DecoderConfig, Llama3RopeScaling, to_hugging_face
-from mujica_jax.models.layers import OutputMajor, matrix_product, output_major_product
+from mujica_jax.models.layers import (
+    OutputMajor,
+    matrix_product,
+    output_major_product,
+    projections,
+)
 
 CONFIG = DecoderConfig(
     family="llama",
@@ -35,6 +40,7 @@ CONFIG = DecoderConfig(
     bos_token_id=None,
     initializer_range=0.2,
 )
+PROJECTIONS = [weight.name for weight in projections(CONFIG)]
 # Everything but the ones in the second table changes what the network computes.
 PERTURBED = {
     "family": "qwen3",
@@ -143,12 +149,12 @@ def test_scan_and_loop_give_the_same_logits(decoder):
     np.testing.assert_allclose(looped, scanned, atol=2e-5)
 
 
-@pytest.mark.parametrize(("least", "turned", "tolerance"), [(None, 0, 0.0), (1, 7, 2e-5)])
-def test_arrays_a_layer_give_the_loops_logits(decoder, least, turned, tolerance):
+@pytest.mark.parametrize(("output_major", "tolerance"), [((), 0.0), (PROJECTIONS, 2e-5)])
+def test_arrays_a_layer_give_the_loops_logits(decoder, output_major, tolerance):
     graph, weights = nnx.split(decoder)
-    layers = unstacked(weights, decoder.config, output_major_from=least)
+    layers = unstacked(weights, decoder.config, output_major=frozenset(output_major))
     kernels = jax.tree.leaves(layers, is_leaf=lambda held: isinstance(held, OutputMajor))
-    assert sum(isinstance(held, OutputMajor) for held in kernels) == turned
+    assert sum(isinstance(held, OutputMajor) for held in kernels) == len(output_major)
     apart = nnx.merge(graph, layers)
     looped, found = (_compiled_logits(model, scan=False) for model in (decoder, apart))
     np.testing.assert_allclose(looped, found, rtol=0, atol=tolerance)

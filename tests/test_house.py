@@ -18,6 +18,7 @@ PACKAGE = ROOT / "mujica_jax"
 FLOORS = (
     ("config", "records", "metrics", "dates", "errors"),
     ("storage", "http", "runtime", "rewards"),
+    ("kernels",),
     ("models",),
     ("inference", "retrieval", "trajectories"),
     ("tasks", "learning"),

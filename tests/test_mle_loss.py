@@ -15,6 +15,7 @@ from jax import Array
 from jax.sharding import AbstractMesh, PartitionSpec
 from packed_rows import MODEL, random_conversations, tiny_decoder
 
+from mujica_jax import kernels
 from mujica_jax.learning import log_probs
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.mle import MLE
@@ -126,7 +127,7 @@ def test_the_z_loss_of_the_batch_worked_by_hand(bigram_model):
 def test_the_gradient_of_the_z_loss_is_that_of_its_formula(decoder, batch, monkeypatch):
     """By automatic differentiation of the whole logits; chunks of two positions a row, so that some
     hold trained tokens and some none."""
-    monkeypatch.setattr(log_probs, "CPU_CHUNK_POSITIONS", 2 * len(batch.tokens))
+    monkeypatch.setattr(kernels, "rows_per_product", lambda: 2 * len(batch.tokens))
     graph, params = nnx.split(decoder)
 
     def plain(params: nnx.State, batch: Batch) -> Array:
@@ -182,13 +183,13 @@ def test_packed_equals_unpacked(decoder):
 
 @pytest.mark.parametrize("positions", [40, 10_000])
 def test_the_size_of_the_chunks_changes_nothing(decoder, batch, positions, monkeypatch):
-    monkeypatch.setattr(log_probs, "CPU_CHUNK_POSITIONS", positions)
+    monkeypatch.setattr(kernels, "rows_per_product", lambda: positions)
     assert_close(numbers_compiled_again(decoder, batch), numbers(decoder, batch))
 
 
 def test_the_gradient_is_that_of_the_whole_logits(decoder, batch, monkeypatch):
     """Chunks of two positions a row, so that some hold trained tokens and some none."""
-    monkeypatch.setattr(log_probs, "CPU_CHUNK_POSITIONS", 2 * len(batch.tokens))
+    monkeypatch.setattr(kernels, "rows_per_product", lambda: 2 * len(batch.tokens))
     graph, params = nnx.split(decoder)
 
     def whole(params: nnx.State, batch: Batch) -> Array:
@@ -335,7 +336,7 @@ def test_no_more_logits_than_a_chunk_exist_at_a_time(batch):
         for dims in re.findall(r"f32\[((?:\d+,)*9973)\]", program)
     ]
     assert with_vocab, "the program holds logits under the name this test looks for"
-    assert max(with_vocab) == log_probs.CPU_CHUNK_POSITIONS * 9973
+    assert max(with_vocab) == kernels.rows_per_product() * 9973
     heads = re.findall(rf"\[((?:\d+,)*9973,{MODEL.hidden_size})\]", program)
     assert set(heads) == {f"9973,{MODEL.hidden_size}"}, (
         "a head for every chunk would fill the memory"

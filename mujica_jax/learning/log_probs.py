@@ -21,18 +21,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from mujica_jax import kernels
 from mujica_jax.models.attention import Implementation, causal_self_attention
-from mujica_jax.models.cpu_calls import on_cpu
 from mujica_jax.models.decoder import Decoder, Remat, scores
 from mujica_jax.models.layers import matrix_product
 from mujica_jax.models.sharding import RULES
 from mujica_jax.trajectories.packing import Batch
-
-# Positions whose logits one device holds at a time. 512 rows keep a matrix unit busy; their float32
-# logits take 0.3 GB at a vocabulary of 152k. A CPU multiplies fewer as fast, and of the last chunk
-# half is for nothing.
-CHUNK_POSITIONS = 512
-CPU_CHUNK_POSITIONS = 256
 
 # Up to this depth the layers are unrolled and keep their activations: on CPU a step is then 12%
 # faster than under `lax.scan`, which copies every layer's weights and residuals. Deeper models scan
@@ -184,8 +178,9 @@ def _chunked_scores(
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     """Compute `_target_scores` chunk by chunk, with the positions of `mask` in the first chunks."""
     rows, time = targets.shape
-    positions_per_chunk = CPU_CHUNK_POSITIONS if on_cpu() else CHUNK_POSITIONS
-    chunk = min(time, max(1, positions_per_chunk // rows))
+    # As few positions as keep a product busy, because half of the last chunk is for nothing. The
+    # float32 logits of 512 positions take 0.3 GB at a vocabulary of 152k.
+    chunk = min(time, max(1, kernels.rows_per_product() // rows))
     num_chunks = -(-time // chunk)
 
     # Positions of the mask come first, the others after them, both in their order. `destinations`
