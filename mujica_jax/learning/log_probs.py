@@ -24,7 +24,6 @@ from jaxtyping import Array, Bool, Float, Int
 from mujica_jax import kernels
 from mujica_jax.models.attention import Implementation, causal_self_attention
 from mujica_jax.models.decoder import Decoder, Remat, scores
-from mujica_jax.models.layers import matrix_product
 from mujica_jax.models.sharding import RULES
 from mujica_jax.trajectories.packing import Batch
 
@@ -281,7 +280,7 @@ def _scan_chunks(
             by_hidden = None
             if with_gradient:
                 by_logits = _log_prob_by_logits(logits, targets)
-                by_hidden = matrix_product(by_logits.astype(whole_table.dtype), whole_table)
+                by_hidden = by_logits.astype(whole_table.dtype) @ whole_table
                 by_hidden = by_hidden.reshape(hidden.shape)
                 if table_gradient is not None:
                     by_logits = jnp.where(mask.reshape(-1, 1), by_logits, 0.0)

@@ -136,12 +136,8 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time hidden"]:
         """Look up the tokens' embeddings, in the type of the products."""
-        table = self.embedding[...]
-        if kernels._platform() == "cpu" and table.dtype == jnp.bfloat16:
-            embeddings = _bfloat16_lookup(table, tokens)
-        else:
-            embeddings = table[tokens]
-        return constrain(embeddings.astype(self.dtype), ("batch", None, None))
+        embeddings = self.embedding[...][tokens].astype(self.dtype)
+        return constrain(embeddings, ("batch", None, None))
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Return scores of the next token in float32, from the output of `__call__` or any
@@ -185,29 +181,6 @@ def _kept_values(remat: Literal["dots", "full"]) -> Callable[..., Any] | None:
 def _weights_of_layer(weights: nnx.State, index: int) -> nnx.State:
     """Return one layer of stacked or `PerLayer` weights."""
     return jax.tree.map(lambda stacked: stacked[index], weights, is_leaf=_is_per_layer)
-
-
-@jax.custom_vjp
-def _bfloat16_lookup(table: Array, tokens: Array) -> Array:
-    """Return table[tokens] of a bfloat16 table on a CPU, where XLA would make the whole table
-    float32 for it."""
-    bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
-    return jax.lax.bitcast_convert_type(bits[tokens], table.dtype)
-
-
-def _bfloat16_lookup_forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _bfloat16_lookup(table, tokens), (table, tokens)
-
-
-def _bfloat16_lookup_backward(
-    table_and_tokens: tuple[Array, Array], gradient: Array
-) -> tuple[Array, None]:
-    """Add each token's gradient to its row of the table."""
-    table, tokens = table_and_tokens
-    return jnp.zeros_like(table).at[tokens].add(gradient), None
-
-
-_bfloat16_lookup.defvjp(_bfloat16_lookup_forward, _bfloat16_lookup_backward)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "output_major"))

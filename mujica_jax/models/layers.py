@@ -224,49 +224,6 @@ def model_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     return (embedding, norm, head)
 
 
-def matrix_product(
-    rows: Float[Array, "rows inputs"], matrix: Float[Array, "inputs outputs"]
-) -> Float[Array, "rows outputs"]:
-    """Return rows @ matrix, in their type."""
-    if kernels._platform() == "cpu" and rows.dtype == jnp.bfloat16:
-        return _bfloat16_product(rows, matrix)
-    return rows @ matrix
-
-
-@jax.custom_vjp
-def _bfloat16_product(rows: Array, matrix: Array) -> Array:
-    """Return rows @ matrix of bfloat16 on a CPU, with float32 sums.
-
-    A CPU with such instructions (AVX512-BF16) multiplies many rows twice as fast if sums come out
-    in float32, as docs/LOG.md measures. The gradient is written out, for the derived one would
-    multiply a float32 with a bfloat16, which is as slow."""
-    return _rounded_sums(rows, matrix, left_axis=1, right_axis=0)
-
-
-def _rounded_sums(left: Array, right: Array, *, left_axis: int, right_axis: int) -> Array:
-    """Contract one axis of each matrix with float32 sums, and round these to the type of `left`."""
-    contracted = (((left_axis,), (right_axis,)), ((), ()))
-    sums = jax.lax.dot_general(left, right, contracted, preferred_element_type=jnp.float32)
-    return sums.astype(left.dtype)
-
-
-def _bfloat16_product_forward(rows: Array, matrix: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _rounded_sums(rows, matrix, left_axis=1, right_axis=0), (rows, matrix)
-
-
-def _bfloat16_product_backward(
-    operands: tuple[Array, Array], gradient: Array
-) -> tuple[Array, Array]:
-    """Return gradient @ matrix.T and rows.T @ gradient."""
-    rows, matrix = operands
-    rows_gradient = _rounded_sums(gradient, matrix, left_axis=1, right_axis=1)
-    matrix_gradient = _rounded_sums(rows, gradient, left_axis=0, right_axis=0)
-    return rows_gradient, matrix_gradient
-
-
-_bfloat16_product.defvjp(_bfloat16_product_forward, _bfloat16_product_backward)
-
-
 @jax.custom_vjp
 def _adapted_product(rows: Array, frozen: Array, a: Array, b: Array) -> Array:
     """Return rows @ (frozen + a b) in float32, whose rounding leaves the added part almost whole.
@@ -429,15 +386,14 @@ class Block(nnx.Module):
             kernel = qwix.dequantize(kernel)  # in float32, fused into the product
         matrix = kernel.astype(self.dtype).reshape(math.prod(kernel.shape[:inputs]), -1)
         if not self.adapter_scale:
-            return matrix_product(rows, matrix)
+            return rows @ matrix
 
         # Adapters are float32.
         a = getattr(self, f"{name}_lora_a").get_value()
         b = getattr(self, f"{name}_lora_b").get_value()
         if rows.dtype == jnp.float32:
             return _adapted_product(rows, matrix, a, self.adapter_scale * b)
-        product = matrix_product(rows, matrix)
-        return (product + self.adapter_scale * ((rows @ a) @ b)).astype(rows.dtype)
+        return (rows @ matrix + self.adapter_scale * ((rows @ a) @ b)).astype(rows.dtype)
 
     def _norm(
         self, inputs: Float[Array, "*batch features"], name: str

@@ -254,7 +254,7 @@ def _attention(
     return mixed.reshape(rows, time, heads, head_dim)
 
 
-# Sums in float32: more exact, and XLA on a CPU multiplies bfloat16 fast only so.
+# Sums in float32.
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 

@@ -25,10 +25,10 @@ PRODUCT_STEP = 16
 MAX_KERNEL_ROWS = 192
 
 # A smaller matrix is packed by XLA in no time.
-LARGE_MATRIX_NUMBERS = {"float32": 50_000, "bfloat16": 300_000}
+LARGE_MATRIX_NUMBERS = 50_000
 
 # Up to so many rows XLA packs the second matrix of a product for longer than it multiplies.
-MAX_MATRIX_FIRST_ROWS = {"float32": 16, "bfloat16": 64}
+MAX_MATRIX_FIRST_ROWS = 16
 
 
 def can_attend(*, head_dim: int, dtype: DTypeLike) -> bool:
@@ -48,14 +48,12 @@ def can_multiply(*, rows: int, inputs: int, outputs: Sequence[int], dtype: DType
 
 def is_matrix_first_faster(*, rows: int, outputs: Sequence[int], dtype: DTypeLike) -> bool:
     """Return whether `matrix_first_products` is faster than rows @ matrix.T by XLA."""
-    max_rows = MAX_MATRIX_FIRST_ROWS.get(jnp.dtype(dtype).name, 0)
-    return rows <= max_rows <= min(outputs)
+    return dtype == jnp.float32 and rows <= MAX_MATRIX_FIRST_ROWS <= min(outputs)
 
 
 def is_large(*, inputs: int, outputs: int, dtype: DTypeLike) -> bool:
     """Return whether XLA takes long to pack a matrix of this size."""
-    name = jnp.dtype(dtype).name
-    return name in LARGE_MATRIX_NUMBERS and inputs * outputs >= LARGE_MATRIX_NUMBERS[name]
+    return dtype == jnp.float32 and inputs * outputs >= LARGE_MATRIX_NUMBERS
 
 
 def paged_attention(
