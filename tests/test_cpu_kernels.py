@@ -13,8 +13,10 @@ from patience import HANG_SECONDS
 from tiny_engine import decoder, make_engine
 
 from mujica_jax import kernels
+from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import contiguous_programs as programs
 from mujica_jax.kernels.cpu import calls
+from mujica_jax.models.attention import check_platform, resolve
 
 EXACT = 2e-6  # float32, the same sums in another order
 
@@ -235,6 +237,25 @@ def test_another_platform_is_left_to_xla(monkeypatch):
     assert kernels.paged_attention(head_dim=64, dtype=jnp.float32) is None
     assert kernels.product(rows=12, inputs=576, outputs=[1536], dtype=jnp.float32) is None
     assert not kernels.prefers_output_major(inputs=576, outputs=1536, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("missing", ["numba", "x86"])
+def test_without_numba_or_on_another_processor_everything_is_left_to_xla(monkeypatch, missing):
+    if missing == "numba":
+        monkeypatch.setattr(calls.importlib.util, "find_spec", lambda name: None)
+    else:
+        monkeypatch.setattr(calls.platform, "machine", lambda: "aarch64")
+    calls.is_available.cache_clear()
+    try:
+        assert kernels.packed_attention() is None
+        assert kernels.paged_attention(head_dim=64, dtype=jnp.float32) is None
+        assert kernels.product(rows=12, inputs=576, outputs=[1536], dtype=jnp.float32) is None
+        assert not kernels.prefers_output_major(inputs=576, outputs=1536, dtype=jnp.float32)
+        assert resolve("auto", time=768) == "xla"
+        with pytest.raises(UserError, match=r"trainer\.attention blocks needs an x86 CPU and"):
+            check_platform("blocks")
+    finally:
+        calls.is_available.cache_clear()
 
 
 def test_only_a_large_matrix_is_stored_output_by_output():

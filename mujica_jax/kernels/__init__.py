@@ -13,7 +13,8 @@ its plain path:
     if attend is None:
         ...  # the same by XLA
 
-Today a CPU has such kernels (`kernels/cpu/`). TPUs and GPUs have their own in JAX, and
+Today an x86 CPU has such kernels (`kernels/cpu/`), if numba is installed (the extra `cpu`). Without
+numba, and on other CPUs, every answer is None. TPUs and GPUs have their own in JAX, and
 `models.attention` and `inference.engine.ragged` call those directly. The answer holds for the
 device of the mesh under which the caller is traced, or for JAX's default device.
 """
@@ -98,22 +99,24 @@ def packed_attention(*, platform: str | None = None) -> PackedAttention | None:
     """Return the kernel for packed rows on this platform (None: the caller's).
 
     It takes any shape and type. Under a mesh call it on each device's own rows."""
-    return cpu.packed_attention if (platform or _platform()) == "cpu" else None
+    if (platform or _platform()) != "cpu" or not cpu.is_available():
+        return None
+    return cpu.packed_attention
 
 
 def paged_attention(*, head_dim: int, dtype: DTypeLike) -> PagedAttention | None:
     """Return the kernel for a KV cache of this type.
 
     It is None under a mesh: XLA cannot split a kernel over devices."""
-    if not _is_single_cpu() or not cpu.can_attend(head_dim=head_dim, dtype=dtype):
+    if not _is_single_cpu() or not cpu.is_available():
         return None
-    return cpu.paged_attention
+    return cpu.paged_attention if cpu.can_attend(head_dim=head_dim, dtype=dtype) else None
 
 
 def product(*, rows: int, inputs: int, outputs: Sequence[int], dtype: DTypeLike) -> Product | None:
     """Return what multiplies [rows, inputs] with matrices of [outputs, inputs], one for each number
     in `outputs`."""
-    if _platform() != "cpu":
+    if _platform() != "cpu" or not cpu.is_available():
         return None
     if _is_single_cpu() and cpu.can_multiply(
         rows=rows, inputs=inputs, outputs=outputs, dtype=dtype
@@ -128,7 +131,9 @@ def prefers_output_major(*, inputs: int, outputs: int, dtype: DTypeLike) -> bool
     """Return whether a decoder that multiplies few rows should store a matrix as [outputs, inputs].
 
     Then `product` takes it. Elsewhere it stays [inputs, outputs], for a plain product by XLA."""
-    return _is_single_cpu() and cpu.is_large(inputs=inputs, outputs=outputs, dtype=dtype)
+    if not _is_single_cpu() or not cpu.is_available():
+        return False
+    return cpu.is_large(inputs=inputs, outputs=outputs, dtype=dtype)
 
 
 def rows_per_product() -> int:

@@ -97,6 +97,11 @@ def check_platform(implementation: Implementation) -> None:
             f"trainer.attention {implementation} runs on {needed} and this is {platform}: use "
             "auto, which takes the platform's own kernel"
         )
+    if implementation == "blocks" and kernels.packed_attention() is None:
+        raise UserError(
+            "trainer.attention blocks needs an x86 CPU and the package numba: install the extra "
+            "`cpu`, as in `pip install -e '.[cpu]'` where mujica_jax was cloned, or use auto"
+        )
 
 
 def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:

@@ -6,6 +6,8 @@
 
 import functools
 import importlib
+import importlib.util
+import platform
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -29,6 +31,14 @@ LARGE_MATRIX_NUMBERS = 50_000
 
 # Up to so many rows XLA packs the second matrix of a product for longer than it multiplies.
 MAX_MATRIX_FIRST_ROWS = 16
+
+
+@functools.cache
+def is_available() -> bool:
+    """Return whether this processor is one that the kernels are written for and numba, which
+    compiles them, is installed."""
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    return is_x86 and importlib.util.find_spec("numba") is not None
 
 
 def can_attend(*, head_dim: int, dtype: DTypeLike) -> bool:
