@@ -38,7 +38,7 @@ $(RUNTIME): requirements.txt pyproject.toml
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV): this takes a few minutes"
 	$(PIP_INSTALL) --upgrade pip
-	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) --editable '.[cpu]'
 	@touch $@
 
 $(DEVELOPER): $(RUNTIME)

@@ -17,8 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mujica_jax.retrieval.text import scann
-from mujica_jax.retrieval.text import vectors
+from mujica_jax.retrieval.text import scann, vectors
 
 ROOT = Path(__file__).resolve().parent.parent
 EMBEDDED_ROWS, HASHED_ROWS = 20, 500

@@ -121,7 +121,7 @@ def test_the_adapter_that_is_written_gives_the_policy_back_and_brings_its_config
     assert checkpoint.about() == {"checkpoint": config.init, "policy": 0, "adapter": str(adapter)}
     opened = checkpoint.open(found)[1]
     expected = engine_weights(policy, load_checkpoint(config.init).config, "int8", jnp.float32)
-    apart = unstacked(expected, opened._engine.config, output_major_from=None)
+    apart = unstacked(expected, opened._engine.config, output_major=frozenset())
     jax.tree.map(np.testing.assert_array_equal, opened._engine._weights, apart)
 
 

@@ -41,6 +41,17 @@ def test_every_folder_with_modules_is_packaged():
     assert named == sorted({".".join(folder.parts) for folder in folders} | {"mujica_jax.configs"})
 
 
+def test_requirements_txt_lists_the_core_and_the_kernels_of_a_cpu():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = project["dependencies"] + project["optional-dependencies"]["cpu"]
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    listed = [text for line in lines if (text := line.partition("#")[0].strip())]
+    assert sorted(map(str, map(Requirement, listed))) == sorted(
+        map(str, map(Requirement, declared))
+    )
+    assert "numba" not in {Requirement(line).name for line in project["dependencies"]}
+
+
 def installed_with(requirements: list[str]) -> set[str]:
     """Names of the distributions that these bring, with all that those require."""
     found: set[str] = set()

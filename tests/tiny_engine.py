@@ -14,9 +14,9 @@ from flax import nnx
 from packed_rows import MODEL as ONE_LAYER
 from tiny_models import filled_decoder
 
+from mujica_jax import kernels
 from mujica_jax.inference.engine import contiguous
 from mujica_jax.inference.engine.base import Engine, SlotState
-from mujica_jax.models import cpu_calls
 from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -60,7 +60,7 @@ def make_engine(
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are read by XLA, as on a GPU: then their number and width change."""
-    monkeypatch.setattr(cpu_calls, "can_attend", lambda *_: False)
+    monkeypatch.setattr(kernels, "paged_attention", lambda **_: None)
 
 
 def pages_of_slot(slot: int) -> range:

@@ -168,8 +168,8 @@ class EngineConfig:
     # KV memory for running requests and cached prefixes; 0: room for every slot at full length, or
     # what is free
     cache_gigabytes: NonNegativeFloat = 0.0
-    # What keys and values are kept in: trainer.dtype (float32 on a CPU), or less memory and less
-    # exact. fp8 is float8_e4m3fn; int8 has a scale a channel.
+    # What keys and values are kept in: trainer.dtype, or less memory and less exact. fp8 is
+    # float8_e4m3fn; int8 has a scale a channel.
     cache_dtype: Literal["compute", "bfloat16", "fp8", "int8"] = "compute"
     tensor: PositiveInt = 1  # devices that the engine's heads and matrices are split over
 

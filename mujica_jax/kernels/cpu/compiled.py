@@ -1,6 +1,6 @@
 """What a CPU spends its time with, compiled by numba and called by XLA: in decoding attention over
 rows and shared prefixes and products of few rows with a matrix, in training attention of packed
-rows. `cpu_calls` calls it; docs/LOG.md has what it gains.
+rows. `calls.py` calls it; docs/LOG.md has what it gains.
 
 Attention: XLA multiplies each row's few queries with its keys by a product of its own, which packs
 more than it multiplies. Here a thread takes a few rows of one head of keys: their queries meet the
@@ -29,10 +29,8 @@ import atexit
 import ctypes
 import functools
 import inspect
-import os
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,6 +38,8 @@ from llvmlite import binding, ir
 from numba import carray, cfunc, njit, types  # pyright: ignore[reportPrivateImportUsage]
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from mujica_jax.runtime.cores import usable_cores
 
 TOGETHER = 12  # queries of one head of keys that a thread takes at a time, if a row has no more
 LANES = 8  # numbers of a vector: with AVX2 twelve sums and what they need fill the registers
@@ -786,7 +786,7 @@ def _asked_for_version(frame_at):
 
 @compiled()
 def _attend(frame_at):
-    """See `cpu_calls.attention`."""
+    """See `calls.paged_attention`."""
     given = _words(_words(frame_at, RESULTS)[ARGUMENTS], 2)
     query, kv_heads = _four_dimensions(given[0]), _four_dimensions(given[1]).shape[1]
     groups = -(-query.shape[0] // _rows_together(query.shape, kv_heads))
@@ -823,7 +823,7 @@ def _attend_part(frame_at, _, groups, part):
 
 @compiled()
 def _share_segments(kernel, frame_at):
-    """See `cpu_calls.packed_attention`: a part is a head of a segment."""
+    """See `calls.packed_attention`: a part is a head of a segment."""
     given = _words(_words(frame_at, RESULTS)[ARGUMENTS], 4)
     begins = _integers(given[3])[0]  # of each token, the first one of its segment
     bounds = np.append(np.flatnonzero(begins == np.arange(begins.size)), begins.size)
@@ -897,18 +897,6 @@ def address(kernel: Callable) -> int:
     for number, part in PARTS_OF[kernel].items():
         BOARD[FUNCTIONS + number] = _compiled_for_c(types.void(*[types.int64] * 4), part)
     return _compiled_for_c(types.int64(types.int64), kernel)
-
-
-def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Those that the process is bound to; no more than its container may use at a time, by this
-    file."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    if limit.exists() and "max" not in (allowed := limit.read_text()):
-        microseconds, period = map(int, allowed.split())
-        cores = max(1, min(cores, microseconds // period))
-    return cores
 
 
 @functools.cache
