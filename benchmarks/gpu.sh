@@ -44,7 +44,8 @@ train() { # NAME CONFIG FLAG...: the run directory is kept, the result is its su
 }
 
 # All questions of text in every round. Scored on dev; on test by
-# compare_policies.py RESULTS/two_wiki_text_smollm2/0 RESULTS/two_wiki_text_smollm2/1 --split test
+# python -m mujica_jax.eval --checkpoint RESULTS/two_wiki_text_smollm2 --policy 0 --eval.split test --samples 8 --out FIRST
+# and, for policy 1, with --beside FIRST/two_wiki-text-test.json
 train text two_wiki_text_smollm2 --sampling.questions-per-round 727 --sampling.shard-questions 364 \
     --method.max-attempts 4 --method.epochs 2
 train kg two_wiki_kg_smollm2

@@ -17,7 +17,6 @@ from mujica_jax.config.checks import check, check_demonstrations
 from mujica_jax.config.files import command_line
 from mujica_jax.config.schema import DapoConfig
 from mujica_jax.models.weights import save_checkpoint
-from mujica_jax.records import Question
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -354,33 +353,3 @@ def test_two_models_are_evaluated_by_one_command_and_cost_what_both_took(tmp_pat
     both = claims["_of_roles"](file, [planner, executor])
     assert (both.trajectories, both.learnt, both.minutes, both.wall_minutes) == (500, 400, 3.5, 5.5)
     assert both.scores == {"em": 50.0, "searches": 2.0, "em_sampled": 40.0, "f1_sampled": 60.0}
-
-
-def test_policies_are_compared_question_by_question():
-    """Two questions of a kind and one of none, worked out by hand."""
-    program = runpy.run_path(str(ROOT / "benchmarks" / "compare_policies.py"))
-    kinds = (
-        Question(id=str(n), text="?", answers=("a",), kind=kind)
-        for n, kind in enumerate(("comparison", "") * 2)
-    )
-    questions = list(kinds)[:3]
-    first = {
-        "em": [0.0, 1.0, 0.0],
-        "f1": [0.5, 1.0, 0.0],
-        "em_sampled": [0.25, 0.5, 0.0],
-        "f1_sampled": [0.5] * 3,
-    }
-    second = {**first, "em": [1.0, 1.0, 0.0], "em_sampled": [0.5, 0.75, 0.25]}
-    found = program["summary"](questions, second, first)
-    assert found["em"][0] == 66.7 and found["em_sampled"] == [50.0, 25.0, 75.0]
-    assert found["difference_to_first"]["em"] == [33.3, 0.0, 100.0]
-    assert found["difference_to_first"]["em_sampled"] == [25.0, 25.0, 25.0]
-    assert found["by_kind"]["comparison"] == {"questions": 2, "em": 50.0, "em_sampled": 37.5}
-    assert "difference_to_first" not in program["summary"](questions, first, first)
-
-
-def test_a_policy_without_number_or_checkpoint_is_refused(tmp_path):
-    assert "give --init" in printed("compare_policies.py", str(tmp_path / "adapter"), status=2)
-    assert "there is no directory" in printed(
-        "compare_policies.py", str(tmp_path / "run" / "0"), status=2
-    )

@@ -1,8 +1,11 @@
 """Agents side by side: what is written and shown, and by how much one is better on the same
 questions."""
 
+import dataclasses
+import json
+
 import pytest
-from little_agent import CONFIG
+from little_agent import CONFIG, QUESTION
 
 from mujica_jax import eval as evaluation
 from mujica_jax import metrics
@@ -10,6 +13,7 @@ from mujica_jax.config.agents import DirectConfig
 from mujica_jax.errors import UserError
 from mujica_jax.report import comparison
 from mujica_jax.report.comparison import Compared
+from mujica_jax.report.text import plain
 
 SUMMARY = {"em": 50.0, "em_interval": [0.0, 100.0], "f1": 60.0, "f1_interval": [10.0, 100.0]}
 SUMMARY |= {"searches": 1.5, "tokens": 41.2, "seconds": 0.25, "questions": 4}
@@ -45,6 +49,65 @@ def test_every_row_is_compared_with_the_first_agent_of_its_task():
         "(-100.0 to +0.0) |",
     ]
     assert comparison.table(found).row_count == 3
+
+
+def predictions(*rows: tuple) -> bytes:
+    """Of rows of id, em, f1, and em and f1 of the sampled answers."""
+    lines = []
+    for question_id, em, f1, em_sampled, f1_sampled in rows:
+        sampled = {"prediction": "a", "em": em_sampled, "f1": f1_sampled}
+        row = {"id": question_id, "em": em, "f1": f1, "sampled": sampled}
+        lines.append(json.dumps(row) + "\n")
+    return "".join(lines).encode()
+
+
+FIRST = predictions(("0", 0.0, 0.5, 0.25, 0.5), ("1", 1.0, 1.0, 0.5, 0.5), ("2", 0, 0, 0, 0.5))
+SECOND = predictions(("2", 0, 0, 0.25, 0.5), ("0", 1.0, 0.5, 0.5, 0.5), ("1", 1.0, 1.0, 0.75, None))
+
+
+def test_two_policies_are_compared_question_by_question():
+    """By id, worked out by hand: EM is one question of three better, whose resamples lie between
+    none and all; every sampled EM is a quarter better."""
+    earlier, later = map(comparison.scores_of_predictions, (FIRST, SECOND))
+    found = comparison.differences(earlier, later)
+    assert found == {
+        "em": {"questions": 3, "difference": 33.33, "interval": [0.0, 100.0]},
+        "f1": {"questions": 3, "difference": 0.0, "interval": [0.0, 0.0]},
+        "em_sampled": {"questions": 3, "difference": 25.0, "interval": [25.0, 25.0]},
+        "f1_sampled": {"questions": 2, "difference": 0.0, "interval": [0.0, 0.0]},
+    }
+    shown = plain(comparison.difference_table(found))
+    assert "EM, sampled" in shown and "+25.0 (+25.0 to +25.0)" in shown
+
+
+def test_an_earlier_result_is_of_the_same_questions(tmp_path):
+    result = str(tmp_path / "nq-text-dev.json")
+    with pytest.raises(UserError, match=r"nq-text-dev\.predictions\.jsonl cannot be read"):
+        comparison.read_scores(result)
+    file = tmp_path / "nq-text-dev.predictions.jsonl"
+    file.write_text('{"id": "0"}\n')
+    with pytest.raises(UserError, match=r"holds no predictions of mujica_jax\.eval"):
+        comparison.read_scores(result)
+    file.write_bytes(FIRST)
+    earlier = comparison.read_scores(result)
+    questions = [dataclasses.replace(QUESTION, id=number) for number in "0123"]
+    comparison.check_same_questions(result, earlier, questions[:3])
+    with pytest.raises(UserError, match="has 3 questions and 4 are asked, 3 of them the same"):
+        comparison.check_same_questions(result, earlier, questions)
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--samples", "0"], "--samples is 0 and must be at least 1"),
+        (["--samples", "2", "--sampled", "False"], "--samples is 2 and --sampled is False"),
+        (["--beside", "A", "--agents", "direct"], "--beside is A and there are several results"),
+    ],
+)
+def test_samples_and_an_earlier_result_are_checked_first(tmp_path, flags, sentence):
+    words = ["tiny_world", "--checkpoint", str(tmp_path), *flags]
+    with pytest.raises(UserError, match=sentence):
+        evaluation.all_configs(*evaluation.command_line(words))
 
 
 def test_a_picture_is_a_png():

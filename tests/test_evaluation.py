@@ -27,7 +27,7 @@ from mujica_jax.report.progress import Progress
 from mujica_jax.report.results import score_table
 from mujica_jax.report.text import plain
 from mujica_jax.rewards.reward import find_reward
-from mujica_jax.runs.evaluation import Evaluation, PolicyEvaluator, summarise
+from mujica_jax.runs.evaluation import Evaluation, PolicyEvaluator, Scores, summarise
 
 # kind, gold answers, what was answered, how it ended -> EM and F1 in percent
 EPISODES = [
@@ -140,6 +140,36 @@ def test_as_many_trajectories_as_questions(trajectories):
         summarise(QUESTIONS, trajectories[:-1], "two_wiki")
 
 
+def test_the_score_of_a_question_is_the_mean_over_its_episodes(trajectories):
+    """Two questions, three passes. The first is right once in two episodes whose search worked, the
+    second in all three: EM (50 + 100) / 2."""
+    right = dataclasses.replace(trajectories[0], question_id="0")
+    wrong = dataclasses.replace(right, answer="Bruges")
+    failed = dataclasses.replace(right, stop_reason=StopReason.RETRIEVER_FAILED)
+    second = dataclasses.replace(right, question_id="1")
+    passes = [right, second, wrong, second, failed, second]
+    evaluation = summarise(QUESTIONS[:2], passes, "two_wiki")
+    assert (evaluation.score.em, evaluation.score.questions) == (75.0, 2)
+    assert evaluation.left_out == 1
+    scores = Scores(
+        questions=QUESTIONS[:2],
+        rule="two_wiki",
+        greedy=evaluation_of(right, second),
+        sampled=evaluation,
+    )
+    rows = [json.loads(line) for line in scores.predictions().decode().splitlines()]
+    assert rows[0]["sampled"] == {
+        "predictions": ["Ghent", "Bruges", "Ghent"],
+        "em": 0.5,
+        "f1": 0.5,
+    }
+    assert rows[1]["sampled"]["em"] == 1.0
+
+
+def evaluation_of(*played: Trajectory) -> Evaluation:
+    return summarise(QUESTIONS[: len(played)], played, "two_wiki")
+
+
 def test_scores_shown_do_not_depend_on_the_reward():
     """Under f1_format the half-right and the silent episode earn something else; the console and
     both files show the same EM and F1."""
@@ -170,7 +200,7 @@ def test_scores_shown_do_not_depend_on_the_reward():
             is_right = number == "1" and params.temperature > 0  # sampled it is, greedily it is not
             return completion(answer("Ghent") if is_right else said[number])
 
-    def shown(reward: str, sampled: bool = True) -> tuple[list[str], dict, list[dict], list[float]]:
+    def shown(reward: str, samples: int = 1) -> tuple[list[str], dict, list[dict], list[float]]:
         console = io.StringIO()
         config: Any = types.SimpleNamespace(eval=section, seed=0)
         with contextlib.closing(console):
@@ -184,7 +214,7 @@ def test_scores_shown_do_not_depend_on_the_reward():
                 progress=Progress(console, clock=lambda: 0.0),
                 concurrency=1,
                 preemption=nothing,
-                is_sampled=sampled,
+                samples=samples,
             ).run()
             summary = scores.summary()
             for found in summary.values():
@@ -208,12 +238,21 @@ def test_scores_shown_do_not_depend_on_the_reward():
     assert f1_rewards == pytest.approx([1.0, 2 / 3, 0.0])
     assert format_rewards == pytest.approx([1.0, 0.7, 0.0])
     asked.clear()
-    lines, summary, rows, _ = shown("f1", sampled=False)
+    lines, summary, rows, _ = shown("f1", samples=0)
     assert asked == [(0.0, number) for number in said] and "sampled" not in lines[-1]
     assert summary == {"greedy": by_f1[1]["greedy"]}
     assert [
         row | {"sampled": full["sampled"]} for row, full in zip(rows, by_f1[2], strict=True)
     ] == by_f1[2]
+    asked.clear()
+    _, summary, rows, _ = shown("f1", samples=2)
+    passes = (0.0, 1.0, 1.0)
+    assert asked == [(temperature, number) for temperature in passes for number in said]
+    one_sample: Any = by_f1[1]
+    two_samples: Any = summary
+    assert two_samples["greedy"] == one_sample["greedy"]
+    assert two_samples["sampled"]["em"] == one_sample["sampled"]["em"]
+    assert rows[1]["sampled"] == {"predictions": ["Ghent", "Ghent"], "em": 1.0, "f1": 1.0}
 
 
 def test_what_was_read_is_compared_with_the_gold_passages():

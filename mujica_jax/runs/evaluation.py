@@ -67,15 +67,17 @@ class KindScore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One pass over the questions, one attempt each. Scores and means leave out the episodes whose
-    search failed: they say nothing about the policy."""
+    """One pass over the questions, one attempt each, or several passes. A question's score is the
+    mean over its attempts. Scores and means leave out the episodes whose search failed: they say
+    nothing about the policy."""
 
     score: KindScore  # of all
     by_kind: dict[str, KindScore]
     searches: float  # mean a question
     stop_reasons: dict[str, int]
     further: dict[str, float]  # means in percent of what only some tasks have
-    trajectories: tuple[Trajectory, ...]  # one a question, those that are left out among them
+    # One a question, pass after pass. Those that are left out are among them.
+    trajectories: tuple[Trajectory, ...]
 
     @property
     def scored(self) -> list[Trajectory]:
@@ -138,8 +140,9 @@ class Scores:
         """Return one JSON object a line, for each question.
 
         It holds the question, the greedy prediction with its scores and reward, and the sampled
-        prediction. An episode whose search failed has null for its scores. An episode that could
-        not be rewarded has null for its reward."""
+        prediction, or the sampled predictions with the means of their scores. An episode whose
+        search failed has null for its scores. An episode that could not be rewarded has null for
+        its reward."""
         lines = []
         pairs = zip(self.questions, self.greedy.trajectories, strict=True)
         for place, (question, trajectory) in enumerate(pairs):
@@ -158,13 +161,25 @@ class Scores:
                 ],
             }
             if self.sampled is not None:
-                sampled = self.sampled.trajectories[place]
-                row["sampled"] = {
-                    "prediction": sampled.answer,
-                    **self._scores_of(question, sampled),
-                }
+                samples = self.sampled.trajectories[place :: len(self.questions)]
+                row["sampled"] = self._sampled_row(question, samples)
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         return "".join(lines).encode()
+
+    def _sampled_row(self, question: Question, samples: Sequence[Trajectory]) -> dict[str, Any]:
+        """Return what is written of the sampled answers to a question."""
+        if len(samples) == 1:
+            return {"prediction": samples[0].answer, **self._scores_of(question, samples[0])}
+        row: dict[str, Any] = {"predictions": [sample.answer for sample in samples]}
+        sample_scores = [self._scores_of(question, sample) for sample in samples]
+        for name in ("em", "f1"):
+            values = []
+            for scores in sample_scores:
+                value = scores[name]
+                if value is not None:
+                    values.append(value)
+            row[name] = sum(values) / len(values) if values else None
+        return row
 
     def _scores_of(self, question: Question, trajectory: Trajectory) -> dict[str, float | None]:
         """Return the scores of an answer; None where a search failed."""
@@ -204,7 +219,7 @@ class PolicyEvaluator:
     preemption: Preemption
     faults: FaultGuard = dataclasses.field(default_factory=FaultGuard)
     concurrency: int  # episodes at a time
-    is_sampled: bool = True  # otherwise it is scored greedily alone
+    samples: int = 1  # a question, at eval.temperature; 0: it is scored greedily alone
     part_questions: int | None = None  # questions that are played at a time; None: all at once
     live: Callable[[], Mapping[str, Figure]] = dict  # figures that are shown with the progress
     # Brings together what all processes played: takes greedy or sampled, and the own trajectories.
@@ -213,7 +228,9 @@ class PolicyEvaluator:
     keep: Callable[[str, Play], Sequence[Trajectory]] = _play_now
 
     def run(self) -> Scores:
-        """Return the scores of the policy, greedy and, if it is sampled, at `eval.temperature`."""
+        """Return the scores of the policy, greedy and, if it is sampled, at `eval.temperature`.
+
+        Several samples of the questions are drawn one after the other."""
         questions = held_out_questions(self.task, self.config)
         own_questions = distributed.shard_for_process(questions)
         configured = self.config.eval.questions
@@ -228,27 +245,43 @@ class PolicyEvaluator:
                 f"eval.questions is {configured}"
             )
 
-        greedy = self._evaluate(questions, own_questions, temperature=0.0)
+        greedy = self._score("greedy", questions, self._play_pass("greedy", own_questions))
         sampled = None
-        if self.is_sampled:
-            sampled = self._evaluate(
-                questions, own_questions, temperature=self.config.eval.temperature
-            )
+        if self.samples:
+            sampled_trajectories: list[Trajectory] = []
+            for number in range(self.samples):
+                sampled_trajectories += self._play_pass("sampled", own_questions, number=number)
+            sampled = self._score("sampled", questions, sampled_trajectories)
         return Scores(questions=questions, rule=self.task.rule, greedy=greedy, sampled=sampled)
 
-    def _evaluate(
-        self,
-        questions: Sequence[Question],
-        own_questions: Sequence[Question],
-        *,
-        temperature: float,
+    def _score(
+        self, kind: str, questions: Sequence[Question], trajectories: Sequence[Trajectory]
     ) -> Evaluation:
-        """Play this process's questions once, gather what the others played, and score it all."""
-        kind = "greedy" if temperature == 0 else "sampled"
+        """Score what was played, and say how much of it is left out."""
+        evaluation = summarise(questions, trajectories, self.task.rule, self.task.environment_kind)
+        if evaluation.left_out:
+            self.progress.line(
+                f"{self.name}, {kind}: {evaluation.left_out} of {len(trajectories)} episodes are "
+                "left out of the scores because a search failed"
+            )
+        return evaluation
+
+    def _play_pass(
+        self, kind: str, own_questions: Sequence[Question], number: int = 0
+    ) -> Sequence[Trajectory]:
+        """Play this process's questions once, and return what all processes played.
+
+        `number` counts the attempts at the same temperature."""
+        temperature = 0.0 if kind == "greedy" else self.config.eval.temperature
         stage_name = f"{self.name}: evaluating, {kind}"
+        if number > 0:
+            kind = f"{kind}-{number}"  # in the names of files
+            stage_name += f", {number + 1} of {self.samples}"
         self.preemption.enter(stage_name)
         attempts = [
-            Attempt(question=question, number=0, seed=self.config.seed, temperature=temperature)
+            Attempt(
+                question=question, number=number, seed=self.config.seed, temperature=temperature
+            )
             for question in own_questions
         ]
         with self.progress.stage(
@@ -259,13 +292,7 @@ class PolicyEvaluator:
 
         if distributed.processes() > 1:
             trajectories = self.gather(kind, trajectories)
-        evaluation = summarise(questions, trajectories, self.task.rule, self.task.environment_kind)
-        if evaluation.left_out:
-            self.progress.line(
-                f"{self.name}, {kind}: {evaluation.left_out} of {len(questions)} episodes are left "
-                "out of the scores because a search failed"
-            )
-        return evaluation
+        return trajectories
 
     def _play_parts(
         self, kind: str, attempts: Sequence[Attempt], score: "_RunningScore"
@@ -356,21 +383,31 @@ def summarise(
 ) -> Evaluation:
     """Return the scores of one trajectory for each question, in the same order.
 
-    An episode that did not answer scores zero, and one whose search failed counts in no mean.
+    With several passes over the questions, one after the other, a question's score is the mean over
+    its episodes. An episode that did not answer scores zero, and one whose search failed counts in no mean.
     Raises UserError where all of them failed so."""
     _check_any_scored(trajectories)
+    num_passes = max(1, len(trajectories) // len(questions))
+    asked_questions = [*questions] * num_passes
     scored_questions: list[Question] = []
     scored_trajectories: list[Trajectory] = []
-    scores: list[metrics.Score] = []
-    scores_by_kind: dict[str, list[metrics.Score]] = {}
-    for question, trajectory in zip(questions, trajectories, strict=True):
+    scores_by_place: dict[int, list[metrics.Score]] = {}
+    for number, (question, trajectory) in enumerate(
+        zip(asked_questions, trajectories, strict=True)
+    ):
         if trajectory.is_environment_fault:
             continue
         score = metrics.score(trajectory.final_answer, question.answers, rule)
         scored_questions.append(question)
         scored_trajectories.append(trajectory)
-        scores.append(score)
-        scores_by_kind.setdefault(question.kind or "other", []).append(score)
+        scores_by_place.setdefault(number % len(questions), []).append(score)
+
+    scores: list[_QuestionScore] = []
+    scores_by_kind: dict[str, list[_QuestionScore]] = {}
+    for place, question_scores in sorted(scores_by_place.items()):
+        mean_score = _mean_over_episodes(question_scores)
+        scores.append(mean_score)
+        scores_by_kind.setdefault(questions[place].kind or "other", []).append(mean_score)
 
     num_searches = sum(len(trajectory.searches) for trajectory in scored_trajectories)
     stop_reasons = Counter(trajectory.stop_reason.value for trajectory in trajectories)
@@ -456,7 +493,23 @@ def _names_of_shown(search: Search, gold: Sequence[GoldPassage]) -> list[str]:
     return names
 
 
-def _mean(scores: Sequence[metrics.Score]) -> KindScore:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _QuestionScore:
+    """The scores of a question, 0 to 1: means over its episodes."""
+
+    em: float
+    f1: float
+
+
+def _mean_over_episodes(scores: Sequence[metrics.Score]) -> _QuestionScore:
+    """Return the mean scores of the episodes of one question."""
+    return _QuestionScore(
+        em=sum(score.em for score in scores) / len(scores),
+        f1=sum(score.f1 for score in scores) / len(scores),
+    )
+
+
+def _mean(scores: Sequence[_QuestionScore]) -> KindScore:
     """Return the mean scores in percent, with their intervals."""
     exact_matches = [score.em for score in scores]
     f1_scores = [score.f1 for score in scores]
