@@ -19,8 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from packed_rows import MODEL
-from tiny_models import filled_decoder
 
 from mujica_jax import eval as evaluation
 from mujica_jax import sample, train
@@ -47,11 +45,13 @@ from mujica_jax.storage import run_directory
 from mujica_jax.storage.leases import Leases
 from mujica_jax.storage.local import require_space
 from mujica_jax.trajectories.store import Store, open_run
+from tests.helpers.packed_rows import MODEL
+from tests.helpers.paths import HELPERS, ROOT
+from tests.helpers.tiny_models import filled_decoder
 
-ROOT = Path(__file__).resolve().parents[1]
-SMOKE = str(ROOT / "tests" / "loops" / "smoke_config.py")
+SMOKE = str(HELPERS / "smoke_config.py")
 GRPO = str(ROOT / "configs" / "tiny_world_grpo.py")
-TWO_WIKI = str(ROOT / "tests" / "loops" / "smoke_two_wiki_config.py")
+TWO_WIKI = str(HELPERS / "smoke_two_wiki_config.py")
 
 
 @pytest.fixture(autouse=True)

@@ -10,16 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from local_endpoint import Answer, Request, serving
-from patience import HANG_SECONDS
 
 from mujica_jax import eval as evaluation
 from mujica_jax.agents import protocol
 from mujica_jax.config.files import load_config
 from mujica_jax.runs.setup import build_task
+from tests.helpers.local_endpoint import Answer, Request, serving
+from tests.helpers.paths import HELPERS, ROOT
+from tests.helpers.patience import HANG_SECONDS
 
-ROOT = Path(__file__).resolve().parents[1]
-SMOKE = str(ROOT / "tests" / "loops" / "smoke_config.py")
+SMOKE = str(HELPERS / "smoke_config.py")
 EXAMPLES = protocol.opening("planner", "graph", "few_shot").examples
 LIMITS = [
     "--agent.max-trajectory-tokens",
