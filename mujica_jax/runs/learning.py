@@ -6,13 +6,12 @@ import functools
 import io
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mujica_jax.config.schema import TrainerConfig
 from mujica_jax.errors import StoreError
-from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.losses.loss import Loss
 from mujica_jax.learning.optimizer import Schedule, schedule
 from mujica_jax.learning.packing import PackedRows
@@ -23,6 +22,9 @@ from mujica_jax.report.progress import Stage
 from mujica_jax.runs.phases import LEARNING, GetState, PhaseState, learning_folder, phase_file
 from mujica_jax.runs.run import Run
 from mujica_jax.runtime import distributed
+
+if TYPE_CHECKING:
+    from mujica_jax.learning.checkpoints import Checkpoints
 
 SAVE_EVERY_SECONDS = 15.0  # of training, at least; a save takes about 60 ms for the tiny models
 # Share of the training time that saves may take, where `trainer.save_seconds` does not say how
@@ -156,8 +158,10 @@ def _trainer_of(run: Run, plan: LearningPlan) -> Trainer:
     return Trainer(run.trainer.model, plan.trainer or run.config.trainer, plan.loss)
 
 
-def _checkpoints_of(run: Run, name: str, plan: LearningPlan) -> Checkpoints:
+def _checkpoints_of(run: Run, name: str, plan: LearningPlan) -> "Checkpoints":
     """Return the checkpoints of a phase."""
+    from mujica_jax.learning.checkpoints import Checkpoints
+
     return Checkpoints(
         run.store.root / learning_folder(name),
         keep=(plan.trainer or run.config.trainer).keep_checkpoints,
@@ -166,7 +170,7 @@ def _checkpoints_of(run: Run, name: str, plan: LearningPlan) -> Checkpoints:
 
 
 def _restore_or_begin(
-    checkpoints: Checkpoints, trainer: Trainer, start: GetState
+    checkpoints: "Checkpoints", trainer: Trainer, start: GetState
 ) -> tuple[TrainState, Any]:
     """Return the state of the last checkpoint with that of its input, or begin with `start()`."""
     checkpoint = checkpoints.restore_latest(trainer.abstract_state())
@@ -199,7 +203,13 @@ class _Saves:
     """Saves the state of a phase when a save is due."""
 
     def __init__(
-        self, run: Run, name: str, checkpoints: Checkpoints, *, saved_step: int, plan: LearningPlan
+        self,
+        run: Run,
+        name: str,
+        checkpoints: "Checkpoints",
+        *,
+        saved_step: int,
+        plan: LearningPlan,
     ) -> None:
         self._run = run
         self._name = name

@@ -459,7 +459,7 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
     def asked(directory: Path, *, keep: int, **_: object) -> None:
         raise Asked(keep)
 
-    monkeypatch.setattr("mujica_jax.runs.learning.Checkpoints", asked)
+    monkeypatch.setattr("mujica_jax.learning.checkpoints.Checkpoints", asked)
     own: Any = types.SimpleNamespace(
         store=Store(tmp_path), config=changed(smoke, "trainer", keep_checkpoints=7), trainer=None
     )

@@ -61,6 +61,7 @@ LATE_PACKAGES = SLOW | {*"bm25s google_crc32c huggingface_hub jinja2 tensorboard
 LATE_MODULES = {
     "mujica_jax.inference.engine.factory": "jax",
     "mujica_jax.inference.jetstream.factory": "jetstream",
+    "mujica_jax.learning.checkpoints": "orbax",
     "mujica_jax.models.adapters": "jax",
     "mujica_jax.models.sharding": "jax",
     "mujica_jax.retrieval.embedding.embedder": "jax",
