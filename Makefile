@@ -1,6 +1,6 @@
 # make train     install what a run needs, then train the tiny world:   make train ARGS="configs/two_wiki_kg_nano.py --seed 1"
 # make install   the same, and what tests and checks need (a second call does nothing)
-# make test      install, then the tests:        make test ARGS="tests/test_report.py -k tree"
+# make test      install, then the tests:        make test ARGS="tests/report/test_report.py -k tree"
 # make test-faults  a whole run, and one for each kind of fault: SIGKILL, SIGTERM, a full disk, a failing bucket, a lost process
 # make test-crashes  SIGKILL and SIGTERM in every phase, full disks, failing buckets, jobs that lose a process
 # make test-slow all that takes longer: the crash matrix, several hosts, eight devices against one, programs of 7B models compiled for TPUs
@@ -38,7 +38,7 @@ $(RUNTIME): requirements.txt pyproject.toml
 	test -x $(VENV)/bin/pip || $(PYTHON) -m venv --clear $(VENV)
 	@echo "installing into $(VENV): this takes a few minutes"
 	$(PIP_INSTALL) --upgrade pip
-	$(PIP_INSTALL) --editable .
+	$(PIP_INSTALL) --editable '.[cpu]'
 	@touch $@
 
 $(DEVELOPER): $(RUNTIME)
@@ -61,10 +61,11 @@ test: install
 	$(TEST) -m 'not slow' $(ARGS)
 
 test-faults: install
-	$(TEST) --dist load -m fault tests/loops $(ARGS)
+	$(TEST) --dist load -m fault tests/runs $(ARGS)
 
 test-crashes: install
-	$(TEST) --dist load -m slow tests/loops tests/test_resume.py $(ARGS)
+	$(TEST) --dist load -m slow tests/runs tests/learning/test_resume.py \
+		--ignore tests/runs/test_smollm2.py --ignore-glob 'tests/runs/test_launch_*' $(ARGS)
 
 test-slow: install $(COMPILER)
 	$(TEST) -m slow $(ARGS)
@@ -75,7 +76,7 @@ check: install
 	$(VENV)/bin/ruff format .
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/pyright
-	changed=$$($(VENV)/bin/python tests/changed.py $(SINCE)) && \
+	changed=$$($(VENV)/bin/python -m tests.helpers.changed $(SINCE)) && \
 		if [ -n "$$changed" ]; then $(TEST) -m 'not slow' $$changed; fi
 
 lint: install

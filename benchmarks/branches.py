@@ -33,7 +33,7 @@ from mujica_jax.inference.scheduler import BatchedGenerator
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Entity, Question, StopReason
 from mujica_jax.retrieval.statistics import RetrievalStatistics
-from mujica_jax.runs.setup import open_model
+from mujica_jax.runs.model import open_model
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.tasks.task import EnvironmentKind, Material
 
@@ -132,8 +132,9 @@ def main() -> int:
     given = parser.parse_args()
     use_compilation_cache()
     try:
-        tokenizer, _, load = open_model(given.checkpoint, given.dtype)
-        decoder = load(None, given.dtype)
+        model = open_model(given.checkpoint, given.dtype)
+        tokenizer = model.tokenizer
+        decoder = model.load(None, given.dtype)
         slots = EngineConfig(slots=8, decode_steps_per_call=8, prefill_tokens=1024)
         never = decoder.config.vocab_size  # a stop token that no token is
         engine = make_engine(

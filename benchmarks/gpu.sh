@@ -44,7 +44,8 @@ train() { # NAME CONFIG FLAG...: the run directory is kept, the result is its su
 }
 
 # All questions of text in every round. Scored on dev; on test by
-# compare_policies.py RESULTS/two_wiki_text_smollm2/0 RESULTS/two_wiki_text_smollm2/1 --split test
+# python -m mujica_jax.eval --checkpoint RESULTS/two_wiki_text_smollm2 --policy 0 --eval.split test --samples 8 --out FIRST
+# and, for policy 1, with --beside FIRST/two_wiki-text-test.json
 train text two_wiki_text_smollm2 --sampling.questions-per-round 727 --sampling.shard-questions 364 \
     --method.max-attempts 4 --method.epochs 2
 train kg two_wiki_kg_smollm2
@@ -52,7 +53,7 @@ train kg two_wiki_kg_smollm2
 # them with adapters.
 seven=benchmarks/shapes/qwen2.5-7b
 train_step() { # NAME FLAG...
-    step "$1" "$PYTHON" benchmarks/train_step.py $seven --rows 8 --row-tokens 2048 --dtype bfloat16 "${@:2}"
+    step "$1" "$PYTHON" benchmarks/train_tokens.py step --checkpoint $seven --rows 8 --row-tokens 2048 --dtype bfloat16 "${@:2}"
 }
 train_step train-7b --layers 8
 train_step train-7b-lora --lora-rank 16
@@ -63,5 +64,5 @@ for size in 0.5b 1.5b 7b; do
     step "rollout-$size" "$PYTHON" benchmarks/rollout.py --checkpoint "benchmarks/shapes/qwen2.5-$size" --dtype bfloat16
 done
 step rollout-7b-256 "$PYTHON" benchmarks/rollout.py --checkpoint $seven --dtype bfloat16 --sessions 256 --slots 256
-step search "$PYTHON" benchmarks/exact_search.py
+step search "$PYTHON" benchmarks/retrieval.py exact
 exit $status

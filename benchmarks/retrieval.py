@@ -1,8 +1,10 @@
-"""Searching and embedding, beside faiss, hnswlib and sentence-transformers; one JSON line a row.
+"""Searching and embedding, also beside faiss, hnswlib and sentence-transformers; one JSON line a row.
 
     python benchmarks/retrieval.py search --work FOLDER [--rows 1000000] [--peers-python PYTHON] \\
         [--rounds 5] [--engines scann faiss-hnsw]
     python benchmarks/retrieval.py encode --corpus FILE [--embedder minilm] [--peers-python PYTHON] [--rounds 5]
+    python benchmarks/retrieval.py exact [--rows 10000000 --dimension 1024 --queries 256 --k 10]
+    python benchmarks/retrieval.py recall --data DIR --work FOLDER [--embedder minilm] [--sentences]
 
 `search`: clustered_vectors.py makes the vectors. Every engine is a process of its own with as many
 threads as the others; its index is built, saved (and found again in FOLDER by the next run) and
@@ -17,23 +19,41 @@ same weights in float32, which sorts by length as well; after a first pass that 
 
 The peers need a Python with faiss-cpu, hnswlib and sentence-transformers; where none is named they
 are left out.
+
+`exact`: exact search over random embeddings in the memory of the devices that are here. The roof is
+the time in which the devices' memory can be read once: every call reads all embeddings, whatever
+the number of queries. It is measured beside the search, as a sum over a large array.
+
+`recall`: what ScaNN loses against exact search on questions that its rule was not made from, those
+of HotpotQA and MuSiQue. DIR has the folders 2wikimultihopqa, hotpotqa, musique and nq_open with
+files in their official formats (their names stand below). The corpus is that of 2Wiki and every
+passage given with a question of HotpotQA and MuSiQue, once each; with --sentences each of their
+sentences is a passage, so that there are enough for the rule to leave partitions out. FOLDER gets
+it, and an index by `index build` that the next run finds again. A row for each set and each number
+of partitions searched: recall of gold titles at 5 by exact search and by ScaNN, in percent.
+`"partitions": "by the rule"` is what `index build` would search. FOLDER/search gets the embeddings
+and those of all questions (2Wiki's and NQ's too) as `search --work FOLDER/search --rows PASSAGES`
+wants them, which measures ScaNN on real text beside its peers; of an embedder of its 384 numbers.
 """
 
 import argparse
+import dataclasses
 import json
 import os
+import re
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
 
 import numpy as np
-from clustered_vectors import DIMENSION, K, make_vectors, recall
+from clustered_vectors import DIMENSION, K, make_vectors, recall, save_queries
 
 PEERS = Path(__file__).parent / "peers"
 OURS, THEIRS = ("scann", "exact"), ("faiss-flat", "faiss-hnsw", "hnswlib")
@@ -48,6 +68,21 @@ SETTINGS: dict[str, Sequence[float | None]] = {
 }
 SINGLE_QUERIES = 300
 PEER_BATCHES = (32, 128)  # the first is the default of sentence-transformers
+DRAWN_ROWS = 65_536  # of `exact`, repeated: what the rows hold does not matter there
+
+# Of `recall`: files under --data.
+CORPUS = "2wikimultihopqa/corpus_6119.json.gz"
+QUESTION_FILES = {
+    "hotpotqa": ("hotpotqa/dev_distractor_visible.jsonl.gz", "hotpotqa/train_100.json.gz"),
+    "musique": ("musique/dev_visible.jsonl.gz", "musique/train_100.json.gz"),
+}
+OTHER_QUESTION_FILES = (
+    "2wikimultihopqa/questions_visible.jsonl.gz",
+    "nq_open/dev_500.jsonl.gz",
+)
+SHARES_SEARCHED = (0.1, 0.2, 0.3, 0.5)  # of the partitions
+GOLD_K = 5
+SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])")
 
 
 class Engine:
@@ -152,8 +187,6 @@ def search(given: argparse.Namespace) -> None:
 
 def engine(given: argparse.Namespace) -> None:
     """One of ours, as peers/vector_search.py is one of theirs."""
-    import dataclasses
-
     from mujica_jax.retrieval.text.scann import ScannSearch, package, parameters_for, write_scann
     from mujica_jax.retrieval.text.vectors import open_embeddings
 
@@ -276,10 +309,181 @@ def _pass_of(peer: Any, batch: int) -> float:
     return json.loads(peer.stdout.readline())["seconds"]
 
 
+def exact_search(arguments: argparse.Namespace) -> None:
+    """Measure exact search over random embeddings on the devices that are here."""
+    import jax
+    import jax.numpy as jnp
+    import ml_dtypes
+
+    from mujica_jax.retrieval.text.exact import ExactSearch
+    from mujica_jax.retrieval.text.vectors import Embeddings
+    from mujica_jax.runtime.chips import fastest_seconds
+
+    draw = np.random.default_rng(0)
+    drawn_rows = min(DRAWN_ROWS, arguments.rows)
+    drawn = draw.standard_normal((drawn_rows, arguments.dimension), np.float32)
+    vectors = np.resize(drawn.astype(ml_dtypes.bfloat16), (arguments.rows, arguments.dimension))
+    queries = draw.standard_normal((arguments.queries, arguments.dimension), np.float32)
+
+    start_time = time.perf_counter()
+    index = ExactSearch(Embeddings(vectors))
+    index.search(queries[:1], arguments.k)
+    load_seconds = time.perf_counter() - start_time
+
+    k = arguments.k
+    all_seconds = fastest_seconds(lambda: index.search(queries, k), spend_seconds=5.0)
+    query_seconds = fastest_seconds(lambda: index.search(queries[:1], k), spend_seconds=5.0)
+
+    array = jnp.ones(64 << 20)
+    total = jax.jit(jnp.sum)
+    sum_seconds = fastest_seconds(lambda: total(array).block_until_ready())
+    bandwidth = array.nbytes / sum_seconds * index.mesh.size
+    roof_seconds = vectors.nbytes / bandwidth
+    row = {
+        "rows": arguments.rows,
+        "dimension": arguments.dimension,
+        "load_seconds": round(load_seconds, 1),
+        "queries_per_second": round(arguments.queries / all_seconds, 1),
+        "one_query_milliseconds": round(1e3 * query_seconds, 2),
+        "memory_gigabytes_per_second": round(bandwidth / 1e9, 1),
+        "share_of_roof_one_query": round(roof_seconds / query_seconds, 3),
+        "device": jax.devices()[0].device_kind,
+    }
+    print(json.dumps(row))
+
+
+def gold_recall(arguments: argparse.Namespace) -> None:
+    """Compare ScaNN with exact search by the gold titles among the passages that they find."""
+    from mujica_jax import index
+    from mujica_jax.retrieval.embedding.find import find_embedder
+    from mujica_jax.retrieval.text.corpus import PassageFile
+    from mujica_jax.retrieval.text.dense import best_rows
+    from mujica_jax.retrieval.text.scann import ScannSearch, parameters_for, write_scann
+    from mujica_jax.retrieval.text.vectors import open_embeddings
+
+    # Build the exact index, and ScaNN's files beside it.
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    corpus = arguments.work / "corpus.jsonl"
+    folder = arguments.work / "exact"
+    write_corpus(arguments.data, corpus, sentences=arguments.sentences)
+    build = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", arguments.embedder]
+    if status := index.main([*build, "--out", str(folder)]):
+        raise SystemExit(status)
+    passages = PassageFile(folder / "passages.arrow")
+    titles = [passage.title for passage in passages]
+    embedder_folder = find_embedder(arguments.embedder)
+    embeddings = open_embeddings(folder, len(passages), embedder_folder.dimension, "bfloat16")
+    rule = parameters_for(len(passages), of_length_1=embeddings.of_length_1())
+    scann_folder = write_scann(embeddings, rule, arguments.work / "scann")
+    scann = ScannSearch.load(scann_folder, len(passages), rule)
+
+    # Search for the questions of each set.
+    embedder = embedder_folder.load()
+    all_queries = []
+    for file in OTHER_QUESTION_FILES:
+        questions = [record["question"] for record in read_question_records(arguments.data / file)]
+        all_queries.append(embedder.embed(questions, "query"))
+    for name, files in QUESTION_FILES.items():
+        records = [
+            record for file in files for record in read_question_records(arguments.data / file)
+        ]
+        gold_titles = [gold_titles_of(record) for record in records]
+        queries = embedder.embed([record["question"] for record in records], "query")
+        all_queries.append(queries)
+        exact_positions = best_rows(queries, embeddings.float32(), GOLD_K)[1]
+        exact_percent = gold_percent(exact_positions, titles, gold_titles)
+        for share in (None, *SHARES_SEARCHED):
+            searched = rule.leaves_searched if share is None else round(share * rule.leaves)
+            scann.parameters = dataclasses.replace(rule, leaves_searched=searched)
+            scann_positions = scann.search(queries, GOLD_K)[1]
+            row = {
+                "questions": f"{name}, {len(records)}",
+                "passages": len(passages),
+                "partitions": "by the rule" if share is None else share,
+                "searched": f"{searched} of {rule.leaves}",
+                "exact_recall@5": exact_percent,
+                "scann_recall@5": gold_percent(scann_positions, titles, gold_titles),
+            }
+            print(json.dumps(row), flush=True)
+
+    # Leave vectors and queries for `search`.
+    if embedder_folder.dimension == DIMENSION:
+        search_folder = arguments.work / "search"
+        shutil.rmtree(search_folder, ignore_errors=True)  # with what was built of other vectors
+        search_folder.mkdir()
+        shutil.copyfile(folder / "embeddings.bfloat16", search_folder / "embeddings.bfloat16")
+        vectors = embeddings.float32()
+        np.save(search_folder / "vectors.npy", vectors)
+        save_queries(search_folder, np.concatenate(all_queries), vectors)
+
+
+def read_question_records(file: Path) -> Iterator[Any]:
+    """Return the records of a file in one of the official formats."""
+    from mujica_jax.retrieval.text.corpus_records import read_records
+
+    return (record for _, record in read_records(file))
+
+
+def passages_of(record: Any) -> Iterator[tuple[str, str]]:
+    """Yield title and text of each passage given with a question."""
+    if "paragraphs" in record:
+        for paragraph in record["paragraphs"]:
+            yield paragraph["title"], paragraph["paragraph_text"]
+    else:
+        for title, sentences in record["context"]:
+            yield title, "".join(sentences)
+
+
+def gold_titles_of(record: Any) -> set[str]:
+    """Return the titles of a question's gold passages."""
+    if "paragraphs" in record:
+        return {
+            paragraph["title"] for paragraph in record["paragraphs"] if paragraph["is_supporting"]
+        }
+    return {title for title, _ in record["supporting_facts"]}
+
+
+def gold_percent(
+    positions: np.ndarray, titles: Sequence[str], gold_titles: Sequence[set[str]]
+) -> float:
+    """Return the percentage of the gold titles that are found, on average over the questions."""
+    shares = []
+    for row, gold in zip(positions, gold_titles, strict=True):
+        row_titles = {titles[position] for position in row if position >= 0}
+        shares.append(len(gold & row_titles) / len(gold))
+    return round(100 * float(np.mean(shares)), 2)
+
+
+def write_corpus(data: Path, file: Path, *, sentences: bool) -> None:
+    """Write the passages of all sets, each once and in the order in which they come."""
+    passages: dict[tuple[str, str], None] = {}
+    for record in read_question_records(data / CORPUS):
+        passages[record["title"], record["text"].strip()] = None
+    for names in QUESTION_FILES.values():
+        for name in names:
+            for record in read_question_records(data / name):
+                for title, text in passages_of(record):
+                    passages[title, text.strip()] = None
+    if sentences:
+        whole_passages = passages
+        passages = {}
+        for title, text in whole_passages:
+            for sentence in SENTENCE_END.split(text):
+                passages[title, sentence] = None
+    lines = [
+        json.dumps({"title": title, "text": text})
+        for title, text in passages
+        if title.strip() and text
+    ]
+    file.write_text("\n".join(lines))
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(required=True)
     searched, encoded = (commands.add_parser(run.__name__) for run in (search, encode))
+    measured = commands.add_parser("exact")
+    compared = commands.add_parser("recall")
     alone = commands.add_parser("engine")
     searched.set_defaults(run=search)
     searched.add_argument(
@@ -298,6 +502,16 @@ def main() -> int:
         made.add_argument("--rounds", type=int, default=5)
         made.add_argument("--threads", type=int, default=2)
         made.add_argument("--peers-python", metavar="PYTHON")
+    measured.set_defaults(run=exact_search)
+    measured.add_argument("--rows", type=int, default=10_000_000)
+    measured.add_argument("--dimension", type=int, default=1024)
+    measured.add_argument("--queries", type=int, default=256)
+    measured.add_argument("--k", type=int, default=10)
+    compared.set_defaults(run=gold_recall)
+    compared.add_argument("--data", type=Path, required=True)
+    compared.add_argument("--work", type=Path, required=True)
+    compared.add_argument("--embedder", default="minilm")
+    compared.add_argument("--sentences", action="store_true")
     alone.set_defaults(run=engine)  # the process that `search` starts
     alone.add_argument("folder", type=Path)
     alone.add_argument("engine", choices=OURS)

@@ -5,7 +5,7 @@ measured latencies.
 
 First the store is measured: the median time of a read, of an object created, and of a listing by
 the number of its objects. Then workers are simulated, each as the sequence of store operations that
-`methods/sampler.py` makes of a unit, with playing times of --unit-seconds in the mean (lognormal, a
+`methods/mygo_worker.py` makes of a unit, with playing times of --unit-seconds in the mean (lognormal, a
 deviation of 0.25) and a trainer that learns for --learn-seconds after each round. Nothing else is
 simulated: a store that gets slower under many requests is not. One JSON line a number of workers:
 units a minute, the share of the workers' time that is idle or spent on the store, operations a
@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from mujica_jax.errors import UserError
-from mujica_jax.methods.sampler import LOOKS_A_LEASE, MAX_POLL_SECONDS, POLL_SECONDS, TRIES
+from mujica_jax.methods.mygo_worker import LOOKS_A_LEASE, MAX_POLL_SECONDS, POLL_SECONDS, TRIES
 from mujica_jax.storage.leases import RENEWALS_A_LEASE
 from mujica_jax.storage.run_directory import RunDirectory
 

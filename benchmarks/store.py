@@ -29,7 +29,8 @@ from mujica_jax.records import Conversation, StopReason, Trajectory, Turn
 from mujica_jax.trajectories import shards
 from mujica_jax.trajectories.store import Store
 
-SERVER = Path(__file__).resolve().parents[1] / "tests" / "fake_bucket.py"
+ROOT = Path(__file__).resolve().parents[1]
+SERVER = "tests.helpers.fake_bucket"
 
 
 def trajectory(draw: np.random.Generator, number: int, turn_tokens: int) -> Trajectory:
@@ -119,7 +120,8 @@ def main() -> int:
         try:
             if given.bucket is None:
                 server = subprocess.Popen(
-                    [sys.executable, str(SERVER)],
+                    [sys.executable, "-m", SERVER],
+                    cwd=ROOT,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     text=True,

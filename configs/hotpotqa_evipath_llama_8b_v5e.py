@@ -33,7 +33,7 @@ ours has 32 rows, of several conversations each. Task and training step are thos
 import dataclasses
 
 from mujica_jax.config.files import load_config
-from mujica_jax.config.remote import RemoteConfig
+from mujica_jax.config.methods import RemoteConfig
 from mujica_jax.config.schema import Config, EviPathConfig, MujicaConfig
 
 

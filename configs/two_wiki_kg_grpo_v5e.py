@@ -15,7 +15,7 @@ From the paper: about as many trajectories, and a KL term to the policy that the
 that of the paper which introduced GRPO (DeepSeekMath). The KL term holds a second set of weights,
 0.95 GB on each chip. All else is as in `two_wiki_kg_v5e.py`.
 
-Not run; `tests/test_tpu_compile.py` compiles its training step.
+Not run; `tests/models/test_tpu_compile.py` compiles its training step.
 """
 
 import dataclasses

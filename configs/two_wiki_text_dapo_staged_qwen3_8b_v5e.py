@@ -24,7 +24,7 @@ The judge of the paper is Qwen3-235B-A22B-Instruct; give it with
 Without it an answer is right by exact match. Ours: DAPO's clip and its punishment of length (the
 paper trains by DAPO and does not speak of it), a stage of 250 steps each, an evaluation every 50
 steps (30), 15% of the questions held out (20%), and bge over the task's index where the paper has
-E5 over Wikipedia, and Qwen3-Embedding for the queries. Not run; `tests/test_tpu_compile.py`
+E5 over Wikipedia, and Qwen3-Embedding for the queries. Not run; `tests/models/test_tpu_compile.py`
 compiles its training step.
 """
 

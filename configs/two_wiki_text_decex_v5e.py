@@ -15,7 +15,7 @@ second model behind an endpoint does that here too:
     --method.remote.base-url URL --method.remote.model NAME --method.remote.mode chat --method.remote.tokenizer FOLDER
 
 A row of 8,192 tokens holds both conversations of a pair; a conversation of ours has at most 4,096
-tokens. `tests/test_tpu_compile.py` compiles the step of DPO; a whole run is still to come. The
+tokens. `tests/models/test_tpu_compile.py` compiles the step of DPO; a whole run is still to come. The
 `model` section is not read with --init.
 """
 

@@ -36,10 +36,9 @@ from pathlib import Path
 import tyro
 
 from mujica_jax.config import schema
-from mujica_jax.config.checks import check
-from mujica_jax.config.fields import check_remote
+from mujica_jax.config.checks import check, check_distributed, check_remote
 from mujica_jax.config.files import from_dict, load_config, of_kind, override, take_file, take_flag
-from mujica_jax.config.rewards import needs_judge
+from mujica_jax.config.methods import needs_judge
 from mujica_jax.config.schema import AgentConfig, Config, RemoteConfig
 from mujica_jax.errors import UserError
 from mujica_jax.runs.endpoint import Endpoint, open_endpoint
@@ -83,6 +82,11 @@ class EvalArguments:
     tasks: tuple[str, ...] = ()
     # a second time at eval.temperature; False: greedily alone, in half the time
     sampled: bool = True
+    # times a question is sampled; its sampled score is the mean
+    samples: int = 1
+    # An earlier result on the same questions, as OUT/two_wiki-text-dev.json: the differences to it
+    # are printed too, with intervals paired over the questions.
+    beside: str | None = None
     plot: bool = False  # a picture of the table too (extra `plots`)
     # a question of yours over the task's passages: shows how it is answered, in place of scores
     ask: str | None = None
@@ -108,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def program() -> None:
         words = sys.argv[1:] if arguments is None else arguments
         options, config = command_line(words)
+        check_distributed(options.distributed)
         distributed.start(options.distributed, preemption.on_notice)
         configs = all_configs(options, config)
 
@@ -137,7 +142,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             preemption,
             worker=worker,
             judge=judge,
-            sampled=options.sampled,
+            samples=options.samples if options.sampled else 0,
+            beside=options.beside,
             plot=options.plot,
             ask=options.ask,
             note=other_agent(words),
@@ -152,6 +158,7 @@ def all_configs(options: EvalArguments, config: Config) -> list[Config]:
 
     Raises UserError before anything is loaded."""
     _check_worker(options, config)
+    _check_samples(options)
     if options.ask is not None:
         _check_ask(options.ask, options, config.task)
     if options.plot and not (options.agents or options.tasks):
@@ -186,6 +193,21 @@ def _check_worker(options: EvalArguments, config: Config) -> None:
         )
 
 
+def _check_samples(options: EvalArguments) -> None:
+    """Check the number of samples, and that only one result is compared with an earlier one."""
+    if options.samples < 1:
+        raise UserError(f"--samples is {options.samples} and must be at least 1")
+    if options.samples > 1 and not options.sampled:
+        raise UserError(
+            f"--samples is {options.samples} and --sampled is False: leave one of them out"
+        )
+    if options.beside is not None and (options.agents or options.tasks):
+        raise UserError(
+            f"--beside is {options.beside} and there are several results: leave out --agents and "
+            "--tasks, which compare by themselves"
+        )
+
+
 def _check_ask(question: str, options: EvalArguments, task: schema.TaskConfig) -> None:
     """Check that a question of the user's can be asked, and that nothing else is."""
     if not question.strip():
@@ -206,6 +228,7 @@ def _check_ask(question: str, options: EvalArguments, task: schema.TaskConfig) -
         "tasks": options.tasks,
         "plot": options.plot,
         "judge": options.judge.base_url,
+        "beside": options.beside,
     }
     for name, value in comparisons.items():
         if value:

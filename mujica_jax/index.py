@@ -65,7 +65,6 @@ KIND_THAT_READS = {
     "languages": GRAPH,
     "properties": GRAPH,
     "tokenizer": "bm25",
-    "hosts": "exact",
     "devices": "exact",
     "recall_target": "exact",
 }
@@ -172,18 +171,13 @@ def _recall_sentence(recall: dict[str, Any]) -> str:
 
 
 def estimate(arguments: argparse.Namespace) -> None:
-    """Print the bytes and seconds that an index will take."""
+    """Print the bytes that an index will take."""
     _refuse_unread(arguments, arguments.kind)
     if arguments.kind != GRAPH:
-        for name in ("hosts", "devices"):
-            number = getattr(arguments, name)
-            if number is not None and number < 1:
-                raise UserError(f"--{name} is {number}: give at least 1")
+        if arguments.devices is not None and arguments.devices < 1:
+            raise UserError(f"--devices is {arguments.devices}: give at least 1")
         amounts = estimate_corpus(
-            _index_spec(arguments),
-            arguments.passages,
-            hosts=arguments.hosts or 1,
-            devices=arguments.devices,
+            _index_spec(arguments), arguments.passages, devices=arguments.devices
         )
     elif arguments.passages is None:
         amounts = estimate_graph(_graph_spec(arguments))
@@ -326,7 +320,6 @@ def _refuse_unread(arguments: argparse.Namespace, kind: str) -> None:
         "prefixes": embeds,
         "storage": embeds,
         "embeddings": is_dense,
-        "hosts": kind == "exact",
         "devices": kind == "exact",
         "recall_target": kind not in ("bm25", "scann", GRAPH, AUTO),
     }
@@ -454,7 +447,7 @@ def _parser() -> argparse.ArgumentParser:
 
     # The order of the commands is that of the help text.
     estimate_parser = _add_command(
-        commands, estimate, "Bytes and seconds that an index will take, as one JSON line."
+        commands, estimate, "Bytes that an index will take, as one JSON line."
     )
     build_parser = _add_command(
         commands, build, "Build an index of a corpus. A killed build goes on with the same command."
@@ -508,9 +501,10 @@ def _add_estimate_flags(parser: argparse.ArgumentParser) -> None:
         "--passages", type=int, help="as if it had so many (default: all are counted)"
     )
     parser.add_argument(
-        "--hosts", type=int, help="of the job that searches an index of kind exact (1)"
+        "--devices",
+        type=int,
+        help="of the host that searches an index of kind exact (as many as here)",
     )
-    parser.add_argument("--devices", type=int, help="of each of these hosts (as many as here)")
 
 
 def _add_build_flags(parser: argparse.ArgumentParser) -> None:

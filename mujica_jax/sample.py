@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def sample(options: SampleArguments, preemption: Preemption) -> None:
     """Play units of work until the run is finished."""
     # Imported here: a mistake in the arguments is answered before JAX has started.
-    from mujica_jax.methods.sampler import Sampler
+    from mujica_jax.methods.mygo_worker import Sampler
     from mujica_jax.runs.setup import open_sampling
 
     if not (run_path(options.run) / CONFIG).exists():
@@ -100,7 +100,7 @@ def _config_of(store: Store, options: SampleArguments) -> Config:
     """Return the run's own configuration, with this host's data.
 
     Raises UserError if this program cannot sample for the run."""
-    from mujica_jax.runs.setup import TRAINER
+    from mujica_jax.runs.lead import TRAINER
 
     config = from_dict(Config, store.read_json(CONFIG)["config"])
     if config.method.kind != "mygo":

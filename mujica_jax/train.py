@@ -11,9 +11,13 @@ import shlex
 import sys
 import time
 
-from mujica_jax.config.checks import check, check_demonstrations
+from mujica_jax.config.checks import (
+    check,
+    check_demonstrations,
+    check_judge_is_asked,
+    check_log_probabilities,
+)
 from mujica_jax.config.files import command_line, implementation, take_flag
-from mujica_jax.config.method_checks import check_judge_is_asked, check_log_probabilities
 from mujica_jax.config.schema import Config
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory
@@ -58,6 +62,7 @@ def train(config: Config, directory: str, preemption: Preemption) -> None:
     """Train one run from start to end. Everything that a restart needs is under `directory`."""
     # Imported here: a mistake in the configuration is answered before JAX has started.
     from mujica_jax.report.results import closing_table, question_tree, summary_dict
+    from mujica_jax.runs.evaluation import solved_question
     from mujica_jax.runs.setup import open_training
     from mujica_jax.storage.run_directory import run_path
     from mujica_jax.trajectories.store import SUMMARY
@@ -78,9 +83,9 @@ def train(config: Config, directory: str, preemption: Preemption) -> None:
             run.store.write_json_once(SUMMARY, summary)
 
         run.progress.show(closing_table(phases))
-        solved_question = run.solved_question(phases[-1].name)
-        if solved_question:
-            run.progress.show(question_tree(*solved_question))
+        solved = solved_question(run, phases[-1].name)
+        if solved:
+            run.progress.show(question_tree(*solved))
         run.progress.line(f"policies, predictions and metrics: {directory}")
 
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import hypothesis
 import jaxlib
 import pytest
-from patience import HANG_SECONDS
-from turned_clock import TurnedClock
+
+from tests.helpers.patience import HANG_SECONDS
+from tests.helpers.turned_clock import TurnedClock
 
 KEPT = {
     "JAX_COMPILATION_CACHE_DIR": str(Path(__file__).resolve().parents[1] / ".jax_cache"),
@@ -25,19 +26,16 @@ KEPT = {
 XLA_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
 OUTCOMES = ("rerun", "failed", "error")
 # Files that take ten seconds and more: begun last, one of them would go on alone.
-LONG = {
-    f"test_{name}.py"
-    for name in (
-        "extending",
-        "few_shot_warmup",
-        "graph_index",
-        "jetstream_generator",
-        "tiny_world",
-        "two_wiki",
-        "serve",
-        "what_a_run_keeps",
-    )
-}
+LONG = (
+    "tests/inference/jetstream/test_generator.py",
+    "tests/methods/test_few_shot_warmup.py",
+    "tests/repository/test_extending.py",
+    "tests/retrieval/graph/test_index.py",
+    "tests/runs/test_what_a_run_keeps.py",
+    "tests/tasks/tiny_world/test_world.py",
+    "tests/tasks/two_wiki/test_task.py",
+    "tests/test_serve.py",
+)
 
 
 def known_flags() -> list[str]:
@@ -65,7 +63,7 @@ def turned_clock(monkeypatch: pytest.MonkeyPatch) -> TurnedClock:
 @pytest.fixture(scope="module")
 def decoder():
     """That of `packed_rows`, for modules that have none of their own."""
-    from packed_rows import tiny_decoder
+    from tests.helpers.packed_rows import tiny_decoder
 
     return tiny_decoder()
 
@@ -86,7 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONG)
+    items.sort(key=lambda item: not item.path.as_posix().endswith(LONG))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -3,7 +3,6 @@ traceback, and nothing written or lost."""
 
 import dataclasses
 import errno
-import functools
 import json
 import os
 import re
@@ -20,8 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from packed_rows import MODEL
-from tiny_models import filled_decoder
 
 from mujica_jax import eval as evaluation
 from mujica_jax import sample, train
@@ -39,19 +36,22 @@ from mujica_jax.records import Conversation, Question, Turn
 from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.rewards.reward import find_reward
 from mujica_jax.runs import setup as start
+from mujica_jax.runs.lead import TRAINER
+from mujica_jax.runs.learning import rows_that_fit
 from mujica_jax.runs.parts import make_agent
-from mujica_jax.runs.run import Run
 from mujica_jax.runtime import provenance
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.storage import run_directory
 from mujica_jax.storage.leases import Leases
 from mujica_jax.storage.local import require_space
 from mujica_jax.trajectories.store import Store, open_run
+from tests.helpers.packed_rows import MODEL
+from tests.helpers.paths import HELPERS, ROOT
+from tests.helpers.tiny_models import filled_decoder
 
-ROOT = Path(__file__).resolve().parents[1]
-SMOKE = str(ROOT / "tests" / "loops" / "smoke_config.py")
+SMOKE = str(HELPERS / "smoke_config.py")
 GRPO = str(ROOT / "configs" / "tiny_world_grpo.py")
-TWO_WIKI = str(ROOT / "tests" / "loops" / "smoke_two_wiki_config.py")
+TWO_WIKI = str(HELPERS / "smoke_two_wiki_config.py")
 
 
 @pytest.fixture(autouse=True)
@@ -384,7 +384,6 @@ def warming_up(**changes) -> Any:
     run.agent = make_agent(config.agent, tokenizer)
     run.faults = FaultGuard(config.faults)
     run.reward = find_reward(config.reward, task.rule)
-    run.fitting = functools.partial(Run.fitting, run)
     return run
 
 
@@ -415,7 +414,7 @@ def test_rows_too_short_for_some_conversations_are_said():
         )
 
     short, long = conversation(384), conversation(385)
-    assert Run.fitting(run, [short, long, short]) == [short, short]
+    assert rows_that_fit(run, [short, long, short]) == [short, short]
     assert said == ["1 of 3 conversations exceed 384 tokens and are left out"]
 
 
@@ -461,9 +460,7 @@ def test_worked_examples_without_room_are_refused_by_an_evaluation_too(refused, 
 def test_a_worker_joins_only_a_run_of_its_own_program(refused, monkeypatch):
     words = [str(SMOKE), "--run", "run", "--sampling.workers", "external"]
     about = dataclasses.asdict(command_line(words, default="tiny_world"))
-    assert Leases(open_run(Path("run"), about), seconds=30.0, revision="a" * 40).claim(
-        start.TRAINER
-    )
+    assert Leases(open_run(Path("run"), about), seconds=30.0, revision="a" * 40).claim(TRAINER)
     monkeypatch.setattr(provenance, "git_revision", lambda: "b" * 40)
     assert f"revision {'a' * 40} and this program is {'b' * 40}" in refused(sample, "--run", "run")
     grpo = command_line([str(GRPO), "--run", "other"], default="tiny_world")

@@ -11,8 +11,9 @@ from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import UserError
 from mujica_jax.trajectories.store import open_run
+from tests.helpers.paths import HELPERS
 
-SMOKE = str(Path(__file__).parent / "loops" / "smoke_config.py")
+SMOKE = str(HELPERS / "smoke_config.py")
 NQ = ["nq_qwen3_4b_v5e", "--task.data-dir", "DATA"]  # its agent is single
 DECEX = DecexConfig(
     prompt="zero_shot",

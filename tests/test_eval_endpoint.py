@@ -10,16 +10,16 @@ import sys
 from pathlib import Path
 
 import pytest
-from local_endpoint import Answer, Request, serving
-from patience import HANG_SECONDS
 
 from mujica_jax import eval as evaluation
 from mujica_jax.agents import protocol
 from mujica_jax.config.files import load_config
 from mujica_jax.runs.setup import build_task
+from tests.helpers.local_endpoint import Answer, Request, serving
+from tests.helpers.paths import HELPERS, ROOT
+from tests.helpers.patience import HANG_SECONDS
 
-ROOT = Path(__file__).resolve().parents[1]
-SMOKE = str(ROOT / "tests" / "loops" / "smoke_config.py")
+SMOKE = str(HELPERS / "smoke_config.py")
 EXAMPLES = protocol.opening("planner", "graph", "few_shot").examples
 LIMITS = [
     "--agent.max-trajectory-tokens",
@@ -124,6 +124,53 @@ def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path)
         "Nobody at all",
     ]
     assert {request.body["temperature"] for request in endpoint.requests} == {0.0, 1.0}
+
+
+def test_two_models_are_compared_question_by_question_over_several_samples(tokenizer, tmp_path):
+    """The first model is always wrong. The second one is right at the first question greedily and
+    in one of two samples: 50 EM, and half of it sampled."""
+    config = load_config(SMOKE)
+    question = build_task(config).questions(config.eval.split)[0]
+    sampled_requests = []
+
+    def reply_of(text: str) -> Answer:
+        message = {"role": "assistant", "content": f"<think>So.</think>\n<answer>{text}</answer>"}
+        return Answer(content={"choices": [{"message": message, "finish_reason": "stop"}]})
+
+    def first_model(request: Request, before: int) -> Answer:
+        return reply_of("Nobody at all")
+
+    def second_model(request: Request, before: int) -> Answer:
+        if question.text not in request.body["messages"][-1]["content"]:
+            return reply_of("Nobody at all")
+        if request.body["temperature"] > 0:
+            sampled_requests.append(request)
+            if len(sampled_requests) > 1:
+                return reply_of("Nobody at all")
+        return reply_of(question.answers[0])
+
+    flags = [*LIMITS, "--samples", "2", "--out"]
+    with serving(first_model) as endpoint:
+        done = run(tmp_path, *command(endpoint.base_url, tokenizer, *flags, "first"))
+    assert done.returncode == 0, done.stderr
+    earlier = "first/tiny_world-graph-dev.json"
+    with serving(second_model) as endpoint:
+        words = command(endpoint.base_url, tokenizer, *flags, "second", "--beside", earlier)
+        done = run(tmp_path, *words)
+        other_questions = [*words, "--eval.questions", "3"]
+        refused = run(tmp_path, *other_questions)
+    assert done.returncode == 0, done.stderr
+    assert len(sampled_requests) == 2
+
+    result = json.loads((tmp_path / "second" / "tiny_world-graph-dev.json").read_text())
+    assert (result["greedy"]["em"], result["sampled"]["em"]) == (50.0, 25.0)
+    assert result["sampled"]["questions"] == 2
+    assert result["sampled"]["stop_reasons"] == {"answered": 4}
+    differences = {name: values["difference"] for name, values in result["beside"].items()}
+    assert (differences["em"], differences["em_sampled"]) == (50.0, 25.0)
+    assert "+25.0 (+0.0 to +50.0)" in done.stdout
+    assert refused.returncode == 2
+    assert f"--beside {earlier} has 2 questions and 3 are asked" in refused.stderr
 
 
 def test_the_commands_of_the_document_are_taken(monkeypatch):

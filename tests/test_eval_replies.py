@@ -5,12 +5,12 @@ import json
 from collections import Counter
 
 import pytest
-from local_endpoint import Answer, Request, serving
-from test_eval_endpoint import command
 
 from mujica_jax import eval as evaluation
 from mujica_jax import index
 from mujica_jax.inference.remote import generator
+from tests.helpers.local_endpoint import Answer, Request, serving
+from tests.test_eval_endpoint import command
 
 ANSWER = "<answer> Ghent </answer>"
 QUESTIONS = 6

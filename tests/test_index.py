@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import HANG_SECONDS
-from shared_data import TWO_WIKI, needs_data
-from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
 from mujica_jax.runtime.standard_output import READER_GONE
+from tests.helpers.patience import HANG_SECONDS
+from tests.helpers.shared_data import TWO_WIKI, needs_data
+from tests.helpers.tiny_embedder import tiny_embedder, write_corpus
 
 PASSAGES = 40
 

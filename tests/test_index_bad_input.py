@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
 from mujica_jax.retrieval.service import open_port
+from tests.helpers.tiny_embedder import tiny_embedder, write_corpus
 
 PASSAGES = 12
 

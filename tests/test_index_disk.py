@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tiny_embedder import tiny_embedder, write_corpus
 
 from mujica_jax import index
 from mujica_jax.retrieval import manifest as manifests
 from mujica_jax.retrieval.text import index as indexes
+from tests.helpers.tiny_embedder import tiny_embedder, write_corpus
 
 PASSAGES = 1100  # so many that ScaNN learns partitions
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pyoxigraph
 import pytest
-from little_graph import DIRECTOR, graph_in_memory, write_dump
-from local_endpoint import Answer, serving
-from test_index import printed, refused
 
 from mujica_jax import index
+from tests.helpers.little_graph import DIRECTOR, graph_in_memory, write_dump
+from tests.helpers.local_endpoint import Answer, serving
+from tests.test_index import printed, refused
 
 
 @pytest.fixture(scope="module")

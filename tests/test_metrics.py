@@ -4,10 +4,10 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shared_data import DATA, needs_data
 
 from mujica_jax import metrics
 from mujica_jax.metrics import bootstrap_interval, score
+from tests.helpers.shared_data import DATA, needs_data
 
 RULES = ("hotpot", "two_wiki", "musique", "triviaqa", "cover_em")
 WORDS = st.lists(

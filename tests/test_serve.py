@@ -12,14 +12,15 @@ from pathlib import Path
 import grpc
 import pytest
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc
-from packed_rows import MODEL
-from patience import HANG_SECONDS
-from tiny_models import filled_decoder
-from whole_runs import ENVIRONMENT, ROOT
 
 from mujica_jax import serve
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import save_checkpoint
+from tests.helpers.packed_rows import MODEL
+from tests.helpers.paths import ROOT
+from tests.helpers.patience import HANG_SECONDS
+from tests.helpers.tiny_models import filled_decoder
+from tests.helpers.whole_runs import ENVIRONMENT
 
 SIZES = ["--max-tokens", "64", "--max-new-tokens", "8", "--dtype", "float32", "--engine.slots", "2"]
 

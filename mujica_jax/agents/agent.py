@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from mujica_jax.agents.dialogue import Opening
+from mujica_jax.agents.protocol import WORKER
 from mujica_jax.inference.requests import Completion, Generator, SamplingParams, TokenIds
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.rewards.reward import RewardFunction
@@ -91,7 +92,7 @@ class TwoPolicies:
     async def generate(
         self, prompt: TokenIds, params: SamplingParams, *, state: object, continues: bool
     ) -> Completion:
-        is_worker = getattr(state, "role", "") == "worker"
+        is_worker = getattr(state, "role", "") == WORKER
         policy = self._worker if is_worker else self._planner
         return await policy.generate(prompt, params, state=state, continues=continues)
 

@@ -55,17 +55,17 @@ class Contract:
     def planner_observation(
         self,
         sentences: Sequence[str],
-        named: Sequence[Sequence[Entity]],
+        new_candidates: Sequence[Sequence[Entity]],
         first: int,
         kind: EnvironmentKind,
     ) -> str:
         """Return the message that answers a turn of searches.
 
-        `named` holds the new candidates of each search, and `first` is the number of the first of
-        them."""
+        `new_candidates` has one sequence for each search, and `first` is the number of the first
+        new candidate."""
         del kind
-        candidates = [entity for entities in named for entity in entities]
-        return protocol.planner_observation(sentences, candidates, first)
+        candidates = [entity for entities in new_candidates for entity in entities]
+        return protocol.planner_observation(sentences, candidates, first=first)
 
     def worker_opening(
         self,
@@ -74,7 +74,7 @@ class Contract:
         kind: EnvironmentKind,
         mode: PromptMode,
     ) -> str:
-        return protocol.worker_opening(query, materials, kind, mode)
+        return protocol.worker_opening(query, materials, kind=kind, mode=mode)
 
     # --- what the model writes, read ---
 
@@ -103,4 +103,4 @@ class Contract:
 
     def write_worker(self, thought: str, selected: Sequence[int], sentence: str) -> str:
         """Write a worker's turn. An empty selection says that no material helps."""
-        return protocol.write_worker(thought, selected, sentence)
+        return protocol.write_worker(thought, selected, sentence=sentence)

@@ -92,23 +92,27 @@ class Piece:
     end: int
 
 
-def first_piece(text: str, *, in_thought: bool, asked: bool) -> Piece | None:
+def first_piece(text: str, *, in_thought: bool, has_sub_question: bool) -> Piece | None:
     """Return the first piece of a turn, or of the rest of one; None where nothing can be read.
 
-    `in_thought` says that a thought is open where the text begins, `asked` that a sub-question is.
-    A search or an answer counts outside of thoughts only. An answer counts even where the turn also
-    searches.
+    `in_thought` says that a thought is open where the text begins, `has_sub_question` that a
+    sub-question waits for its answer. A search or an answer counts outside of thoughts only. An
+    answer counts even where the turn also searches.
     """
     thought_end = _end_of_thought(text, in_thought)
     question = _SUB_QUESTION.search(text, 0, thought_end)
-    recalled = _RECALLED.search(text, 0, thought_end) if asked else None
+    recalled = _RECALLED.search(text, 0, thought_end) if has_sub_question else None
     if recalled is not None and (question is None or recalled.start() < question.start()):
-        return _piece_in_thought("memory", text, recalled, recalled["text"], thought_end)
+        return _piece_in_thought(
+            "memory", text, match=recalled, content=recalled["text"], thought_end=thought_end
+        )
     if question is not None:
         # A sub-question may be followed by other words on its line.
         line = question["text"]
         sub_question = line[: line.rfind("?") + 1] or line
-        return _piece_in_thought("sub-question", text, question, sub_question, thought_end)
+        return _piece_in_thought(
+            "sub-question", text, match=question, content=sub_question, thought_end=thought_end
+        )
 
     after_thought = text[thought_end:]
     answer = protocol.parse_answer(after_thought)
@@ -133,7 +137,7 @@ def _end_of_thought(text: str, in_thought: bool) -> int:
 
 
 def _piece_in_thought(
-    kind: PieceKind, text: str, match: re.Match[str], content: str, thought_end: int
+    kind: PieceKind, text: str, *, match: re.Match[str], content: str, thought_end: int
 ) -> Piece:
     """Return a piece that stands in a thought. It ends with the white space of its line."""
     end = match.start("text") + len(content)
@@ -282,7 +286,7 @@ class Chain(Episode):
         super().__init__(tokenizer, config, attempt, environment, policy)
         self._config = config
         prompt = opening(config.prompt)
-        self._dialogue = Dialogue(tokenizer, DECEX, prompt.system, prompt.examples)
+        self._dialogue = Dialogue(tokenizer, DECEX, system=prompt.system, examples=prompt.examples)
         self._dialogue.add_user(f"Question: {protocol.one_line(attempt.question.text)}")
         # The path from the root of a search tree, and how many parts were written on this chain.
         self._place = ""
@@ -344,7 +348,9 @@ class Chain(Episode):
             await self._turn()
         answer, reason = self.outcome
         recalls = sum(step.recalled is not None for step in self.steps)
-        return self.trajectory([self.record()], answer, reason, {"recalls": float(recalls)})
+        return self.trajectory(
+            [self.record()], answer=answer, reason=reason, counts={"recalls": float(recalls)}
+        )
 
     async def decide(self) -> None:
         """Take the termination decision: the final answer, or the next sub-question while
@@ -379,7 +385,9 @@ class Chain(Episode):
         in_thought = self._is_in_thought
         self._open_turn += text
         while self.outcome is None:
-            piece = first_piece(text, in_thought=in_thought, asked=self.asked is not None)
+            piece = first_piece(
+                text, in_thought=in_thought, has_sub_question=self.asked is not None
+            )
             if piece is None:
                 self.outcome = ("", StopReason.NO_ACTION)
                 return
@@ -391,11 +399,11 @@ class Chain(Episode):
 
     async def _piece(self, *kinds: PieceKind, begins: tuple[int, ...] = ()) -> None:
         """Write one piece. The chain ends where the piece is of no kind in `kinds`."""
-        asked = self.asked is not None
+        has_sub_question = self.asked is not None
         in_thought = self._is_in_thought
 
         def read_piece(text: str) -> Piece | None:
-            return first_piece(text, in_thought=in_thought, asked=asked)
+            return first_piece(text, in_thought=in_thought, has_sub_question=has_sub_question)
 
         part = self._part(begins=begins, read_piece=read_piece)
         text = await self._write(part)
@@ -505,7 +513,7 @@ class Chain(Episode):
         ids = self._dialogue.record().turns[-1].token_ids
         assert self.last is not None, "the chain has decided"
         thought = _spelled(self.tokenizer, ids)[: self.last.start].rstrip()
-        return ids[: _tokens_of(self.tokenizer, ids, thought)]
+        return ids[: _tokens_of(self.tokenizer, ids, text=thought)]
 
 
 def _joined(turns: Sequence[Turn]) -> tuple[Turn, ...]:
@@ -635,7 +643,7 @@ class _PartOfTurn:
         if completion.finish_reason == "length" and ends_with_piece:
             return completion
 
-        count = _tokens_of(self._tokenizer, ids, text[: piece.end])
+        count = _tokens_of(self._tokenizer, ids, text=text[: piece.end])
         self.discarded_tokens = len(completion.token_ids) - count
         logprobs = None if completion.logprobs is None else completion.logprobs[:count]
         return dataclasses.replace(

@@ -92,7 +92,7 @@ class Episode:
 
     def fit(self, materials: Sequence[Material]) -> tuple[Material, ...]:
         """Return the first materials that fit the limit of an observation."""
-        return fit(self.tokenizer, materials, self.limits.max_observation_tokens)
+        return fit(self.tokenizer, materials, max_tokens=self.limits.max_observation_tokens)
 
     async def search_passages(self, query: str, iteration: int) -> tuple[Material, ...]:
         """Search, and record the search as one that the model reads itself.
@@ -127,8 +127,10 @@ class Episode:
         )
 
 
-def fit(tokenizer: Tokenizer, materials: Sequence[Material], limit: int) -> tuple[Material, ...]:
-    """Return the first materials that fit `limit` tokens.
+def fit(
+    tokenizer: Tokenizer, materials: Sequence[Material], max_tokens: int
+) -> tuple[Material, ...]:
+    """Return the first materials that fit `max_tokens`.
 
     If the first material does not fit, it is cut rather than left out."""
     sizes_bytes = [len(neutralise(material.text).encode()) for material in materials]
@@ -137,14 +139,14 @@ def fit(tokenizer: Tokenizer, materials: Sequence[Material], limit: int) -> tupl
     for place, material in enumerate(materials):
         # A byte-level token covers at least one byte. Short materials are known to fit without
         # being tokenised.
-        if used_tokens + sum(sizes_bytes[place:]) <= limit:
+        if used_tokens + sum(sizes_bytes[place:]) <= max_tokens:
             return (*fitting, *materials[place:])
 
         ids = tokenizer.encode_plain(material.text)
         used_tokens += len(ids)
-        if used_tokens > limit:
+        if used_tokens > max_tokens:
             if not fitting:
-                cut_text = tokenizer.decode(ids[:limit]).rstrip(HALF_CHARACTER)
+                cut_text = tokenizer.decode(ids[:max_tokens]).rstrip(HALF_CHARACTER)
                 fitting.append(dataclasses.replace(material, text=cut_text))
             break
         fitting.append(material)

@@ -34,7 +34,9 @@ from mujica_jax.agents.protocol import (
     DOUBLE_QUOTES,
     NOTHING_FOUND,
     ONE_SEARCH,
+    PLANNER,
     SINGLE_QUOTES,
+    WORKER,
     PlannerAction,
     PromptMode,
     Role,
@@ -78,10 +80,10 @@ class EviPathContract(Contract):
     ) -> Opening:
         assert split, "checked with the configuration: EviPath has an executor"
         if mode == "brief":
-            return super().opening(role, kind, mode, parallel=parallel)
+            return super().opening(role, kind, mode=mode, parallel=parallel)
         rules = _RULES[role, kind]
         examples = _EXAMPLES[role, kind]
-        if role == "planner" and not parallel:
+        if role == PLANNER and not parallel:
             rules += ONE_SEARCH
             examples = tuple(example for example in examples if not example.searches_in_parallel)
         if mode == "zero_shot":
@@ -95,7 +97,7 @@ class EviPathContract(Contract):
     def planner_observation(
         self,
         sentences: Sequence[str],
-        named: Sequence[Sequence[Entity]],
+        new_candidates: Sequence[Sequence[Entity]],
         first: int,
         kind: EnvironmentKind,
     ) -> str:
@@ -103,7 +105,7 @@ class EviPathContract(Contract):
         the search named."""
         lines = []
         next_number = first
-        for sentence, entities in zip(sentences, named, strict=True):
+        for sentence, entities in zip(sentences, new_candidates, strict=True):
             line = one_line(sentence)
             if entities:
                 line += " Candidate:"
@@ -127,7 +129,7 @@ class EviPathContract(Contract):
         return "\n".join([question, "Supporting evidences:", *evidence_lines])
 
     def stop_strings(self, role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
-        if role == "worker":
+        if role == WORKER:
             return ("</answer>", protocol.OBSERVATION)
         return ("</action>", "</answer>", self.observation(kind))
 
@@ -237,7 +239,7 @@ _EXECUTOR_STEPS = (
     "tags."
 )
 _RULES = {
-    ("planner", "graph"): (
+    (PLANNER, "graph"): (
         "Your task is to answer a complex question with the help of a knowledge graph. You are "
         "given the question and numbered candidate entities.\n"
         "You need to:\n"
@@ -250,7 +252,7 @@ _RULES = {
         "Observations follow, with new candidates. Label the final answer, as short as possible, "
         "with <answer> *** </answer>."
     ),
-    ("planner", "text"): (
+    (PLANNER, "text"): (
         "Your task is to answer a complex question with the help of a search tool.\n"
         "You need to:\n"
         "1. Make a plan: decompose the question into steps.\n"
@@ -264,15 +266,15 @@ _RULES = {
         "Observations follow. Label the final answer, as short as possible, with <answer> *** "
         "</answer>."
     ),
-    ("worker", "graph"): (
+    (WORKER, "graph"): (
         f"{_EXECUTOR_TASK} Each piece is a triple: subject, relation, object.\n{_EXECUTOR_STEPS}"
     ),
-    ("worker", "text"): f"{_EXECUTOR_TASK}\n{_EXECUTOR_STEPS}",
+    (WORKER, "text"): f"{_EXECUTOR_TASK}\n{_EXECUTOR_STEPS}",
 }
 
 # Invented people and works: an example must not give away a fact of any benchmark.
 _EXAMPLES = {
-    ("planner", "graph"): (
+    (PLANNER, "graph"): (
         _Example(
             "Question: Which film came out first, Amber Tide or The Tin Orchard?\n"
             "Candidate: [0] Amber Tide [1] The Tin Orchard",
@@ -307,7 +309,7 @@ _EXAMPLES = {
             "<think> The director was born in Ghent. </think>\n<answer> Ghent </answer>",
         ),
     ),
-    ("planner", "text"): (
+    (PLANNER, "text"): (
         _Example(
             "Question: Which film came out first, Amber Tide or The Tin Orchard?",
             "<think> To solve this problem, I need to:\n"
@@ -340,7 +342,7 @@ _EXAMPLES = {
             "<think> The director was born in Ghent. </think>\n<answer> Ghent </answer>",
         ),
     ),
-    ("worker", "graph"): (
+    (WORKER, "graph"): (
         _Example(
             "Question: Who is the director of Amber Tide?\n"
             "Supporting evidences:\n"
@@ -359,7 +361,7 @@ _EXAMPLES = {
             NOTHING_FOUND,
         ),
     ),
-    ("worker", "text"): (
+    (WORKER, "text"): (
         _Example(
             "Question: Where was Ilse Vandermark born?\n"
             "Supporting evidences:\n"

@@ -23,15 +23,12 @@ from mujica_jax.agents.contract import Contract
 from mujica_jax.agents.dialogue import Dialogue, Opening
 from mujica_jax.agents.episode import Episode
 from mujica_jax.agents.evipath_contract import EviPathContract
+from mujica_jax.agents.protocol import PLANNER, WORKER
 from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Conversation, Entity, Question, Search, StopReason, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.tasks.task import Environment, EnvironmentKind, Material
-
-# Roles of conversations.
-PLANNER = "planner"
-WORKER = "worker"
 
 MUJICA_CONTRACT = Contract()
 # By `agent.protocol`.
@@ -85,16 +82,20 @@ class Mujica:
         return await _Episode(self, attempt, environment, policy).play()
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
-        name = "planner" if role == PLANNER else "worker"
+        contract_role = PLANNER if role == PLANNER else WORKER
         config = self.config
         return self.contract.opening(
-            name, kind, config.prompt, parallel=config.parallel, split=config.split
+            contract_role,
+            kind,
+            mode=config.prompt,
+            parallel=config.parallel,
+            split=config.split,
         )
 
     def begin(self, role: str, kind: EnvironmentKind) -> Dialogue:
         """Return a new conversation of this role."""
         opening = self.opening(role, kind)
-        return Dialogue(self.tokenizer, role, opening.system, opening.examples)
+        return Dialogue(self.tokenizer, role, system=opening.system, examples=opening.examples)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,7 +155,8 @@ class _Episode(Episode):
             "malformed_workers": float(self._malformed_workers),
             "malformed_searches": float(self._malformed_searches),
         }
-        return self.trajectory((self._planner.record(), *self._workers), answer, reason, counts)
+        conversations = (self._planner.record(), *self._workers)
+        return self.trajectory(conversations, answer=answer, reason=reason, counts=counts)
 
     async def _plan(self, iteration: int) -> protocol.PlannerAction:
         """Let the planner write one turn, and read it."""
@@ -203,13 +205,13 @@ class _Episode(Episode):
             for task in tasks.values():
                 task.cancel()
 
-        # Record the searches in their order. `named` holds the new candidates of each sentence.
+        # Record the searches in their order. `new_candidates` has a list for each sentence.
         first_new = len(self._candidates)
         known_ids = {entity.id for entity in self._candidates}
         sentences: list[str] = []
-        named: list[list[Entity]] = []
+        new_candidates: list[list[Entity]] = []
         for number, call in enumerate(calls):
-            named.append([])
+            new_candidates.append([])
             if call.refusal:
                 sentences.append(call.refusal)
                 continue
@@ -221,14 +223,14 @@ class _Episode(Episode):
             for entity in result.entities:
                 if entity.id not in known_ids:
                     known_ids.add(entity.id)
-                    named[-1].append(entity)
-            self._candidates += named[-1]
+                    new_candidates[-1].append(entity)
+            self._candidates += new_candidates[-1]
         if unreadable:
             sentences.append(protocol.UNREADABLE)
-            named.append([])
+            new_candidates.append([])
 
         self._observation = self._contract.planner_observation(
-            sentences, named, first_new, self.environment.kind
+            sentences, new_candidates, first=first_new, kind=self.environment.kind
         )
         self._planner.add_user(self._observation)
 
@@ -264,7 +266,7 @@ class _Episode(Episode):
             search,
             selected=reply.selected,
             sentence=reply.sentence,
-            found=reply.found or knows_answer,
+            found=reply.has_selection or knows_answer,
         )
         entities = _entities([materials[index] for index in reply.selected])
         return _SearchResult(search=search, conversation=conversation, entities=entities)
@@ -279,7 +281,7 @@ class _Episode(Episode):
         worker = self._agent.begin(WORKER, kind)
         parts = [material.parts for material in state.materials]
         worker.add_user(
-            self._contract.worker_opening(state.query, parts, kind, self._config.prompt)
+            self._contract.worker_opening(state.query, parts, kind=kind, mode=self._config.prompt)
         )
         written = await self.write(
             worker,

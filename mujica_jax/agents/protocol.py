@@ -27,7 +27,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
-from typing import Literal
+from typing import Final, Literal
 
 from mujica_jax.agents.dialogue import Opening
 from mujica_jax.models.thoughts import outside_thoughts
@@ -37,6 +37,10 @@ from mujica_jax.tasks.task import EnvironmentKind
 
 PromptMode = Literal["brief", "zero_shot", "few_shot"]
 Role = Literal["planner", "worker"]
+
+# Roles of conversations.
+PLANNER: Final = "planner"
+WORKER: Final = "worker"
 
 NOTHING_FOUND = "No relevant information found."
 # Stands behind the answers to the other searches.
@@ -67,7 +71,7 @@ class PlannerAction:
 
     @property
     def malformed(self) -> int:
-        """How many searches could not be read or made."""
+        """Return how many searches could not be read or made."""
         return self.unreadable + sum(bool(call.refusal) for call in self.searches)
 
 
@@ -82,7 +86,7 @@ class WorkerReply:
     well_formed: bool
 
     @property
-    def found(self) -> bool:
+    def has_selection(self) -> bool:
         return bool(self.selected)
 
 
@@ -91,7 +95,7 @@ def stop_strings(role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
 
     A turn ends at the tag that closes it, and where an observation begins. A planner over texts may
     write several searches, so the closing tag of a search ends nothing."""
-    if role == "worker":
+    if role == WORKER:
         return ("</sentence>", OBSERVATION)
     if kind == "text":
         return ("</answer>", OBSERVATION)
@@ -370,10 +374,10 @@ Exchange = tuple[str, str]
 
 # One line for models that were trained on the format.
 _BRIEF = {
-    ("planner", "graph"): "Plan.",
-    ("planner", "text"): "Plan searches.",
-    ("worker", "graph"): "Extract.",
-    ("worker", "text"): "Read.",
+    (PLANNER, "graph"): "Plan.",
+    (PLANNER, "text"): "Plan searches.",
+    (WORKER, "graph"): "Extract.",
+    (WORKER, "text"): "Read.",
 }
 
 _PLANNER_GRAPH_BEGINNING = (
@@ -402,15 +406,15 @@ _ANSWER = (
 )
 
 _RULES = {
-    ("planner", "graph"): (
+    (PLANNER, "graph"): (
         f"{_PLANNER_GRAPH_BEGINNING}You then receive observations, and new candidates with their "
         "numbers. A search asks for one fact about one candidate.\n"
         f"{_ANSWER}"
     ),
-    ("planner", "text"): (
+    (PLANNER, "text"): (
         f"{_PLANNER_TEXT_BEGINNING}{_QUERIES}You then receive observations. {_ANSWER}"
     ),
-    ("worker", "graph"): (
+    (WORKER, "graph"): (
         "You extract one fact from numbered materials, each a triple: subject, relation, object.\n"
         "Think inside <think> ... </think> about which entity and which relation the question asks "
         "for.\n"
@@ -420,7 +424,7 @@ _RULES = {
         "... </sentence>. Use only the materials. If none answers, the sentence is: "
         f"{NOTHING_FOUND}"
     ),
-    ("worker", "text"): (
+    (WORKER, "text"): (
         "You answer one question from numbered passages.\n"
         "Think inside <think> ... </think> about which passage answers it and why.\n"
         "Put the index of the passage you rely on inside <select> ... </select>, like [0], or [-1] "
@@ -482,11 +486,11 @@ def found_line(materials: Sequence[Sequence[str]], mode: PromptMode) -> str:
 
 
 def _planner_graph_examples(
-    dates: Sequence[str], director: str, birth: str, *, listed: Sequence[Entity]
+    dates: Sequence[str], director: str, birth: str, *, added_candidates: Sequence[Entity]
 ) -> tuple[tuple[Exchange, ...], ...]:
     """Return two examples over a graph.
 
-    `dates`, `director` and `birth` are the answers to the searches. `listed` are the candidates
+    `dates`, `director` and `birth` are the answers to the searches. `added_candidates` are those
     that the two searches for dates add."""
     return (
         (
@@ -501,7 +505,7 @@ def _planner_graph_examples(
                 ),
             ),
             (
-                planner_observation(dates, listed, first=2),
+                planner_observation(dates, added_candidates, first=2),
                 write_answer(
                     "Amber Tide came out in 1961 and The Tin Orchard in 1948. 1948 is earlier than "
                     "1961.",
@@ -585,22 +589,25 @@ def _planner_text_examples(
 
 # Each example is a chat of its own: its first message asks its question.
 _EXAMPLES: dict[tuple[Role, EnvironmentKind], tuple[tuple[Exchange, ...], ...]] = {
-    ("planner", "graph"): _planner_graph_examples(
+    (PLANNER, "graph"): _planner_graph_examples(
         ["Amber Tide came out in 1961.", "The Tin Orchard came out in 1948."],
-        "The director of Amber Tide is Ilse Vandermark.",
-        "Ilse Vandermark was born in Ghent.",
-        listed=[],
+        director="The director of Amber Tide is Ilse Vandermark.",
+        birth="Ilse Vandermark was born in Ghent.",
+        added_candidates=[],
     ),
-    ("planner", "text"): _planner_text_examples(
+    (PLANNER, "text"): _planner_text_examples(
         ["Amber Tide was released in 1961.", "The Tin Orchard was released in 1948."],
-        "The film Amber Tide was directed by Ilse Vandermark.",
-        "Ilse Vandermark was born in Ghent.",
+        director="The film Amber Tide was directed by Ilse Vandermark.",
+        birth="Ilse Vandermark was born in Ghent.",
     ),
-    ("worker", "graph"): (
+    (WORKER, "graph"): (
         (
             (
                 worker_opening(
-                    "Who is the director of Amber Tide?", _FILM_TRIPLES, "graph", "few_shot"
+                    "Who is the director of Amber Tide?",
+                    _FILM_TRIPLES,
+                    kind="graph",
+                    mode="few_shot",
                 ),
                 write_worker(
                     "The question asks for the director of Amber Tide. Material [1] states it.",
@@ -612,7 +619,10 @@ _EXAMPLES: dict[tuple[Role, EnvironmentKind], tuple[tuple[Exchange, ...], ...]] 
         (
             (
                 worker_opening(
-                    "Who is the mother of Ilse Vandermark?", _DIRECTOR_TRIPLES, "graph", "few_shot"
+                    "Who is the mother of Ilse Vandermark?",
+                    _DIRECTOR_TRIPLES,
+                    kind="graph",
+                    mode="few_shot",
                 ),
                 write_worker(
                     "The question asks for the mother of Ilse Vandermark. No material states it.",
@@ -622,14 +632,14 @@ _EXAMPLES: dict[tuple[Role, EnvironmentKind], tuple[tuple[Exchange, ...], ...]] 
             ),
         ),
     ),
-    ("worker", "text"): (
+    (WORKER, "text"): (
         (
             (
                 worker_opening(
                     "Where was Ilse Vandermark born?",
                     (_FILM_PASSAGE, _DIRECTOR_PASSAGE),
-                    "text",
-                    "few_shot",
+                    kind="text",
+                    mode="few_shot",
                 ),
                 write_worker(
                     "The question asks where Ilse Vandermark was born. Passage [1] says that she "
@@ -644,8 +654,8 @@ _EXAMPLES: dict[tuple[Role, EnvironmentKind], tuple[tuple[Exchange, ...], ...]] 
                 worker_opening(
                     "How many days does a leap year have?",
                     (_OTHER_FILM_PASSAGE,),
-                    "text",
-                    "few_shot",
+                    kind="text",
+                    mode="few_shot",
                 ),
                 write_worker(
                     "The question asks for the days of a leap year. No passage says it. I know "
@@ -660,17 +670,17 @@ _EXAMPLES: dict[tuple[Role, EnvironmentKind], tuple[tuple[Exchange, ...], ...]] 
 _EXAMPLES_WITHOUT_WORKERS = {
     "graph": _planner_graph_examples(
         [found_line(_FILM_TRIPLES, "few_shot"), found_line(_OTHER_FILM_TRIPLES, "few_shot")],
-        found_line(_FILM_TRIPLES, "few_shot"),
-        found_line(_DIRECTOR_TRIPLES, "few_shot"),
-        listed=[_DIRECTOR, _OTHER_DIRECTOR],
+        director=found_line(_FILM_TRIPLES, "few_shot"),
+        birth=found_line(_DIRECTOR_TRIPLES, "few_shot"),
+        added_candidates=[_DIRECTOR, _OTHER_DIRECTOR],
     ),
     "text": _planner_text_examples(
         [
             found_line((_FILM_PASSAGE, _OTHER_FILM_PASSAGE), "few_shot"),
             found_line((_OTHER_FILM_PASSAGE,), "few_shot"),
         ],
-        found_line((_FILM_PASSAGE,), "few_shot"),
-        found_line((_FILM_PASSAGE, _DIRECTOR_PASSAGE), "few_shot"),
+        director=found_line((_FILM_PASSAGE,), "few_shot"),
+        birth=found_line((_FILM_PASSAGE, _DIRECTOR_PASSAGE), "few_shot"),
     ),
 }
 
@@ -693,10 +703,10 @@ def opening(
         return Opening(system=_BRIEF[role, kind])
     rules = _RULES[role, kind]
     examples = _EXAMPLES[role, kind]
-    if role == "planner" and not split:
+    if role == PLANNER and not split:
         rules = _RULES_WITHOUT_WORKERS[kind]
         examples = _EXAMPLES_WITHOUT_WORKERS[kind]
-    if role == "planner" and not parallel:
+    if role == PLANNER and not parallel:
         rules += ONE_SEARCH
         examples = examples[1:]
     if mode == "zero_shot":

@@ -237,7 +237,7 @@ class Single:
         config = self._config
         prompt = opening(config.style, config.prompt)
         episode = Episode(self._tokenizer, config, attempt, environment, policy)
-        dialogue = Dialogue(self._tokenizer, SINGLE, prompt.system, prompt.examples)
+        dialogue = Dialogue(self._tokenizer, SINGLE, system=prompt.system, examples=prompt.examples)
         dialogue.add_user(f"Question: {protocol.one_line(attempt.question.text)}")
 
         answer, reason = await self._converse(episode, dialogue)
@@ -247,7 +247,7 @@ class Single:
             record, config.style, thought_open=bool(self._tokenizer.opened_thought)
         )
         counts = {"malformed_shape": float(not is_formed)}
-        return episode.trajectory([record], answer, reason, counts)
+        return episode.trajectory([record], answer=answer, reason=reason, counts=counts)
 
     async def _converse(self, episode: Episode, dialogue: Dialogue) -> tuple[str, StopReason]:
         """Let the model search until it answers. Return the answer, and why the episode ended."""

@@ -66,62 +66,71 @@ class DecexConfig(PromptedAgent):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaselineConfig(AgentLimits):
-    """Prompt-only baselines, one a kind; `agents/baselines.py` says what each does."""
+    """Prompt-only baselines, one a kind; `agents/baselines/` says what each does."""
 
     kind: str
-    implementation: ClassVar[str] = "mujica_jax.agents.baselines:Baseline"
+    implementation: ClassVar[str]
     environments: ClassVar[tuple[str, ...]] = ("text",)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DirectConfig(BaselineConfig):
     kind: Literal["direct"] = "direct"
+    implementation: ClassVar[str] = "mujica_jax.agents.baselines:Direct"
     environments: ClassVar[tuple[str, ...]] = ("graph", "text")  # it searches nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChainOfThoughtConfig(BaselineConfig):
     kind: Literal["chain_of_thought"] = "chain_of_thought"
+    implementation: ClassVar[str] = "mujica_jax.agents.baselines:ChainOfThought"
     environments: ClassVar[tuple[str, ...]] = ("graph", "text")  # it searches nothing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RagConfig(BaselineConfig):
     kind: Literal["rag"] = "rag"
+    implementation: ClassVar[str] = "mujica_jax.agents.baselines:Rag"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SkrConfig(BaselineConfig):
     kind: Literal["skr"] = "skr"
+    implementation: ClassVar[str] = "mujica_jax.agents.baselines:Skr"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IterRetGenConfig(BaselineConfig):
     kind: Literal["iter_retgen"] = "iter_retgen"
+    implementation: ClassVar[str] = "mujica_jax.agents.baselines:IterRetGen"
     max_searches: PositiveInt = 2  # rounds of searching and answering, the first one included
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IrcotConfig(BaselineConfig):
     kind: Literal["ircot"] = "ircot"
+    implementation: ClassVar[str] = "mujica_jax.agents.baselines:Ircot"
     max_searches: PositiveInt = 4  # at most; then it answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SearchO1Config(BaselineConfig):
     kind: Literal["search_o1"] = "search_o1"
+    implementation: ClassVar[str] = "mujica_jax.agents.baselines:SearchO1"
     max_searches: PositiveInt = 4  # at most; then it answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReactConfig(BaselineConfig):
     kind: Literal["react"] = "react"
+    implementation: ClassVar[str] = "mujica_jax.agents.baselines:React"
     max_searches: PositiveInt = 5  # at most; then it answers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FlareConfig(BaselineConfig):
     kind: Literal["flare"] = "flare"
+    implementation: ClassVar[str] = "mujica_jax.agents.baselines:Flare"
     max_searches: PositiveInt = 4  # at most; then sentences stay as they are
     max_sentences: PositiveInt = 8  # of an answer with its reasons
     min_probability: float = 0.4  # of a token; a sentence with a less likely one is searched for

@@ -7,16 +7,8 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from mujica_jax.config.bounds import Bound, above, at_least
-from mujica_jax.config.remote import RemoteConfig
+from mujica_jax.config.bounds import Bound
 from mujica_jax.errors import UserError
-
-# Checked only where an endpoint is given.
-REMOTE_BOUNDS = {
-    "concurrency": at_least(1),
-    "timeout_seconds": above(0),
-    "deadline_seconds": above(0),
-}
 
 
 def check_types(config: Any, section: str = "") -> None:
@@ -116,26 +108,3 @@ def field_value(config: Any, name: str) -> Any:
 def flag_of(name: str) -> str:
     """Return the flag that sets a field."""
     return "--" + name.replace("_", "-")
-
-
-def check_remote(remote: RemoteConfig, section: str = "remote") -> None:
-    """Check that an endpoint is described wholly, or not at all."""
-    if remote.base_url is None:
-        for field in dataclasses.fields(remote):
-            if getattr(remote, field.name) != field.default:
-                name = flag_of(f"{section}.{field.name}")
-                raise UserError(
-                    f"{name} is {getattr(remote, field.name)} and there is no endpoint: give "
-                    f"--{section}.base-url too"
-                )
-        return
-    for name in ("model", "mode", "tokenizer"):
-        if not getattr(remote, name):
-            raise UserError(
-                f"--{section}.base-url is {remote.base_url} and --{section}.{name} is not given: "
-                "an endpoint needs both"
-            )
-    for name, bound in REMOTE_BOUNDS.items():
-        value = getattr(remote, name)
-        if not (math.isfinite(value) and bound.holds(value)):
-            raise UserError(f"{flag_of(f'{section}.{name}')} is {value} and must be {bound.words}")

@@ -204,6 +204,9 @@ def _imported(place: str, sentence: str) -> Any:
             raise  # what the module imports is missing
         raise UserError(sentence) from error
     except AttributeError as error:
+        moved = moved_sentence(error)
+        if moved:
+            raise UserError(f"{place} cannot be imported: {moved}") from error
         if module not in sys.modules:
             raise  # it was raised in the module
         raise UserError(sentence) from error
@@ -216,9 +219,11 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
     """
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
 
-    # Fields of the last release get their new names.
+    # Fields of the last release get their new names, and those that are gone are left out.
     new_names = new_names_of(kind)
     values = {new_names.get(name, name): value for name, value in values.items()}
+    retired_names = getattr(kind, "retired", ())
+    values = {name: value for name, value in values.items() if name not in retired_names}
     for name in values:
         if name not in fields:
             raise UserError(f"{kind.__name__} has no field {name}: {nearest(name, sorted(fields))}")

@@ -1,4 +1,7 @@
-"""Sections of methods; each joins the union in `schema.py`."""
+"""Sections of methods, of their rewards, and of the models that both may ask.
+
+Each method joins the union in `schema.py`.
+"""
 
 import dataclasses
 from typing import Annotated, ClassVar, Literal
@@ -12,9 +15,6 @@ from mujica_jax.config.bounds import (
     PositiveInt,
     at_least,
 )
-from mujica_jax.config.remote import RemoteConfig
-
-NO_ENDPOINT = RemoteConfig()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,49 +47,6 @@ class MygoConfig:
         return self.threshold == "fixed" or (
             self.threshold == "auto" and self.schedule == "offline"
         )
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EviPathConfig:
-    """EviPath: a teacher writes a trajectory for each question, led by its answer and its evidence;
-    they are learnt."""
-
-    kind: Literal["evipath"] = "evipath"
-    implementation: ClassVar[str] = "mujica_jax.methods.evipath.method:evipath"
-    # What the teacher is given: answer and gold evidence, the answer alone, or neither. What it
-    # answers wrongly is not learnt in any of them.
-    mode: Literal["abductive", "no_evidence", "deductive"] = "abductive"
-    # The language model that writes: the policy that the run starts with, a second checkpoint, or
-    # the model behind `remote`. scripted is no language model: the script replays the warm-up's
-    # demonstrations, in abductive mode alone.
-    teacher: Literal["policy", "checkpoint", "remote", "scripted"]
-    # With teacher checkpoint: a run directory (its latest policy), a Hugging Face directory, a GGUF
-    # file, or smollm2. Its tokenizer may differ from the policy's.
-    teacher_checkpoint: str | None = None
-    # How many tokens a conversation with a second checkpoint may hold. Beside the agent's own
-    # prompt there are worked examples, answer and evidence. 0: agent.max_trajectory_tokens.
-    teacher_max_tokens: NonNegativeInt = 0
-    remote: RemoteConfig = NO_ENDPOINT
-    # How the teacher reads the agent's prompts. auto: as the agent does where the teacher was
-    # trained on its format (by this run's warm-up, or as a run of its own), otherwise with worked
-    # examples.
-    teacher_prompt: Literal["auto", "brief", "zero_shot", "few_shot"] = "auto"
-    # How many right trajectories are learnt. Synthesis ends when it has them. 0: all. Give two
-    # modes the same number to compare them.
-    trajectories: NonNegativeInt = 0
-    # The noise that a worker reads beside the gold evidence, over passages in abductive mode. own:
-    # the paragraphs that the data set gives with the question; retrieved: what a search finds.
-    distractors: Literal["own", "retrieved"] = "own"
-    tune: Literal["both", "planner", "executor"] = "both"  # whose conversations are learnt
-    max_tries: PositiveInt = 3  # of each turn of the teacher, until it is as it must be
-    # What answers and evidence are compared by: words (how often each occurs, for worlds from
-    # scratch), or an embedder: a folder, minilm, or a Hugging Face name.
-    embedder: str = "minilm"
-    threshold: float = 0.9  # cosine above which evidence counts as that of an answer (tau)
-    learning_rate: float  # the highest
-    end_learning_rate: float  # where it ends
-    epochs: PositiveInt  # passes over the trajectories
-    warmup_ratio: FloatBelowOne = 0.1  # share of the steps in which the learning rate rises
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -150,6 +107,71 @@ class DapoConfig(PolicyGradientConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RemoteConfig:
+    """A model behind an OpenAI-compatible endpoint, which writes in the place of a checkpoint."""
+
+    # what stands before /completions or /chat/completions, as in http://localhost:8000/v1
+    base_url: str | None = None
+    model: str | None = None  # its name at the endpoint
+    # completions: token ids there and back, for vLLM and what speaks like it; chat: messages there,
+    # text back, for everything else
+    mode: Literal["chat", "completions"] | None = None
+    # folder with tokenizer.json: with completions the served model's own, with chat any that has a
+    # chat template
+    tokenizer: str | None = None
+    api_key_variable: str | None = None  # environment variable that holds the API key
+    concurrency: int = 8  # requests under way at the same time, and episodes
+    timeout_seconds: float = 120.0  # for one try of a request
+    deadline_seconds: float = 600.0  # for a request with its waiting and all its tries
+
+
+NO_ENDPOINT = RemoteConfig()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EviPathConfig:
+    """EviPath: a teacher writes a trajectory for each question, led by its answer and its evidence;
+    they are learnt."""
+
+    kind: Literal["evipath"] = "evipath"
+    implementation: ClassVar[str] = "mujica_jax.methods.evipath.method:evipath"
+    # What the teacher is given: answer and gold evidence, the answer alone, or neither. What it
+    # answers wrongly is not learnt in any of them.
+    mode: Literal["abductive", "no_evidence", "deductive"] = "abductive"
+    # The language model that writes: the policy that the run starts with, a second checkpoint, or
+    # the model behind `remote`. scripted is no language model: the script replays the warm-up's
+    # demonstrations, in abductive mode alone.
+    teacher: Literal["policy", "checkpoint", "remote", "scripted"]
+    # With teacher checkpoint: a run directory (its latest policy), a Hugging Face directory, a GGUF
+    # file, or smollm2. Its tokenizer may differ from the policy's.
+    teacher_checkpoint: str | None = None
+    # How many tokens a conversation with a second checkpoint may hold. Beside the agent's own
+    # prompt there are worked examples, answer and evidence. 0: agent.max_trajectory_tokens.
+    teacher_max_tokens: NonNegativeInt = 0
+    remote: RemoteConfig = NO_ENDPOINT
+    # How the teacher reads the agent's prompts. auto: as the agent does where the teacher was
+    # trained on its format (by this run's warm-up, or as a run of its own), otherwise with worked
+    # examples.
+    teacher_prompt: Literal["auto", "brief", "zero_shot", "few_shot"] = "auto"
+    # How many right trajectories are learnt. Synthesis ends when it has them. 0: all. Give two
+    # modes the same number to compare them.
+    trajectories: NonNegativeInt = 0
+    # The noise that a worker reads beside the gold evidence, over passages in abductive mode. own:
+    # the paragraphs that the data set gives with the question; retrieved: what a search finds.
+    distractors: Literal["own", "retrieved"] = "own"
+    tune: Literal["both", "planner", "executor"] = "both"  # whose conversations are learnt
+    max_tries: PositiveInt = 3  # of each turn of the teacher, until it is as it must be
+    # What answers and evidence are compared by: words (how often each occurs, for worlds from
+    # scratch), or an embedder: a folder, minilm, or a Hugging Face name.
+    embedder: str = "minilm"
+    threshold: float = 0.9  # cosine above which evidence counts as that of an answer (tau)
+    learning_rate: float  # the highest
+    end_learning_rate: float  # where it ends
+    epochs: PositiveInt  # passes over the trajectories
+    warmup_ratio: FloatBelowOne = 0.1  # share of the steps in which the learning rate rises
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecexTreeConfig:
     """DecEx-RAG: a search tree for each question, maximum likelihood on the best chains, DPO on
     what was scored. `sampling` says how many questions there are. The agent is decex.
@@ -186,3 +208,49 @@ class DecexTreeConfig:
     beta: PositiveFloat = 0.1  # of DPO: how much the distance to the policy before it counts
     dpo_learning_rate: PositiveFloat = 5e-7  # at first; it falls to 0
     dpo_epochs: PositiveInt = 1  # passes over the pairs
+
+
+# Rewards with a section of their own.
+STAGED = "staged"
+JUDGE = "judge"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StagedRewardConfig:
+    """The reward `staged` ("Learning When to Search"). Each switch is an ablation of its table 4,
+    `format` is ours."""
+
+    # First round of the second stage. The paper does not say when it begins: each stage has half of
+    # its 500 rounds.
+    stage_two_round: NonNegativeInt = 251
+    beta: NonNegativeFloat = 0.3  # what a search counts
+    # What says that an answer is right: an exact match under the task's rule, or the model behind
+    # `judge`, as in the paper.
+    correctness: Literal["exact_match", "judge"] = "exact_match"
+    # Without stages (table 2): in every round searches soften a wrong answer and lessen a right
+    # one.
+    unified: bool = False
+    # What says how alike two queries are: counts of their words, or an embedder (a folder, minilm,
+    # a Hugging Face name)
+    embedder: str = "words"
+    max_query_words: PositiveInt = 10  # of a concise query
+    format: bool = True  # without: a malformed episode earns as a well-formed one
+    search: bool = True  # without: how searches are written earns nothing
+    answer: bool = True  # without: answers earn nothing
+    stage_one: bool = True  # without: searches do not soften a wrong answer in the first stage
+    stage_two: bool = True  # without: searches do not lessen a right answer in the second stage
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class JudgeConfig(RemoteConfig):
+    """A model behind an OpenAI-compatible endpoint that says which answers mean the same as the
+    gold ones."""
+
+    # Whether the judge reads the question. "Learning When to Search" shows it the prediction and
+    # the references alone.
+    show_question: bool = False
+
+
+def needs_judge(reward: str, staged: StagedRewardConfig) -> bool:
+    """Return whether a language model says what is right under the reward of this name."""
+    return reward == JUDGE or (reward == STAGED and staged.answer and staged.correctness == "judge")

@@ -32,11 +32,11 @@ from mujica_jax.config.methods import (
     EviPathConfig,
     GrpoConfig,
     MygoConfig,
+    StagedRewardConfig,
 )
-from mujica_jax.config.remote import RemoteConfig as RemoteConfig
+from mujica_jax.config.methods import JudgeConfig as JudgeConfig
+from mujica_jax.config.methods import RemoteConfig as RemoteConfig
 from mujica_jax.config.renamed_fields import accept_old_names
-from mujica_jax.config.rewards import JudgeConfig as JudgeConfig
-from mujica_jax.config.rewards import StagedRewardConfig
 from mujica_jax.config.tasks import STORED_WITHOUT, OpenDomain, PassageSearch
 
 MIN_ROW_TOKENS = 2
@@ -169,8 +169,8 @@ class EngineConfig:
     # KV memory for running requests and cached prefixes; 0: room for every slot at full length, or
     # what is free
     cache_gigabytes: NonNegativeFloat = 0.0
-    # What keys and values are kept in: trainer.dtype (float32 on a CPU), or less memory and less
-    # exact. fp8 is float8_e4m3fn; int8 has a scale a channel.
+    # What keys and values are kept in: trainer.dtype, or less memory and less exact. fp8 is
+    # float8_e4m3fn; int8 has a scale a channel.
     cache_dtype: Literal["compute", "bfloat16", "fp8", "int8"] = "compute"
     tensor: PositiveInt = 1  # devices that the engine's heads and matrices are split over
 
@@ -221,6 +221,11 @@ class TrainerConfig:
     data: PositiveInt = 1  # mesh axes; their product is the number of devices used
     fsdp: PositiveInt = 1  # devices that weights and optimiser state are split over, and rows too
     tensor: PositiveInt = 1  # devices that heads and matrices are split over
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one update, with padding."""
+        return self.rows_per_step * self.row_tokens
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,15 +15,15 @@ DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
 class PassageSearch:
     """What is searched, and how."""
 
+    # Fields of earlier releases. A stored configuration may have them.
+    retired: ClassVar[tuple[str, ...]] = ("index_rows",)
+
     top_k: PositiveInt  # materials shown to the worker
     # Of passages, and of a graph's crowded entity's triples: by their words, or by embeddings.
     retriever: Literal["bm25", "dense"] = "bm25"
     # What is searched instead of the passages that data_dir holds (by BM25, in memory): a directory
     # made by `python -m mujica_jax.index build`, or the http:// address of `index serve`.
     index: str | None = None
-    # Where the rows of an index of kind exact lie in a job of several hosts: all of them on the
-    # devices of each host, or shared out over all devices of the job, whose hosts ask each other.
-    index_rows: Literal["host", "job"] = "host"
     # With retriever dense, the embedder the index was built with: a folder, minilm, or a Hugging
     # Face name.
     embedder: str = DEFAULT_EMBEDDER

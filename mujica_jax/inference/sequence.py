@@ -14,8 +14,13 @@ import numpy as np
 
 from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, PrefillRow, SlotState
 from mujica_jax.inference.paging import BlockAllocator, BlockTable
-from mujica_jax.inference.requests import Completion, DeadlineError, FinishReason, SamplingParams
-from mujica_jax.inference.stops import StopMatcher
+from mujica_jax.inference.requests import (
+    Completion,
+    DeadlineError,
+    FinishReason,
+    SamplingParams,
+    StopMatcher,
+)
 
 Paged = TypeVar("Paged", bound="PagedSequence")
 FLOAT32 = np.finfo(np.float32)

@@ -5,9 +5,9 @@
 Here x_<t is the prefix inside the segment. Logits of [rows, time, vocab] are never made. In each
 row the positions that are scored are moved to the front. Then all rows walk together through chunks
 of positions, and a chunk without a scored position costs nothing. So the head costs what the
-trained tokens need (a quarter to a third of an agent's conversation), with static shapes. Logits
-are computed again in the backward pass only for a trained head whose loss is more than a mean of
-log-probabilities. Called by the losses and by `learning.trainer`, which scores with it.
+trained tokens need (a quarter to a third of an agent's conversation), with static shapes. The
+backward pass computes logits again if the head is trained, and not if it is frozen. Called by the
+losses and by `learning.trainer`, which scores with it.
 """
 
 import functools
@@ -21,18 +21,11 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from mujica_jax import kernels
 from mujica_jax.learning.packing import Batch
 from mujica_jax.models.attention import Implementation, causal_self_attention
-from mujica_jax.models.cpu_calls import on_cpu
 from mujica_jax.models.decoder import Decoder, Remat, scores
-from mujica_jax.models.layers import matrix_product
 from mujica_jax.models.sharding import RULES
-
-# Positions whose logits one device holds at a time. 512 rows keep a matrix unit busy; their float32
-# logits take 0.3 GB at a vocabulary of 152k. A CPU multiplies fewer as fast, and of the last chunk
-# half is for nothing.
-CHUNK_POSITIONS = 512
-CPU_CHUNK_POSITIONS = 256
 
 # Up to this depth the layers are unrolled and keep their activations: on CPU a step is then 12%
 # faster than under `lax.scan`, which copies every layer's weights and residuals. Deeper models scan
@@ -45,8 +38,6 @@ class Mode(NamedTuple):
 
     # Whether the normalizers are returned too.
     normalized: bool
-    # Whether each log-probability has the same weight in the loss. Not together with `normalized`.
-    uniform: bool
     # Mesh axes over which the columns of the head's table are split. Empty if the table is whole.
     table_axes: tuple[str, ...] = ()
 
@@ -70,8 +61,6 @@ class _Residuals(NamedTuple):
     """What the backward pass needs of the forward pass."""
 
     table: Float[Array, "vocab part"] | None  # None if the head is frozen
-    # d (sum of log p) / d table, if the forward pass already knows it
-    table_gradient: Float[Array, "vocab part"] | None
     whole_table: Float[Array, "vocab hidden"]
     log_prob_by_hidden: Float[Array, "chunks rows chunk hidden"]
     hidden: Float[Array, "chunks rows chunk hidden"]
@@ -104,13 +93,10 @@ def token_scores(
     attention: Implementation = "auto",
     remat: Remat | Literal["auto"] = "auto",
     normalized: bool,
-    uniform: bool = False,
 ) -> TokenScores:
     """Return log p of each token and, if `normalized`, the normalizer of its logits.
 
-    Without `normalized` the normalizers are 0 and cost nothing. `uniform` promises that the loss is
-    a multiple of the sum of all log-probabilities, as a mean is. The forward pass then knows the
-    gradient but for that factor."""
+    Without `normalized` the normalizers are 0 and cost nothing."""
     tokens = jnp.asarray(batch.tokens)
     segments = jnp.asarray(batch.segment_ids)
     positions = jnp.asarray(batch.positions)
@@ -128,7 +114,7 @@ def token_scores(
     attend = causal_self_attention(segments, attention)
     hidden = decoder(tokens, positions, attend, scan=is_deep, remat=remat)
 
-    mode = Mode(normalized=normalized, uniform=uniform)
+    mode = Mode(normalized=normalized)
     log_probs, normalizers = _target_scores(decoder.head_table(), hidden, targets, mask, mode)
     # Score t belongs to token t + 1. Column 0 receives the last position's 0.
     return TokenScores(
@@ -184,8 +170,9 @@ def _chunked_scores(
 ) -> tuple[Float[Array, "rows time"], Float[Array, "rows time"]]:
     """Compute `_target_scores` chunk by chunk, with the positions of `mask` in the first chunks."""
     rows, time = targets.shape
-    positions_per_chunk = CPU_CHUNK_POSITIONS if on_cpu() else CHUNK_POSITIONS
-    chunk = min(time, max(1, positions_per_chunk // rows))
+    # As few positions as keep a product busy, because half of the last chunk is for nothing. The
+    # float32 logits of 512 positions take 0.3 GB at a vocabulary of 152k.
+    chunk = min(time, max(1, kernels.rows_per_product() // rows))
     num_chunks = -(-time // chunk)
 
     # Positions of the mask come first, the others after them, both in their order. `destinations`
@@ -246,11 +233,10 @@ def _score_chunks(
     A conditional hands all that its backward pass needs out of the loop, and the loop stacks it: at
     a vocabulary of 152k that was a gigabyte for 512 tokens.
 
-    The forward pass stores d log p / d h, which saves a frozen head half of its products. Where u
-    is one number for all positions (`mode.uniform`), the forward pass also sums the table's
-    gradient without u, which saves a trained head a quarter."""
+    The forward pass stores d log p / d h. So the backward pass of a frozen head multiplies nothing.
+    That of a trained head computes the logits again, for the table's gradient."""
     whole_table = _gather_table(table, hidden.dtype, mode.table_axes)
-    _, chunk_scores = _scan_chunks(mode, whole_table, (hidden, targets, mask), with_gradient=False)
+    chunk_scores = _scan_chunks(mode, whole_table, (hidden, targets, mask), with_gradient=False)
     return chunk_scores.log_probs, chunk_scores.log_normalizers
 
 
@@ -269,45 +255,38 @@ def _scan_chunks(
     chunks: tuple[Array, Array, Array],
     *,
     with_gradient: bool,
-    table_gradient: Float[Array, "vocab hidden"] | None = None,
-) -> tuple[Float[Array, "vocab hidden"] | None, _ChunkScores]:
-    """Score all chunks of (hidden states, targets, mask).
+) -> _ChunkScores:
+    """Score all chunks of (hidden states, targets, mask). `with_gradient` asks for d log p /
+    d hidden."""
 
-    `with_gradient` asks for d log p / d hidden. Where `table_gradient` is given, as zeros,
-    d (sum of log p) / d table is added to it."""
-
-    def score_chunk(table_gradient: Array | None, chunk: tuple[Array, ...]) -> Any:
+    def score_chunk(chunk: tuple[Array, Array, Array]) -> _ChunkScores:
         hidden, targets, mask = chunk
 
-        def score(table_gradient: Array | None) -> Any:
+        def score() -> _ChunkScores:
             logits = scores(whole_table, hidden)
             target_logits = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
             normalizers = jax.nn.logsumexp(logits, axis=-1)
             by_hidden = None
             if with_gradient:
-                by_logits = _log_prob_by_logits(logits, targets)
-                by_hidden = matrix_product(by_logits.astype(whole_table.dtype), whole_table)
-                by_hidden = by_hidden.reshape(hidden.shape)
-                if table_gradient is not None:
-                    by_logits = jnp.where(mask.reshape(-1, 1), by_logits, 0.0)
-                    table_gradient = _add_table_gradient(table_gradient, by_logits, hidden)
-            return table_gradient, _ChunkScores(
+                by_logits = _log_prob_by_logits(logits, targets).astype(whole_table.dtype)
+                by_hidden = (by_logits @ whole_table).reshape(hidden.shape)
+            return _ChunkScores(
                 log_probs=target_logits - normalizers,
                 log_normalizers=normalizers if mode.normalized else None,
                 log_prob_by_hidden=by_hidden,
             )
 
-        def skip(table_gradient: Array | None) -> Any:
+        def skip() -> _ChunkScores:
             zeros = jnp.zeros(targets.shape, jnp.float32)
-            return table_gradient, _ChunkScores(
+            return _ChunkScores(
                 log_probs=zeros,
                 log_normalizers=zeros if mode.normalized else None,
                 log_prob_by_hidden=jnp.zeros_like(hidden) if with_gradient else None,
             )
 
-        return jax.lax.cond(mask.any(), score, skip, table_gradient)
+        return jax.lax.cond(mask.any(), score, skip)
 
-    return jax.lax.scan(score_chunk, table_gradient, chunks)
+    return jax.lax.map(score_chunk, chunks)
 
 
 def _log_prob_by_logits(
@@ -316,23 +295,6 @@ def _log_prob_by_logits(
     """Return d log p[target] / d logits = onehot(target) - softmax(logits)."""
     is_target = targets[..., None] == jnp.arange(logits.shape[-1])
     return (is_target - jax.nn.softmax(logits, axis=-1)).reshape(-1, logits.shape[-1])
-
-
-def _add_table_gradient(
-    table_gradient: Float[Array, "vocab hidden"],
-    logits_gradient: Float[Array, "positions vocab"],
-    hidden: Float[Array, "rows chunk hidden"],
-) -> Float[Array, "vocab hidden"]:
-    """Return table_gradient + logits_gradient^T hidden, summed in float32.
-
-    Chunks are summed in this one array. Devices are summed outside or, where the table is in parts,
-    in `_sum_to_parts`."""
-    states = hidden.reshape(-1, hidden.shape[-1])
-    return table_gradient + jnp.matmul(
-        logits_gradient.astype(hidden.dtype).T,
-        states,
-        preferred_element_type=table_gradient.dtype,
-    )
 
 
 def _sum_to_parts(
@@ -357,7 +319,7 @@ def _sum_to_parts(
     return jax.lax.platform_dependent(table_gradient, cpu=cut_whole_sum, default=scatter_sum)
 
 
-def _score_chunks_forward(
+def _scores_and_residuals(
     mode: Mode,
     table: CustomVJPPrimal,
     hidden: CustomVJPPrimal,
@@ -367,23 +329,11 @@ def _score_chunks_forward(
     """Score all chunks and store what the backward pass needs. See `_score_chunks`."""
     whole_table = _gather_table(table.value, hidden.value.dtype, mode.table_axes)
 
-    is_table_trained = table.perturbed
-    table_gradient = None
-    if is_table_trained and mode.uniform:
-        table_gradient = jnp.zeros_like(whole_table, jnp.float32)
-    table_gradient, chunk_scores = _scan_chunks(
-        mode,
-        whole_table,
-        (hidden.value, targets.value, mask.value),
-        with_gradient=True,
-        table_gradient=table_gradient,
+    chunk_scores = _scan_chunks(
+        mode, whole_table, (hidden.value, targets.value, mask.value), with_gradient=True
     )
-    if table_gradient is not None:
-        table_gradient = _sum_to_parts(table_gradient, mode.table_axes)
-
     residuals = _Residuals(
-        table=table.value if is_table_trained else None,
-        table_gradient=table_gradient,
+        table=table.value if table.perturbed else None,
         whole_table=whole_table,
         log_prob_by_hidden=chunk_scores.log_prob_by_hidden,  # pyright: ignore[reportArgumentType]
         hidden=hidden.value,
@@ -393,10 +343,13 @@ def _score_chunks_forward(
     return (chunk_scores.log_probs, chunk_scores.log_normalizers), residuals
 
 
-def _score_chunks_backward(
+def _gradients_of_scores(
     mode: Mode, residuals: _Residuals, upstream: tuple[Any, Any]
 ) -> tuple[Array | None, ...]:
-    """Return the gradients of table, hidden states, targets and mask. See `_score_chunks`."""
+    """Return the gradients of the table, the hidden states, the targets and the mask, of which the
+    last two have none.
+
+    `upstream` holds the gradients u and v of `_score_chunks`."""
     log_prob_weights = _with_zeros(upstream[0])
     normalizer_weights = _with_zeros(upstream[1])
 
@@ -409,17 +362,13 @@ def _score_chunks_backward(
 
     table_gradient = None
     if residuals.table is not None:
-        if residuals.table_gradient is not None:
-            weight = _uniform_weight(log_prob_weights, residuals.mask, mode.table_axes)
-            table_gradient = weight * residuals.table_gradient
-        else:
-            table_gradient = _table_gradient(mode, residuals, log_prob_weights, normalizer_weights)
-            # The layers need only the gradient of their states. It waits, or a compiler keeps the
-            # whole head until the layers are done.
-            table_gradient, hidden_gradient = jax.lax.optimization_barrier(
-                (table_gradient, hidden_gradient)
-            )
-            table_gradient = _sum_to_parts(table_gradient, mode.table_axes)
+        table_gradient = _table_gradient(mode, residuals, log_prob_weights, normalizer_weights)
+        # The layers need only the gradient of their states. It waits, or a compiler keeps the whole
+        # head until the layers are done.
+        table_gradient, hidden_gradient = jax.lax.optimization_barrier(
+            (table_gradient, hidden_gradient)
+        )
+        table_gradient = _sum_to_parts(table_gradient, mode.table_axes)
         table_gradient = table_gradient.astype(residuals.table.dtype)
 
     return table_gradient, hidden_gradient.astype(residuals.hidden.dtype), None, None
@@ -432,29 +381,16 @@ def _with_zeros(upstream: Any) -> Any:
     return upstream
 
 
-def _uniform_weight(
-    log_prob_weights: Float[Array, "chunks rows chunk"],
-    mask: Bool[Array, "chunks rows chunk"],
-    table_axes: tuple[str, ...],
-) -> Float[Array, ""]:
-    """Return the one upstream gradient that all log-probabilities have."""
-    weight = log_prob_weights.reshape(-1)[jnp.argmax(mask)]
-    if not table_axes:
-        return weight
-
-    # A part of the table's gradient is a sum over devices. Those whose mask is empty have 0 here.
-    highest = jax.lax.pmax(weight, table_axes)
-    lowest = jax.lax.pmin(weight, table_axes)
-    return jnp.where(highest > 0, highest, lowest)
-
-
 def _table_gradient(
     mode: Mode,
     residuals: _Residuals,
     log_prob_weights: Float[Array, "chunks rows chunk"],
     normalizer_weights: Float[Array, "chunks rows chunk"] | None,
 ) -> Float[Array, "vocab hidden"]:
-    """Return this device's gradient of the whole table. The logits are computed again."""
+    """Return this device's gradient of the whole table, summed in float32 over chunks.
+
+    For each position with upstream gradients u of log p and v of the normalizer, it computes the
+    logits again and adds (u (d log p / d z) + v softmax(z)) h^T."""
     whole_table = residuals.whole_table
 
     def add_chunk(table_gradient: Array, chunk: Any) -> tuple[Array, None]:
@@ -466,7 +402,11 @@ def _table_gradient(
             if mode.normalized:
                 by_normalizers = jax.nn.softmax(logits, axis=-1) * normalizer_weights[..., None]
                 by_logits += by_normalizers.reshape(by_logits.shape)
-            return _add_table_gradient(table_gradient, by_logits, hidden)
+            return table_gradient + jnp.matmul(
+                by_logits.astype(hidden.dtype).T,
+                hidden.reshape(-1, hidden.shape[-1]),
+                preferred_element_type=table_gradient.dtype,
+            )
 
         def skip(table_gradient: Array) -> Array:
             return table_gradient
@@ -484,4 +424,4 @@ def _table_gradient(
     return table_gradient
 
 
-_score_chunks.defvjp(_score_chunks_forward, _score_chunks_backward, symbolic_zeros=True)
+_score_chunks.defvjp(_scores_and_residuals, _gradients_of_scores, symbolic_zeros=True)

@@ -28,7 +28,7 @@ from mujica_jax.learning.trainer import StepMetrics, Trainer
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.layers import projections
 from mujica_jax.runtime.chips import peak_flops_per_second
-from mujica_jax.runtime.compile_counter import compile_counter
+from mujica_jax.runtime.compilation_cache import compile_counter
 from mujica_jax.runtime.host_memory import peak_bytes
 
 # Operations per weight and token.

@@ -1,0 +1,1 @@
+"""The recipes: MyGO, GRPO and DAPO, EviPath, DecEx-RAG, and the supervised warm-up."""

@@ -42,37 +42,38 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from mujica_jax.agents.agent import OnEpisode
-from mujica_jax.config.methods import PolicyGradientConfig
+from mujica_jax.config.methods import GrpoConfig, PolicyGradientConfig
 from mujica_jax.config.schema import TrainerConfig
-from mujica_jax.learning.packing import PackedRows
+from mujica_jax.learning.losses.loss import Loss
+from mujica_jax.learning.losses.policy import DAPO, GRPO, group_advantages, importance_weights
+from mujica_jax.learning.packing import PackedRows, pack, sampled_log_probs, too_long
 from mujica_jax.learning.trainer import TrainState, steps_of_epochs
-from mujica_jax.methods.rollouts import (
-    Rollout,
-    compared_groups,
-    figures,
-    is_learnt,
-    loss_of,
-    prepare,
-    scored,
-)
 from mujica_jax.methods.supervised import begin, with_control
-from mujica_jax.records import Question, Trajectory
+from mujica_jax.records import Conversation, Question, Trajectory, generated_tokens, rewarded
 from mujica_jax.report.progress import Stage
+from mujica_jax.runs import evaluation, learning, mismatch, sampling
+from mujica_jax.runs.evaluation import right_ones
 from mujica_jax.runs.learning import LearningPlan
-from mujica_jax.runs.phases import GetState, Phase, PhaseResult, PhaseState, tokens_of
-from mujica_jax.runs.run import KEPT_SHARDS, Run
-from mujica_jax.runs.sampling import (
-    attempt,
-    close_round,
-    finished_round,
-    method_of,
-    questions_a_round,
-    sampling,
+from mujica_jax.runs.phases import GetState, Phase, PhaseCost, PhaseResult, PhaseState, tokens_of
+from mujica_jax.runs.round_statistics import entropy
+from mujica_jax.runs.run import Run, method_of
+from mujica_jax.runs.versions import (
+    commit_policy,
+    committed_state,
+    remove_past_checkpoints,
+    use_policy,
 )
-from mujica_jax.runs.shares import play_share
 from mujica_jax.runtime import distributed
-from mujica_jax.trajectories.select import mean_reward
+from mujica_jax.trajectories.select import (
+    Group,
+    groups_of,
+    mean_reward,
+    overlong_punishment,
+    policy_gradient_rows,
+)
 from mujica_jax.trajectories.store import ShardEntry
 
 POLICY_GRADIENT = "policy_gradient"  # lines of metrics.jsonl
@@ -90,6 +91,17 @@ class LearntRound:
     trained_slots: int
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """What a round sampled, ready for learning."""
+
+    trajectories: list[Trajectory]
+    groups: list[Group]  # all that were sampled
+    learnt: list[Group]
+    too_long: int  # conversations of those that are learnt, left out because they exceed a row
+    rows: PackedRows  # with the columns `advantages` and `sampled_log_probs`, the engine's
+
+
 def policy_gradient(run: Run) -> list[PhaseResult]:
     """Run the warm-up, or evaluate the checkpoint as it is; then all rounds, and the control if it
     is asked for.
@@ -103,93 +115,24 @@ def policy_gradient(run: Run) -> list[PhaseResult]:
 def _run_rounds(run: Run, state: PhaseState) -> list[PhaseResult]:
     """Run all rounds, and return the result of each phase: of every `rounds_per_phase` rounds."""
     config = method_of(run, PolicyGradientConfig)
-
-    @functools.cache
-    def reference() -> TrainState:
-        """Load the policy that the rounds began with, once."""
-        return run.committed_state(0)
-
+    reference = _Reference(run)
     results: list[PhaseResult] = []
-    rounds_of_phase: list[LearntRound] = []
+    cost = PhaseCost(start_time=time.monotonic())
     first_question = 0
-    start_time = time.monotonic()
+
     for number in range(1, config.rounds + 1):
         state, learnt = _run_round(run, state, number, first_question, reference)
         first_question += learnt.questions
-        rounds_of_phase.append(learnt)
+        _add_cost(cost, learnt)
         if number % config.rounds_per_phase and number < config.rounds:
             continue
 
         # The phase is complete: commit the policy and evaluate it.
-        run.commit_policy(state, number)
-        result = run.finish_phase(
-            Phase(name=f"round {number}", step=number),
-            state,
-            start_time=start_time,
-            trajectories=sum(learnt.trajectories for learnt in rounds_of_phase),
-            accepted=sum(learnt.learnt for learnt in rounds_of_phase),
-            forward_tokens=sum(learnt.forward_tokens for learnt in rounds_of_phase),
-            trained_slots=sum(learnt.trained_slots for learnt in rounds_of_phase),
-        )
-        results.append(result)
-        rounds_of_phase = []
-        start_time = time.monotonic()
+        commit_policy(run, state, version=number)
+        phase = Phase(name=f"round {number}", step=number)
+        results.append(evaluation.finish(run, phase, state, cost))
+        cost = PhaseCost(start_time=time.monotonic())
     return results
-
-
-class _RoundData:
-    """The rollout of a round and its training rows, each made when it is first asked for.
-
-    `state` is the policy before the round, `first_question` the place of its first question in the
-    task's order, and `reference` the policy of the KL term.
-
-    A state holds what made it, and so this too, as long as the run holds the state. `forget` frees
-    the memory. What is asked for later is made again."""
-
-    def __init__(
-        self,
-        run: Run,
-        state: PhaseState,
-        number: int,
-        first_question: int,
-        reference: GetState,
-    ) -> None:
-        self._run = run
-        self._state = state
-        self._number = number
-        self._first_question = first_question
-        self._reference = reference
-        self._rollout: Rollout | None = None
-        self._rows: PackedRows | None = None
-
-    def rollout(self) -> Rollout:
-        """Sample the round, or read it, and compare the attempts of each group."""
-        if self._rollout is None:
-            trajectories = _sample_round(self._run, self._state, self._number, self._first_question)
-            config = method_of(self._run, PolicyGradientConfig)
-            self._rollout = prepare(self._run, config, trajectories, self._number)
-        return self._rollout
-
-    def rows(self) -> PackedRows:
-        """Return the scored rows, filled up with rows of padding to one update.
-
-        So none is learnt twice."""
-        if self._rows is None:
-            scored_rows = scored(
-                self._run,
-                method_of(self._run, PolicyGradientConfig),
-                self.rollout().rows,
-                self._state,
-                self._number,
-                self._reference,
-            )
-            self._rows = scored_rows.with_empty_rows(_trainer_config(self._run).rows_per_step)
-        return self._rows
-
-    def forget(self) -> None:
-        """Free the rollout and the rows."""
-        self._rollout = None
-        self._rows = None
 
 
 def _run_round(
@@ -197,66 +140,340 @@ def _run_round(
 ) -> tuple[PhaseState, LearntRound]:
     """Run one round, whose questions begin with `first_question`.
 
-    Of a round that is over, nothing is read before its state is called for."""
-    config = method_of(run, PolicyGradientConfig)
-    trainer = _trainer_config(run)
-    end_file = f"rounds/{number:04d}/LEARNT.json"
-    data = _RoundData(run, state, number, first_question, reference)
-
-    # A round that is over: how it was learnt stands in its file.
+    `reference` is the policy of the KL term."""
+    end_file = _end_file(number)
     if distributed.broadcast(end_file, lambda: run.store.exists(end_file)):
-        learnt = LearntRound(**run.store.read_json(end_file))
-        if learnt.steps:
-            state = _learn_round(run, state, number, data, learnt.steps, end_file=end_file)
-        return state, learnt
+        return _finished_round(run, state, number, first_question, reference)
 
     # Sample, refill and compare.
-    rollout = data.rollout()
-    run.compare(state, rollout.trajectories, number, number - 1)
+    trajectories = _sample_round(run, state, number, first_question)
+    rollout = compare_attempts(run, trajectories, number)
+    mismatch.compare(run, state, trajectories, number, number - 1)
 
     # Score and learn. Without a group that teaches nothing would be learnt.
+    rows = None
     steps = 0
-    if any(group.teaches for group in rollout.groups):
-        num_rows = max(rollout.rows.num_rows, trainer.rows_per_step)
-        steps = steps_of_epochs(num_rows, trainer.rows_per_step, config.epochs)
     next_state = state
-    if steps:
-        next_state = _learn_round(run, state, number, data, steps, end_file=end_file)
+    if any(group.teaches for group in rollout.groups):
+        rows = _rows_to_learn(run, rollout, state, number, reference)
+        plan = _learning_plan(run, rows.num_rows, number)
+        next_state = learning.train(run, f"round {number}", state, rows, plan=plan)
+        steps = plan.steps
 
     # Write the round down.
     _print_problems(run, rollout, number)
     learnt = _summarise_round(run, rollout, steps)
-    round_figures = figures(run, config, rollout, data.rows() if steps else None)
-    run.metrics.write(POLICY_GRADIENT, number, round_figures | {"steps": steps})
+    run.metrics.write(POLICY_GRADIENT, number, {**figures(run, rollout, rows), "steps": steps})
     if distributed.is_primary():
         run.metrics.flush()  # before the round counts as over: a restart skips it
         run.store.write_json_once(end_file, dataclasses.asdict(learnt))
         if steps:
-            run.remove_past_checkpoints()
+            remove_past_checkpoints(run)
     distributed.barrier(f"round {number} is learnt")
-    data.forget()
     return next_state, learnt
 
 
-def _learn_round(
-    run: Run, state: PhaseState, number: int, data: _RoundData, steps: int, *, end_file: str
-) -> PhaseState:
-    """Train on the rows of a round, on its stretch of the cosine over all rounds."""
+def _finished_round(
+    run: Run, state: PhaseState, number: int, first_question: int, reference: GetState
+) -> tuple[PhaseState, LearntRound]:
+    """Return what a round left that an earlier start has finished.
+
+    Nothing else is read of it before its state is called for. Its checkpoint has that state. Only
+    where the checkpoint is damaged are its trajectories read, and learnt again."""
+    learnt = LearntRound(**run.store.read_json(_end_file(number)))
+    if not learnt.steps:
+        return state, learnt
+
+    def restore() -> TrainState:
+        name = f"round {number}"
+        plan = _learning_plan_of_steps(run, learnt.steps, number)
+        finished_state = learning.finished_state(run, name, plan=plan)
+        if finished_state is not None:
+            return finished_state
+        trajectories = _sample_round(run, state, number, first_question)
+        rollout = compare_attempts(run, trajectories, number)
+        rows = _rows_to_learn(run, rollout, state, number, reference)
+        return learning.train_phase(run, name, state, rows, plan=plan)
+
+    return PhaseState(restore), learnt
+
+
+def _add_cost(cost: PhaseCost, learnt: LearntRound) -> None:
+    """Add what a round took to what its phase took."""
+    cost.trajectories += learnt.trajectories
+    cost.accepted += learnt.learnt
+    cost.forward_tokens += learnt.forward_tokens
+    cost.trained_slots += learnt.trained_slots
+
+
+def _end_file(number: int) -> str:
+    """Return the file that says that a round is over, and how it was learnt."""
+    return f"rounds/{number:04d}/LEARNT.json"
+
+
+# --- sample and refill ---
+
+
+def _sample_round(
+    run: Run, state: PhaseState, number: int, first_question: int
+) -> list[Trajectory]:
+    """Return all trajectories of a round, with those of groups that teach nothing.
+
+    They are sampled, or read where an earlier start sampled them."""
+    finished = sampling.finished_round(run, number)
+    if finished is not None:
+        return finished.trajectories
+
+    # Plan the round.
     config = method_of(run, PolicyGradientConfig)
-    plan = LearningPlan(
+    questions = run.task.questions("train")
+    num_groups = sampling.questions_a_round(run, f"round {number}")
+    max_batches = config.max_sampled_batches if config.dynamic_sampling else 1
+    max_questions = min(num_groups * max_batches, len(questions))
+    if distributed.is_primary():
+        plan = {
+            "policy_version": number - 1,
+            "first_question": first_question,
+            "groups": num_groups,
+            "max_questions": max_questions,
+        }
+        run.store.write_plan(number, plan)
+    name = f"round {number}: sampling"
+    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    use_policy(run, state, number - 1)
+
+    # Sample as many questions as groups are missing, until the batch is full.
+    entries: list[ShardEntry] = []
+    trajectories: list[Trajectory] = []
+    num_asked = 0
+    with sampling.sampling_stage(run, name, number, total=num_groups, unit="groups") as stage:
+        progress = _SamplingProgress(stage)
+        while True:
+            num_missing = num_groups - progress.num_learnt_groups
+            num_questions = min(num_missing, max_questions - num_asked)
+            if num_questions <= 0:
+                break
+            end = num_asked + num_questions
+            batch = [
+                questions[(first_question + place) % len(questions)]
+                for place in range(num_asked, end)
+            ]
+            units = _group_units(run, number, batch, first_shard=len(entries))
+            sampling.play_share(
+                run.progress, f"round {number}: questions {num_asked} to {end}", units
+            )
+            for unit in units:
+                entry, unit_trajectories = unit(progress.on_episode)
+                entries.append(entry)
+                trajectories.extend(unit_trajectories)
+
+            groups = compared_groups(config, trajectories)
+            progress.num_learnt_groups = sum(is_learnt(config, group) for group in groups)
+            progress.show()
+            num_asked = end
+    sampling.close_round(run, number, entries, mean_reward=mean_reward(trajectories))
+    return trajectories
+
+
+def _group_units(
+    run: Run, number: int, questions: Sequence[Question], *, first_shard: int
+) -> list[Callable[[OnEpisode], tuple[ShardEntry, list[Trajectory]]]]:
+    """Return a unit of work for each shard of questions: all attempts of their groups."""
+    group_size = method_of(run, PolicyGradientConfig).group_attempts
+    shard_size = run.config.sampling.shard_questions
+    units = []
+    for start in range(0, len(questions), shard_size):
+        attempts = [
+            sampling.attempt(run, question, place, number)
+            for question in questions[start : start + shard_size]
+            for place in range(group_size)
+        ]
+        units.append(
+            functools.partial(
+                sampling.play_attempts, run, number, first_shard + len(units), attempts
+            )
+        )
+    return units
+
+
+class _SamplingProgress:
+    """Shows the groups that are learnt and the episodes of a round while it is sampled."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage = stage
+        self._num_episodes = 0
+        self.num_learnt_groups = 0
+
+    def on_episode(self, trajectory: Trajectory) -> None:
+        """Count an episode."""
+        del trajectory
+        self._num_episodes += 1
+        self.show()
+
+    def show(self) -> None:
+        """Show both numbers."""
+        self._stage.update(self.num_learnt_groups, episodes=self._num_episodes)
+
+
+# --- compare ---
+
+
+def compare_attempts(run: Run, trajectories: list[Trajectory], number: int) -> Rollout:
+    """Turn a round's trajectories into training rows with advantages.
+
+    Groups that teach nothing are left out under dynamic sampling alone: in GRPO they count in its
+    mean. A group of fewer than two members is always left out. Turns that a length limit cut are
+    learnt like others."""
+    config = method_of(run, PolicyGradientConfig)
+    # Compare: the conversations of an attempt all carry its advantage over its group.
+    groups = compared_groups(config, trajectories)
+    learnt_groups = [group for group in groups if is_learnt(config, group)]
+    selected: list[Conversation] = []
+    advantage_of: dict[int, float] = {}  # by the identity of the conversation
+    for group in learnt_groups:
+        advantages = group_advantages(np.array([group.rewards]))[0]
+        for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+            for conversation in policy_gradient_rows(trajectory):
+                advantage_of[id(conversation)] = float(advantage)
+                selected.append(conversation)
+
+    # Pack the conversations that fit a row.
+    conversations = learning.rows_that_fit(run, selected)
+    with run.clock.stage("packing"):
+        rows = pack(
+            conversations,
+            row_tokens=run.config.trainer.row_tokens,
+            seed=run.config.seed + number,
+            columns={
+                "advantages": [advantage_of[id(conversation)] for conversation in conversations],
+                "sampled_log_probs": sampled_log_probs(conversations),
+            },
+        )
+    return Rollout(
+        trajectories=trajectories,
+        groups=groups,
+        learnt=learnt_groups,
+        too_long=too_long(selected, run.config.trainer.row_tokens),
+        rows=rows,
+    )
+
+
+def compared_groups(
+    config: PolicyGradientConfig, trajectories: Sequence[Trajectory]
+) -> list[Group]:
+    """Return the groups with the rewards that are compared: overlong trajectories are punished."""
+
+    def reward(trajectory: Trajectory) -> float:
+        if not config.overlong_tokens:
+            return trajectory.reward
+        punishment = overlong_punishment(
+            generated_tokens([trajectory]),
+            limit_tokens=config.overlong_tokens,
+            cache_tokens=config.overlong_cache_tokens,
+        )
+        return trajectory.reward + punishment
+
+    return groups_of(trajectories, reward)
+
+
+def is_learnt(config: PolicyGradientConfig, group: Group) -> bool:
+    """Whether a group is learnt: under dynamic sampling only if it teaches something."""
+    return group.teaches if config.dynamic_sampling else group.is_comparable
+
+
+# --- score ---
+
+
+def scored(
+    run: Run, rows: PackedRows, state: GetState, number: int, reference: GetState
+) -> PackedRows:
+    """Return the rows with the columns that the importance weights and the KL term need.
+
+    They hold what the trainer's policy before the round, and the reference, say of the same tokens.
+    Both are stored in the round's `scores.npy`: a restart in the middle of learning has neither
+    policy at hand."""
+    config = method_of(run, PolicyGradientConfig)
+    needs_weights = config.importance_cap > 0
+    needs_reference = config.kl_coefficient > 0
+    policies: list[GetState] = []
+    if needs_weights:
+        policies.append(state)
+    if needs_reference:
+        policies.append(reference)
+    if not policies:
+        return rows
+
+    file = f"rounds/{number:04d}/scores.npy"
+    scores = learning.score_once(
+        run, file, lambda: np.stack([run.trainer.score(policy(), rows) for policy in policies])
+    )
+    assert scores.shape[1:] == rows.tokens.shape, (
+        f"{file} scores rows {scores.shape[1:]}, not {rows.tokens.shape}"
+    )
+    if needs_reference:
+        rows = rows.with_columns(reference_log_probs=scores[-1])
+    if needs_weights:
+        trainer_log_probs = scores[0]
+        engine_log_probs = rows.columns["sampled_log_probs"]
+        weights = importance_weights(trainer_log_probs, engine_log_probs, cap=config.importance_cap)
+        rows = rows.with_columns(sampled_log_probs=trainer_log_probs, importance_weights=weights)
+    return rows
+
+
+def _rows_to_learn(
+    run: Run, rollout: Rollout, state: GetState, number: int, reference: GetState
+) -> PackedRows:
+    """Return the scored rows of a round, filled up with rows of padding to one update.
+
+    So none is learnt twice."""
+    rows = scored(run, rollout.rows, state, number, reference)
+    return rows.with_empty_rows(_trainer_config(run).rows_per_step)
+
+
+class _Reference:
+    """The policy that the rounds began with, loaded once when it is first asked for."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._state: TrainState | None = None
+
+    def __call__(self) -> TrainState:
+        if self._state is None:
+            self._state = committed_state(self._run, 0)
+        return self._state
+
+
+# --- learn ---
+
+
+def _learning_plan(run: Run, num_rows: int, number: int) -> LearningPlan:
+    """Return the updates of a round with this many rows."""
+    config = method_of(run, PolicyGradientConfig)
+    steps = steps_of_epochs(num_rows, _trainer_config(run).rows_per_step, config.epochs)
+    return _learning_plan_of_steps(run, steps, number)
+
+
+def _learning_plan_of_steps(run: Run, steps: int, number: int) -> LearningPlan:
+    """Return this many updates, on the round's stretch of the cosine over all rounds."""
+    config = method_of(run, PolicyGradientConfig)
+    return LearningPlan(
         steps=steps,
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
         stretch=((number - 1) / config.rounds, number / config.rounds),
-    )
-    return run.learn(
-        f"round {number}",
-        state,
-        data.rows,
-        plan=plan,
         loss=loss_of(config),
-        config=_trainer_config(run),
-        end_file=end_file,
+        trainer=_trainer_config(run),
+    )
+
+
+def loss_of(config: PolicyGradientConfig) -> Loss:
+    """Return the loss of a method, with the configured coefficients."""
+    loss = GRPO if isinstance(config, GrpoConfig) else DAPO
+    return loss(
+        clip_low=config.clip_low,
+        clip_high=config.clip_high,
+        importance_weighted=config.importance_cap > 0,
+        kl_coefficient=config.kl_coefficient,
     )
 
 
@@ -267,10 +484,12 @@ def _trainer_config(run: Run) -> TrainerConfig:
     return dataclasses.replace(trainer, rows_per_step=rows_per_update or trainer.rows_per_step)
 
 
+# --- write down ---
+
+
 def _summarise_round(run: Run, rollout: Rollout, steps: int) -> LearntRound:
     """Return what is written down of a round."""
     config = method_of(run, PolicyGradientConfig)
-    trainer = _trainer_config(run)
     num_learnt = 0
     num_scored_tokens = 0
     if steps:
@@ -283,7 +502,7 @@ def _summarise_round(run: Run, rollout: Rollout, steps: int) -> LearntRound:
         learnt=num_learnt,
         steps=steps,
         forward_tokens=tokens_of(rollout.trajectories) + num_scored_tokens,
-        trained_slots=steps * trainer.rows_per_step * trainer.row_tokens,
+        trained_slots=steps * _trainer_config(run).tokens_per_step,
     )
 
 
@@ -317,96 +536,55 @@ def _print_problems(run: Run, rollout: Rollout, number: int) -> None:
         )
 
 
-class _SamplingProgress:
-    """Shows the groups that are learnt and the episodes of a round while it is sampled."""
-
-    def __init__(self, stage: Stage) -> None:
-        self._stage = stage
-        self._num_episodes = 0
-        self.num_learnt_groups = 0
-
-    def on_episode(self, trajectory: Trajectory) -> None:
-        """Count an episode."""
-        del trajectory
-        self._num_episodes += 1
-        self.show()
-
-    def show(self) -> None:
-        """Show both numbers."""
-        self._stage.update(self.num_learnt_groups, episodes=self._num_episodes)
-
-
-def _group_units(
-    run: Run, number: int, questions: Sequence[Question], *, first_shard: int
-) -> list[Callable[[OnEpisode], tuple[ShardEntry, list[Trajectory]]]]:
-    """Return a unit of work for each shard of questions: all attempts of their groups."""
-    group_size = method_of(run, PolicyGradientConfig).group_attempts
-    shard_size = run.config.sampling.shard_questions
-    units = []
-    for start in range(0, len(questions), shard_size):
-        attempts = [
-            attempt(run, question, place, number)
-            for question in questions[start : start + shard_size]
-            for place in range(group_size)
-        ]
-        units.append(functools.partial(run.sample, number, first_shard + len(units), attempts))
-    return units
-
-
-def _sample_round(
-    run: Run, state: PhaseState, number: int, first_question: int
-) -> list[Trajectory]:
-    """Return all trajectories of a round, with those of groups that teach nothing.
-
-    They are sampled, or read where an earlier start sampled them."""
-    finished = finished_round(run, number)
-    if finished is not None:
-        return finished.trajectories
-
-    # Plan the round.
+def figures(run: Run, rollout: Rollout, rows: PackedRows | None) -> dict[str, float | int]:
+    """Return the round's line of metrics.jsonl. `rows` are those that were learnt."""
     config = method_of(run, PolicyGradientConfig)
-    questions = run.task.questions("train")
-    num_groups = questions_a_round(run, f"round {number}")
-    max_batches = config.max_sampled_batches if config.dynamic_sampling else 1
-    max_questions = min(num_groups * max_batches, len(questions))
-    if distributed.is_primary():
-        plan = {
-            "policy_version": number - 1,
-            "first_question": first_question,
-            "groups": num_groups,
-            "max_questions": max_questions,
-        }
-        run.store.write_plan(number, plan)
-    name = f"round {number}: sampling"
-    run.preemption.enter(name, kept=KEPT_SHARDS)
-    run.use_policy(state, number - 1)
+    groups = rollout.groups
+    trajectories = rewarded(rollout.trajectories)
 
-    # Sample as many questions as groups are missing, until the batch is full.
-    entries: list[ShardEntry] = []
-    trajectories: list[Trajectory] = []
-    num_asked = 0
-    with sampling(run, name, number, total=num_groups, unit="groups") as stage:
-        progress = _SamplingProgress(stage)
-        while True:
-            num_missing = num_groups - progress.num_learnt_groups
-            num_questions = min(num_missing, max_questions - num_asked)
-            if num_questions <= 0:
-                break
-            end = num_asked + num_questions
-            batch = [
-                questions[(first_question + place) % len(questions)]
-                for place in range(num_asked, end)
-            ]
-            units = _group_units(run, number, batch, first_shard=len(entries))
-            play_share(run.progress, f"round {number}: questions {num_asked} to {end}", units)
-            for unit in units:
-                entry, unit_trajectories = unit(progress.on_episode)
-                entries.append(entry)
-                trajectories.extend(unit_trajectories)
+    # Which attempts of each group are right.
+    right = right_ones(run.task.questions("train"), trajectories, run.task.rule)
+    right_ids = {id(trajectory) for trajectory in right}
+    is_right_by_group: list[list[bool]] = []
+    for group in groups:
+        if group.trajectories:
+            is_right_by_group.append(
+                [id(trajectory) in right_ids for trajectory in group.trajectories]
+            )
 
-            groups = compared_groups(config, trajectories)
-            progress.num_learnt_groups = sum(is_learnt(config, group) for group in groups)
-            progress.show()
-            num_asked = end
-    close_round(run, number, entries, mean_reward=mean_reward(trajectories))
-    return trajectories
+    values: dict[str, float | int] = {
+        "mean_reward": _mean([trajectory.reward for trajectory in trajectories]),
+        "mean_compared_reward": _mean([reward for group in groups for reward in group.rewards]),
+        "mean_searches": _mean([len(trajectory.searches) for trajectory in trajectories]),
+        "trajectories": len(rollout.trajectories),
+        "left_out": len(rollout.trajectories) - len(trajectories),
+        "sampled_groups": len(groups),
+        "learnt_groups": len(rollout.learnt) if rows else 0,
+        "dropped_groups": len(groups) - len(rollout.learnt),
+        "equal_groups": sum(group.is_comparable and not group.teaches for group in groups),
+        "degenerate_groups": sum(not group.is_comparable for group in groups),
+        "all_right_share": _mean([all(is_right) for is_right in is_right_by_group]),
+        "all_wrong_share": _mean([not any(is_right) for is_right in is_right_by_group]),
+        "entropy_estimate": entropy(trajectories),
+        "too_long": rollout.too_long,
+    }
+
+    # The parts of a reward, where it has some.
+    part_names: set[str] = set()
+    for trajectory in trajectories:
+        part_names.update(trajectory.rewards_by_part)
+    for name in sorted(part_names):
+        rewards = [trajectory.rewards_by_part.get(name, 0.0) for trajectory in trajectories]
+        values[f"reward_{name}"] = _mean(rewards)
+
+    # The importance weights, where they are used.
+    if rows is not None and "importance_weights" in rows.columns:
+        weights = rows.columns["importance_weights"][rows.loss_mask]
+        is_truncated = weights >= np.float32(config.importance_cap)
+        values["mean_importance_weight"] = _mean(weights.tolist())
+        values["truncated_share"] = _mean(is_truncated.tolist())
+    return values
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0

@@ -26,23 +26,31 @@ from mujica_jax import metrics
 from mujica_jax.agents.agent import Attempt, OnEpisode
 from mujica_jax.agents.dialogue import with_opening
 from mujica_jax.agents.mujica import contract_of
-from mujica_jax.config.method_checks import has_script
+from mujica_jax.config.checks import has_script
 from mujica_jax.demonstrations.mujica_text import without_silent_workers
 from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.errors import UserError
-from mujica_jax.learning.packing import PackedRows, pack
+from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import TrainState, steps_of_epochs
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory, Turn
+from mujica_jax.runs import evaluation, learning, sampling
 from mujica_jax.runs.evaluation import right_ones
 from mujica_jax.runs.learning import LearningPlan
 from mujica_jax.runs.parts import make_agent
-from mujica_jax.runs.phases import WARM_UP, GetState, Phase, PhaseResult, PhaseState, tokens_of
-from mujica_jax.runs.run import KEPT_SHARDS, Run
-from mujica_jax.runs.sampling import sampling
-from mujica_jax.runs.shares import play_share
+from mujica_jax.runs.phases import (
+    WARM_UP,
+    GetState,
+    Phase,
+    PhaseCost,
+    PhaseResult,
+    PhaseState,
+    tokens_of,
+)
+from mujica_jax.runs.run import Run
+from mujica_jax.runs.versions import commit_policy, use_policy
 from mujica_jax.runtime import distributed
-from mujica_jax.tasks.environment import WrittenPassages
 from mujica_jax.tasks.checks import from_scratch
+from mujica_jax.tasks.environment import WrittenPassages
 from mujica_jax.tasks.task import FromScratchTask
 from mujica_jax.trajectories.select import accepts, training_rows
 
@@ -67,28 +75,27 @@ def warm_up(
     """Return the warmed-up state, its phase, and what it was trained on.
 
     `more_rows` returns conversations that a method wants learnt beside the demonstrations."""
-    start_time = time.monotonic()
+    cost = PhaseCost(start_time=time.monotonic())
     config = run.config.warmup
     trainer = run.config.trainer
     is_few_shot = config.source == "few_shot"
 
     # Demonstrate: play scripts, or sample with worked examples.
     trajectories, kept_trajectories = _few_shot(run) if is_few_shot else _scripted(run)
-    conversations = run.fitting(training_rows(kept_trajectories))
+    conversations = learning.rows_that_fit(run, training_rows(kept_trajectories))
     if not conversations:
         raise UserError(_why_nothing_to_learn(run, len(trajectories), kept_trajectories))
-    conversations += run.fitting(more_rows(), "conversations with a teacher")
+    conversations += learning.rows_that_fit(run, more_rows(), "conversations with a teacher")
 
-    @functools.cache
-    def packed_rows() -> PackedRows:
-        """Pack the demonstrations with documents. A warm-up that is over needs no rows."""
+    # Pack the demonstrations with documents.
+    with run.clock.stage("packing"):
         mixed = conversations + _mixed_documents(run, conversations)
-        return pack(mixed, row_tokens=trainer.row_tokens, seed=run.config.seed)
+        packed = pack(mixed, row_tokens=trainer.row_tokens, seed=run.config.seed)
 
     # Learn: make the configured steps or epochs, whichever is less.
     steps = config.steps
     if steps and config.epochs:
-        epoch_steps = steps_of_epochs(packed_rows().num_rows, trainer.rows_per_step, config.epochs)
+        epoch_steps = steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.epochs)
         steps = min(steps, epoch_steps)
     plan = LearningPlan(
         steps=steps,
@@ -96,20 +103,15 @@ def warm_up(
         end_value=config.end_learning_rate,
         warmup_steps=min(config.rise_steps, steps),
     )
-    state = run.learn(WARM_UP.name, _starting_state(run), packed_rows, plan=plan)
+    state = learning.train(run, WARM_UP.name, _starting_state(run), packed, plan=plan)
 
     # Commit and evaluate.
-    run.commit_policy(state, WARM_UP.step)
-    trained_steps = steps + _pretraining_steps(run)
-    result = run.finish_phase(
-        WARM_UP,
-        state,
-        start_time=start_time,
-        trajectories=len(trajectories),
-        accepted=len(kept_trajectories),
-        forward_tokens=tokens_of(trajectories) if is_few_shot else 0,
-        trained_slots=trained_steps * trainer.rows_per_step * trainer.row_tokens,
-    )
+    commit_policy(run, state, WARM_UP.step)
+    cost.trajectories = len(trajectories)
+    cost.accepted = len(kept_trajectories)
+    cost.forward_tokens = tokens_of(trajectories) if is_few_shot else 0
+    cost.trained_slots = (steps + _pretraining_steps(run)) * trainer.tokens_per_step
+    result = evaluation.finish(run, WARM_UP, state, cost)
 
     # A method may replay the rows of the trajectories with the best reward.
     best_reward = run.reward.best
@@ -133,16 +135,11 @@ def begin(
     if run.config.warmup.steps or (replayed and _has_demonstrations(run)):
         return warm_up(run, more_rows)
 
-    start_time = time.monotonic()
-    trainer = run.config.trainer
+    cost = PhaseCost(start_time=time.monotonic())
+    cost.trained_slots = _pretraining_steps(run) * run.config.trainer.tokens_per_step
     state = PhaseState(_starting_state(run))
-    run.commit_policy(state, WARM_UP.step)
-    result = run.finish_phase(
-        WARM_UP,
-        state,
-        start_time=start_time,
-        trained_slots=_pretraining_steps(run) * trainer.rows_per_step * trainer.row_tokens,
-    )
+    commit_policy(run, state, WARM_UP.step)
+    result = evaluation.finish(run, WARM_UP, state, cost)
     return state, result, Demonstrations(rows=[], rewarded=[])
 
 
@@ -179,26 +176,21 @@ def with_control(
         return [first, *phases]
 
     # As many steps as cost what the method's phases cost.
-    start_time = time.monotonic()
+    cost = PhaseCost(start_time=time.monotonic())
     method = run.config.method
     trainer = run.config.trainer
-    cost = sum(
+    methods_cost = sum(
         result.forward_tokens + FORWARD_AND_BACKWARD * result.trained_slots for result in phases
     )
-    slots_per_step = trainer.rows_per_step * trainer.row_tokens
-    steps = max(1, round(cost / (FORWARD_AND_BACKWARD * slots_per_step)))
+    steps = max(1, round(methods_cost / (FORWARD_AND_BACKWARD * trainer.tokens_per_step)))
 
-    def packed_rows() -> PackedRows:
-        return pack(demonstrations.rows, row_tokens=trainer.row_tokens, seed=run.config.seed)
-
+    with run.clock.stage("packing"):
+        packed = pack(demonstrations.rows, row_tokens=trainer.row_tokens, seed=run.config.seed)
     plan = LearningPlan(steps=steps, peak=method.learning_rate, end_value=method.end_learning_rate)
-    control_state = run.learn(CONTROL, state, packed_rows, plan=plan)
-    control = run.finish_phase(
-        Phase(name=CONTROL, step=WARM_UP.step + len(phases) + 1, prefix=f"{CONTROL}/"),
-        control_state,
-        start_time=start_time,
-        trained_slots=steps * slots_per_step,
-    )
+    control_state = learning.train(run, CONTROL, state, packed, plan=plan)
+    cost.trained_slots = steps * trainer.tokens_per_step
+    phase = Phase(name=CONTROL, step=WARM_UP.step + len(phases) + 1, prefix=f"{CONTROL}/")
+    control = evaluation.finish(run, phase, control_state, cost)
     return [first, control, *phases]
 
 
@@ -319,8 +311,8 @@ def _few_shot(run: Run) -> Played:
     The examples are taken out of what is kept."""
     config = run.config
     name = f"{WARM_UP.name}: sampling with worked examples"
-    run.preemption.enter(name, kept=KEPT_SHARDS)
-    run.use_policy(run.initial_state, WARM_UP.step)
+    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    use_policy(run, run.initial_state, WARM_UP.step)
     few_shot_agent = make_agent(dataclasses.replace(config.agent, prompt="few_shot"), run.tokenizer)
     num_wanted = config.warmup.few_shot_trajectories
     questions = run.task.questions("train")
@@ -344,20 +336,24 @@ def _few_shot(run: Run) -> Played:
             )
             for question in shard_questions
         ]
-        _, trajectories = run.sample(
-            WARM_UP.step, shard, attempts, on_episode, agent=few_shot_agent
+        _, trajectories = sampling.play_attempts(
+            run, WARM_UP.step, shard, attempts, on_episode, agent=few_shot_agent
         )
         return trajectories
 
     sampled: list[Trajectory] = []
     right: list[Trajectory] = []
     group_size = distributed.processes()
-    with sampling(run, name, WARM_UP.step, total=num_wanted, unit="correct") as stage:
+    with sampling.sampling_stage(
+        run, name, WARM_UP.step, total=num_wanted, unit="correct"
+    ) as stage:
         # One shard at a time for each process. What is played beyond what is wanted is not used,
         # whatever the number of processes.
         for start in range(0, len(shards), group_size):
             group = range(start, min(start + group_size, len(shards)))
-            play_share(run.progress, name, [functools.partial(play, shard) for shard in group])
+            sampling.play_share(
+                run.progress, name, [functools.partial(play, shard) for shard in group]
+            )
             for shard in group:
                 if len(right) >= num_wanted:
                     break
@@ -395,25 +391,23 @@ def _pretrain(run: Run) -> TrainState:
     )
     row_tokens = pretraining_trainer.row_tokens
 
-    def packed_rows() -> PackedRows:
-        return pack(_document_rows(run, row_tokens), row_tokens=row_tokens, seed=run.config.seed)
-
+    with run.clock.stage("packing"):
+        documents = _document_rows(run, row_tokens)
+        packed = pack(documents, row_tokens=row_tokens, seed=run.config.seed)
     plan = LearningPlan(
         steps=config.steps,
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
         warmup_steps=min(50, config.steps),
+        trainer=pretraining_trainer,
     )
-    state = run.learn(
-        PRETRAINING, run.initial_state, packed_rows, plan=plan, config=pretraining_trainer
-    )
-    return state()
+    return learning.train(run, PRETRAINING, run.initial_state, packed, plan=plan)()
 
 
 def _document_rows(run: Run, row_tokens: int) -> list[Conversation]:
     """Return documents with all tokens trained, without those that are longer than a row."""
     documents = itertools.islice(_documents(run, stream=0), run.config.pretraining.documents)
-    return run.fitting(list(documents), "documents", row_tokens)
+    return learning.rows_that_fit(run, list(documents), "documents", row_tokens)
 
 
 def _documents(run: Run, stream: int) -> Iterator[Conversation]:

@@ -1,0 +1,1 @@
+"""Decoders of three families in JAX, with their weights, adapters, sharding and tokenizers."""

@@ -1,5 +1,5 @@
 """Causal attention inside segments, by the kernel of the platform: splash on TPU, cuDNN on NVIDIA
-GPUs, on a CPU block by block where rows are long, XLA elsewhere.
+GPUs, `kernels.packed_attention` where there is one and rows are long, XLA elsewhere.
 
 All take query [batch, time, heads, head_dim], key and value [batch, time, kv_heads, head_dim] and
 segment ids [batch, time], and mix in float32. Segment 0 is padding: its output is zero and carries
@@ -17,16 +17,16 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from mujica_jax import kernels
 from mujica_jax.config.checks import SPLASH_LANES
 from mujica_jax.errors import UserError
-from mujica_jax.models import cpu_calls
 from mujica_jax.models.layers import Attend, LayerIndex
 from mujica_jax.models.sharding import RULES
 
 Implementation = Literal["auto", "xla", "blocks", "splash", "cudnn"]
 
-# From this length on a row on a CPU is handled block by block. Shorter ones have too little to
-# skip.
+# From this length on a row is handled block by block, by `kernels.packed_attention`. Shorter ones
+# have too little to skip.
 LONG_ROW = 512  # tokens
 # Queries are handled in blocks, and keys after a block are never multiplied. Smaller blocks skip
 # more but make more kernels.
@@ -58,14 +58,14 @@ def segment_attention(
 ) -> Float[Array, "batch time heads head_dim"]:
     """Return softmax(query key^T / sqrt(head_dim)) value over earlier tokens of the same
     segment."""
-    kernels: dict[str, Callable[..., Array]] = {
+    attend: dict[str, Callable[..., Array]] = {
         "xla": _xla,
         "blocks": _blocks,
         "splash": _splash,
         "cudnn": _cudnn,
     }
-    kernel = kernels[resolve(implementation, time=query.shape[1])]
-    mixed = kernel(query, key, value, segment_ids)
+    chosen = resolve(implementation, time=query.shape[1])
+    mixed = attend[chosen](query, key, value, segment_ids)
     return jnp.where((segment_ids != 0)[:, :, None, None], mixed, jnp.zeros((), mixed.dtype))
 
 
@@ -79,10 +79,10 @@ def resolve(
     platform = platform or jax.default_backend()
     if platform == "gpu":
         return "cudnn"
-    if platform == "cpu" and time >= LONG_ROW:
-        return "blocks"
     if platform == "tpu" and time % SPLASH_LANES == 0:
         return "splash"
+    if time >= LONG_ROW and kernels.packed_attention(platform=platform) is not None:
+        return "blocks"
     return "xla"
 
 
@@ -96,6 +96,11 @@ def check_platform(implementation: Implementation) -> None:
         raise UserError(
             f"trainer.attention {implementation} runs on {needed} and this is {platform}: use "
             "auto, which takes the platform's own kernel"
+        )
+    if implementation == "blocks" and kernels.packed_attention() is None:
+        raise UserError(
+            "trainer.attention blocks needs an x86 CPU and the package numba: install the extra "
+            "`cpu`, as in `pip install -e '.[cpu]'` where mujica_jax was cloned, or use auto"
         )
 
 
@@ -155,9 +160,11 @@ def softmax_mix(
 
 
 def _blocks(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
-    """Attend by the CPU kernel, each device over its own rows."""
-    attend = _on_each_device(cpu_calls.packed_attention, kv_heads=key.shape[2])
-    return attend(query, key, value, segment_ids)
+    """Attend by `kernels.packed_attention`, each device over its own rows."""
+    attend = kernels.packed_attention()
+    if attend is None:
+        raise ValueError("there is no kernel for packed rows here: attend by XLA")
+    return _on_each_device(attend, kv_heads=key.shape[2])(query, key, value, segment_ids)
 
 
 def _cudnn(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:

@@ -8,7 +8,6 @@ of depth, a Python loop lets the engine touch each layer's cache in place.
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -18,7 +17,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mujica_jax.models.cpu_calls import ATTENDED, on_cpu
+from mujica_jax import kernels
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.layers import (
     Attend,
@@ -80,7 +79,7 @@ class Decoder(nnx.Module):
         With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep
         no state. Without it they run in a Python loop and `layer_index` is an int. `remat` says
         what the backward pass computes again instead of keeping it: "full" whole layers, "dots"
-        everything but the products with weights and what `cpu_calls.packed_attention` names."""
+        everything but the products with weights and what `kernels.packed_attention` returns."""
 
         def without_memory(
             index: LayerIndex, query: Array, key: Array, value: Array, memory: None
@@ -137,12 +136,8 @@ class Decoder(nnx.Module):
 
     def embed(self, tokens: Int[Array, "batch time"]) -> Float[Array, "batch time hidden"]:
         """Look up the tokens' embeddings, in the type of the products."""
-        table = self.embedding[...]
-        if on_cpu() and table.dtype == jnp.bfloat16:
-            embeddings = _bfloat16_lookup(table, tokens)
-        else:
-            embeddings = table[tokens]
-        return constrain(embeddings.astype(self.dtype), ("batch", None, None))
+        embeddings = self.embedding[...][tokens].astype(self.dtype)
+        return constrain(embeddings, ("batch", None, None))
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
         """Return scores of the next token in float32, from the output of `__call__` or any
@@ -179,7 +174,7 @@ def _kept_values(remat: Literal["dots", "full"]) -> Callable[..., Any] | None:
     policies = jax.checkpoint_policies
     return policies.save_from_both_policies(
         policies.dots_with_no_batch_dims_saveable,
-        policies.save_only_these_names(ATTENDED),
+        policies.save_only_these_names(kernels.PACKED_ATTENTION_RESULTS),
     )
 
 
@@ -188,48 +183,22 @@ def _weights_of_layer(weights: nnx.State, index: int) -> nnx.State:
     return jax.tree.map(lambda stacked: stacked[index], weights, is_leaf=_is_per_layer)
 
 
-@jax.custom_vjp
-def _bfloat16_lookup(table: Array, tokens: Array) -> Array:
-    """Return table[tokens] of a bfloat16 table on a CPU, where XLA would make the whole table
-    float32 for it."""
-    bits = jax.lax.bitcast_convert_type(table, jnp.uint16)
-    return jax.lax.bitcast_convert_type(bits[tokens], table.dtype)
-
-
-def _bfloat16_lookup_forward(table: Array, tokens: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _bfloat16_lookup(table, tokens), (table, tokens)
-
-
-def _bfloat16_lookup_backward(
-    table_and_tokens: tuple[Array, Array], gradient: Array
-) -> tuple[Array, None]:
-    """Add each token's gradient to its row of the table."""
-    table, tokens = table_and_tokens
-    return jnp.zeros_like(table).at[tokens].add(gradient), None
-
-
-_bfloat16_lookup.defvjp(_bfloat16_lookup_forward, _bfloat16_lookup_backward)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "output_major_from"))
+@functools.partial(jax.jit, static_argnames=("config", "output_major"))
 def unstacked(
-    weights: nnx.State, config: DecoderConfig, *, output_major_from: int | None
+    weights: nnx.State, config: DecoderConfig, *, output_major: frozenset[str]
 ) -> nnx.State:
     """Return a decoder's weights for calls without scan, in one array per layer.
 
     In a loop XLA on CPU copies what it slices from a stacked array, in every step of the loop: as
-    many bytes as the model has. Kernels of `output_major_from` numbers and more are transposed,
-    into the order that a CPU multiplies few rows with (`layers.output_major_product`)."""
-    transposed_from = math.inf if output_major_from is None else output_major_from
-    transposed_kernels = {
-        weight.name: weight
-        for weight in projections(config)
-        if math.prod(weight.shape) >= transposed_from
+    many bytes as the model has. The projections whose names are in `output_major` are transposed to
+    [outputs, inputs] (`kernels.prefers_output_major`)."""
+    transposed = {
+        weight.name: weight for weight in projections(config) if weight.name in output_major
     }
 
     def unstack(path: tuple, variable: nnx.Variable) -> nnx.Variable:
         kernel = variable.get_value()
-        weight = transposed_kernels.get(path[0])
+        weight = transposed.get(path[0])
         if weight is None or not isinstance(kernel, jax.Array):
             return jax.tree.map(lambda stacked: PerLayer(tuple(stacked)), variable)
         inputs, outputs = weight.sides

@@ -17,15 +17,10 @@ from flax import nnx
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from mujica_jax.models import cpu_calls
+from mujica_jax import kernels
 from mujica_jax.models.families import DecoderConfig
 from mujica_jax.models.sharding import constrain
 
-# Up to so many rows XLA packs the matrix for longer than it multiplies.
-FEW_ROWS = {
-    "bfloat16": 64,
-    "float32": 16,
-}
 LayerIndex = int | Int[Array, ""]
 # attend(layer_index, query, key, value) -> mixed values: [batch, time, heads or kv_heads,
 # head_dim], rotation already applied.
@@ -100,7 +95,7 @@ class IntegerProduct:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class OutputMajor:
-    """A kernel for a CPU that decodes, as [outputs, inputs]: see `output_major_product`."""
+    """A kernel that is stored as [outputs, inputs]: see `kernels.prefers_output_major`."""
 
     matrix: Any  # Float[Array, "outputs inputs"], or what holds it for each layer
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})  # of the kernel
@@ -229,49 +224,6 @@ def model_weights(config: DecoderConfig) -> tuple[Weight, ...]:
     return (embedding, norm, head)
 
 
-def matrix_product(
-    rows: Float[Array, "rows inputs"], matrix: Float[Array, "inputs outputs"]
-) -> Float[Array, "rows outputs"]:
-    """Return rows @ matrix, in their type."""
-    if cpu_calls.on_cpu() and rows.dtype == jnp.bfloat16:
-        return _bfloat16_product(rows, matrix)
-    return rows @ matrix
-
-
-@jax.custom_vjp
-def _bfloat16_product(rows: Array, matrix: Array) -> Array:
-    """Return rows @ matrix of bfloat16 on a CPU, with float32 sums.
-
-    A CPU with such instructions (AVX512-BF16) multiplies many rows twice as fast if sums come out
-    in float32, as docs/LOG.md measures. The gradient is written out, for the derived one would
-    multiply a float32 with a bfloat16, which is as slow."""
-    return _rounded_sums(rows, matrix, left_axis=1, right_axis=0)
-
-
-def _rounded_sums(left: Array, right: Array, *, left_axis: int, right_axis: int) -> Array:
-    """Contract one axis of each matrix with float32 sums, and round these to the type of `left`."""
-    contracted = (((left_axis,), (right_axis,)), ((), ()))
-    sums = jax.lax.dot_general(left, right, contracted, preferred_element_type=jnp.float32)
-    return sums.astype(left.dtype)
-
-
-def _bfloat16_product_forward(rows: Array, matrix: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _rounded_sums(rows, matrix, left_axis=1, right_axis=0), (rows, matrix)
-
-
-def _bfloat16_product_backward(
-    operands: tuple[Array, Array], gradient: Array
-) -> tuple[Array, Array]:
-    """Return gradient @ matrix.T and rows.T @ gradient."""
-    rows, matrix = operands
-    rows_gradient = _rounded_sums(gradient, matrix, left_axis=1, right_axis=1)
-    matrix_gradient = _rounded_sums(rows, gradient, left_axis=0, right_axis=0)
-    return rows_gradient, matrix_gradient
-
-
-_bfloat16_product.defvjp(_bfloat16_product_forward, _bfloat16_product_backward)
-
-
 @jax.custom_vjp
 def _adapted_product(rows: Array, frozen: Array, a: Array, b: Array) -> Array:
     """Return rows @ (frozen + a b) in float32, whose rounding leaves the added part almost whole.
@@ -305,22 +257,17 @@ _adapted_product.defvjp(_adapted_forward, _adapted_backward)
 def output_major_product(
     rows: Float[Array, "rows inputs"], matrix: Float[Array, "outputs inputs"]
 ) -> Float[Array, "rows outputs"]:
-    """Return rows @ matrix.T in float32: by a kernel of our own where that is faster (`cpu_calls`),
-    else by XLA.
-
-    Of two matrices XLA on a CPU first packs the second one, in every call. With few rows that takes
-    longer than the product. There the matrix is the first one: with 12 rows in bfloat16 the
-    products of SmolLM2's layers take half of the time (docs/LOG.md). One barrier keeps XLA from
-    turning the product round again. The other one lets later operations read the result row by
-    row."""
-    if cpu_calls.can_multiply(rows, matrix):
-        return cpu_calls.products(rows, matrix)[0]
+    """Return rows @ matrix.T in float32."""
+    multiply = kernels.product(
+        rows=rows.shape[0],
+        inputs=rows.shape[1],
+        outputs=(matrix.shape[0],),
+        dtype=rows.dtype,
+    )
+    if multiply is not None:
+        return multiply(rows, matrix)[0]
 
     last_axes = (((1,), (1,)), ((), ()))
-    few_rows = FEW_ROWS[rows.dtype.name]
-    if cpu_calls.on_cpu() and rows.shape[0] <= few_rows <= matrix.shape[0]:
-        columns = jax.lax.dot_general(matrix, rows, last_axes, preferred_element_type=jnp.float32)
-        return jax.lax.optimization_barrier(jax.lax.optimization_barrier(columns).T)
     return jax.lax.dot_general(rows, matrix, last_axes, preferred_element_type=jnp.float32)
 
 
@@ -439,15 +386,14 @@ class Block(nnx.Module):
             kernel = qwix.dequantize(kernel)  # in float32, fused into the product
         matrix = kernel.astype(self.dtype).reshape(math.prod(kernel.shape[:inputs]), -1)
         if not self.adapter_scale:
-            return matrix_product(rows, matrix)
+            return rows @ matrix
 
         # Adapters are float32.
         a = getattr(self, f"{name}_lora_a").get_value()
         b = getattr(self, f"{name}_lora_b").get_value()
         if rows.dtype == jnp.float32:
             return _adapted_product(rows, matrix, a, self.adapter_scale * b)
-        product = matrix_product(rows, matrix)
-        return (product + self.adapter_scale * ((rows @ a) @ b)).astype(rows.dtype)
+        return (rows @ matrix + self.adapter_scale * ((rows @ a) @ b)).astype(rows.dtype)
 
     def _norm(
         self, inputs: Float[Array, "*batch features"], name: str
@@ -457,11 +403,19 @@ class Block(nnx.Module):
     def _products(
         self, rows: Float[Array, "rows hidden"], *names: str
     ) -> Sequence[Float[Array, "rows _"]]:
-        """Return rows times each of these kernels, by one call where `cpu_calls` makes them."""
-        kernels = [getattr(self, name).get_value() for name in names]
-        matrices = [kernel.matrix for kernel in kernels if isinstance(kernel, OutputMajor)]
-        if len(matrices) == len(names) and cpu_calls.can_multiply(rows, *matrices):
-            return cpu_calls.products(rows, *matrices)
+        """Return rows times each of these weights, in one call if all are stored output by
+        output."""
+        weights = [getattr(self, name).get_value() for name in names]
+        if all(isinstance(weight, OutputMajor) for weight in weights):
+            multiply = kernels.product(
+                rows=rows.shape[0],
+                inputs=rows.shape[1],
+                outputs=[weight.matrix.shape[0] for weight in weights],
+                dtype=rows.dtype,
+            )
+            if multiply is not None:
+                matrices = [weight.matrix.astype(rows.dtype) for weight in weights]
+                return [result.astype(rows.dtype) for result in multiply(rows, *matrices)]
         return [self.product(rows, name) for name in names]
 
     def _heads(

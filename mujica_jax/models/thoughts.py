@@ -10,7 +10,8 @@ in it is read: no tag, no stop string, no action. Three more rules:
 - A thought without an end hides everything behind it.
 
 Engines look for stop strings while a text grows, so they can follow the first rule and not the
-second: `inference/stops.py` uses the same tags and is told whether the prompt left a thought open.
+second: `inference/requests.py` uses the same tags and is told whether the prompt left a thought
+open.
 """
 
 import re

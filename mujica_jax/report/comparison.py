@@ -1,17 +1,31 @@
 """Agents and tasks side by side: a table for the console and as Markdown, JSON, and a picture of
-the scores."""
+the scores. And two policies on the same questions, by the predictions that `eval` wrote of the
+first."""
 
 import dataclasses
 import io
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from mujica_jax import metrics
+from mujica_jax.errors import UserError
+from mujica_jax.records import Question
 from mujica_jax.report.text import text_table
 from mujica_jax.runtime.extras import import_extra
 
+# Scores by a question's id: em, f1, and em_sampled and f1_sampled where it was sampled. None where
+# a search failed.
+QuestionScores = Mapping[str, Mapping[str, float | None]]
+SCORE_LABELS = {
+    "em": "EM",
+    "f1": "F1",
+    "em_sampled": "EM, sampled",
+    "f1_sampled": "F1, sampled",
+}
 HEADINGS = ("task", "agent", "EM", "F1", "searches", "tokens", "seconds", "EM against the first")
 
 
@@ -120,3 +134,84 @@ def draw(result_rows: Sequence[dict[str, Any]]) -> bytes:
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=150)
     return png.getvalue()
+
+
+def read_scores(result: str) -> QuestionScores:
+    """Return the scores of each question of an earlier result, by the predictions beside it.
+
+    Raises UserError if there are none, or they are none of `eval`."""
+    file = Path(result).with_suffix(".predictions.jsonl")
+    try:
+        return scores_of_predictions(file.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"--beside is {result} and {file} cannot be read ({error.strerror}): give the result "
+            "of an evaluation, whose predictions lie beside it"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--beside is {result} and {file} holds no predictions of mujica_jax.eval: give the "
+            "result of an evaluation"
+        ) from error
+
+
+def scores_of_predictions(predictions: bytes) -> QuestionScores:
+    """Return the scores of each question."""
+    scores_by_id = {}
+    for line in predictions.decode().splitlines():
+        row = json.loads(line)
+        scores = {"em": row["em"], "f1": row["f1"]}
+        if "sampled" in row:
+            scores["em_sampled"] = row["sampled"]["em"]
+            scores["f1_sampled"] = row["sampled"]["f1"]
+        scores_by_id[row["id"]] = scores
+    return scores_by_id
+
+
+def check_same_questions(
+    result: str, earlier: QuestionScores, questions: Sequence[Question]
+) -> None:
+    """Check that an earlier result is of exactly these questions."""
+    ids = {question.id for question in questions}
+    if ids != earlier.keys():
+        raise UserError(
+            f"--beside {result} has {len(earlier)} questions and {len(ids)} are asked, "
+            f"{len(ids & earlier.keys())} of them the same: compare results on the same questions, "
+            "with the same --task, --eval.split and --eval.questions"
+        )
+
+
+def differences(earlier: QuestionScores, scores: QuestionScores) -> dict[str, Any]:
+    """Return how much higher each score is than the earlier one, in percent, with its 95% bootstrap
+    interval, paired over the questions.
+
+    Scores that only one of them has are left out, and so are questions at which a search failed."""
+    result: dict[str, Any] = {}
+    for name in SCORE_LABELS:
+        pairs = []
+        for question_id, question_scores in scores.items():
+            first = earlier[question_id].get(name)
+            second = question_scores.get(name)
+            if first is not None and second is not None:
+                pairs.append((first, second))
+        if not pairs:
+            continue
+        first_scores, second_scores = zip(*pairs, strict=True)
+        difference, interval, _ = metrics.paired_bootstrap(first_scores, second_scores)
+        result[name] = {
+            "questions": len(pairs),
+            "difference": round(difference, 2),
+            "interval": [round(bound, 2) for bound in interval],
+        }
+    return result
+
+
+def difference_table(score_differences: Mapping[str, Any]) -> Table:
+    """Return the differences to an earlier result for the console."""
+    rows = []
+    for name, values in score_differences.items():
+        difference = _with_interval(
+            values["difference"], values["interval"], "+.1f", between=" to "
+        )
+        rows.append((SCORE_LABELS[name], f"{values['questions']:,}", difference))
+    return text_table(("score", "questions", "against the earlier result"), rows)

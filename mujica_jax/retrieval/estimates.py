@@ -1,20 +1,17 @@
-"""What an index will take, before it is built: bytes on disk and in memory, and seconds, from a
-sample on this machine.
+"""What an index will take, before it is built: bytes on disk, in memory and on devices.
 
-Embedding, indexing words and loading triples are timed. ScaNN's partitions are counted in
-floating-point operations and divided by the speed of a matrix product measured here; Wikidata's
-dumps begin with the entities that say most: both of these figures are rough ones.
+Dense indexes are counted from the sizes of their arrays. Words and triples are counted in a sample,
+which is indexed; Wikidata's dumps begin with the entities that say most, so that of them the figure
+is a rough one.
 """
 
 import dataclasses
 import itertools
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pyoxigraph import Store
 
 from mujica_jax.errors import UserError
@@ -25,13 +22,10 @@ from mujica_jax.retrieval.manifest import AUTO
 from mujica_jax.retrieval.text.bm25 import Bm25Index, indexed_words
 from mujica_jax.retrieval.text.corpus import Passage, stream_corpus
 from mujica_jax.retrieval.text.index import IndexSpec, choose_kind
-from mujica_jax.retrieval.text.recall import QUERIES
 from mujica_jax.retrieval.text.scann import CHUNK_ROWS, ScannParameters, parameters_for
 from mujica_jax.retrieval.text.vectors import DTYPES
 
-EMBEDDED_SAMPLE = 128  # passages
-WORDS_SAMPLE = 2000
-CENTROID_ROUNDS = 13  # of ScaNN's clustering, with one that chooses where it begins
+WORDS_SAMPLE = 2000  # passages
 # What ScaNN was seen to hold in memory while an index is built: its training sample in float32 so
 # many times, and while it writes, the codebook once for every partition, with so many bytes a
 # centre.
@@ -41,35 +35,37 @@ FLOAT32_BYTES = 4
 # a passage, and while scores are computed so many bytes for each passage of each word. The passages
 # themselves are mapped.
 WORD_BYTES, PASSAGE_BYTES, POSTING_BYTES = 4, 100, {"default": 40, "elasticsearch": 60}
-MATRIX = 1024  # rows and columns of the product that is timed
 GRAPH_SAMPLE_BYTES = 2**25  # of each file of triples, decompressed
 # a chunk of lines and what the store sorts at once, however large the graph is
 GRAPH_BUILDING_BYTES = 10**9
 GRAPH_SEARCHING_BYTES = 10**8  # beside what the system keeps of the files
 
 
-def device_bytes(
-    spec: IndexSpec, passages: int, hosts: int = 1, devices: int | None = None
-) -> dict[str, int]:
-    """What the rows of kind exact take on each device of a job of so many hosts with so many
-    devices each (None: as many as this one has), by `task.index_rows`.
-    """
-    from mujica_jax.retrieval.text.exact import layout, rows_mesh
+def device_bytes(spec: IndexSpec, passages: int, devices: int | None = None) -> int:
+    """Return the bytes that the rows of an exact index take on each of a host's devices.
 
+    `devices` of None means as many as this host has.
+    """
+    from mujica_jax.retrieval.text import exact
+
+    devices = exact.rows_mesh().size if devices is None else devices
+    return exact.device_bytes(passages, _row_bytes(spec), devices)
+
+
+def _row_bytes(spec: IndexSpec) -> int:
+    """Return the bytes of an embedding, with its scale if it has one."""
     assert spec.embedder is not None, "dense indexes have an embedder"
-    devices = rows_mesh().size if devices is None else devices
-    row = spec.embedder.dimension * DTYPES[spec.storage].itemsize + (
-        FLOAT32_BYTES if spec.storage == "int8" else 0
-    )
-    of_host = {"host": passages, "job": -(-passages // hosts)}
-    return {rows: layout(held, devices)[1] // devices * row for rows, held in of_host.items()}
+    scale_bytes = FLOAT32_BYTES if spec.storage == "int8" else 0
+    return spec.embedder.dimension * DTYPES[spec.storage].itemsize + scale_bytes
 
 
 def estimate_corpus(
-    spec: IndexSpec, passages: int | None = None, hosts: int = 1, devices: int | None = None
+    spec: IndexSpec, passages: int | None = None, devices: int | None = None
 ) -> dict[str, Any]:
-    """Estimate as if the corpus had this many passages; None counts them. A kind that was chosen is
-    named, with why."""
+    """Estimate as if the corpus had this many passages; None counts them.
+
+    A kind that was chosen is named, with why.
+    """
     skipped = Skipped()
     stream = stream_corpus(spec.corpus, skipped if spec.skip else None)
     sample = list(itertools.islice(stream, WORDS_SAMPLE))
@@ -80,78 +76,77 @@ def estimate_corpus(
             f"{', '.join(spec.corpus)}: {len(sample)} passages were read and {passages} are asked "
             "for: give at least one"
         )
-    chosen: dict[str, str] = {}
+
+    amounts: dict[str, Any] = {"passages": passages}
     if spec.kind == AUTO:
         kind, why = choose_kind(passages)
         spec = dataclasses.replace(spec, kind=kind)
-        chosen = {"kind": kind, "why": why}
-    found = estimate_sample(spec, sample, passages)
+        amounts["kind"] = kind
+        amounts["why"] = why
+    if spec.skip:
+        amounts["skipped"] = skipped.skipped
+    amounts |= estimate_sample(spec, sample, passages)
     if spec.kind == "exact":
-        found["device_bytes"] = device_bytes(spec, passages, hosts, devices)
-    return {
-        "passages": passages,
-        **chosen,
-        **({"skipped": skipped.skipped} if spec.skip else {}),
-        **found,
-    }
+        amounts["device_bytes"] = device_bytes(spec, passages, devices)
+    return amounts
 
 
 def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -> dict[str, Any]:
-    """For `passages` passages like those of the sample: `disk_bytes` by file, `building_bytes` of
-    memory beside the program and the embedder's weights, `searching_bytes` (on the devices
-    together, for kind exact), `seconds` by stage.
+    """Return what an index of so many passages takes, if they are like those of the sample.
+
+    `disk_bytes` by file; `building_bytes` of memory beside the program and the embedder's weights;
+    `searching_bytes` (of kind exact on the devices together).
     """
     text_bytes = sum(len(f"{passage.id}{passage.contents}".encode()) for passage in sample)
-    disk = {"passages": passages * text_bytes // len(sample) + 12 * passages}  # three offsets a row
+    disk_bytes = {
+        "passages": passages * text_bytes // len(sample) + 12 * passages  # three offsets a row
+    }
     if spec.kind == "bm25":
-        return _estimate_words(spec, sample, passages, disk)
+        return _estimate_words(spec, sample, passages, disk_bytes)
+
     assert spec.embedder is not None, "dense indexes have an embedder"
     dimension = spec.embedder.dimension
-    scale_bytes = FLOAT32_BYTES if spec.storage == "int8" else 0
-    disk["embeddings"] = passages * (dimension * DTYPES[spec.storage].itemsize + scale_bytes)
-    seconds = {"embedding": round(passages / _passages_a_second(spec, sample[:EMBEDDED_SAMPLE]), 3)}
-    building, searching = 0, disk["embeddings"]
+    disk_bytes["embeddings"] = passages * _row_bytes(spec)
+    building_bytes = 0
+    searching_bytes = disk_bytes["embeddings"]
     if spec.kind == "scann":
-        of = parameters_for(passages, of_length_1=True)
-        blocks = -(-dimension // of.dimensions_a_block) if of.leaves else 0
-        vectors = passages * dimension * (1 if of.leaves else FLOAT32_BYTES)
-        tree = of.leaves * dimension * FLOAT32_BYTES + (
-            passages * FLOAT32_BYTES if of.leaves else 0
-        )
+        parameters = parameters_for(passages, of_length_1=True)
+        has_partitions = parameters.leaves > 0
+        blocks = -(-dimension // parameters.dimensions_a_block) if has_partitions else 0
+        vector_bytes = passages * dimension * (1 if has_partitions else FLOAT32_BYTES)
+        tree_bytes = parameters.leaves * dimension * FLOAT32_BYTES
+        if has_partitions:
+            tree_bytes += passages * FLOAT32_BYTES
         # a byte a block in the file, half of one in memory
-        disk["scann"] = passages * blocks + vectors + tree
-        searching = passages * blocks // 2 + vectors + tree
-        building = scann_building_bytes(of, passages, dimension)
-        products = 2 * dimension * of.leaves * (CENTROID_ROUNDS * of.training_rows + passages)
-        operations_a_second = _operations_a_second()
-        seconds["building ScaNN's partitions"] = round(products / operations_a_second, 3)
-        compared = 2 * dimension * passages * min(QUERIES, passages)
-        seconds["measuring recall"] = round(compared / operations_a_second, 3)
+        disk_bytes["scann"] = passages * blocks + vector_bytes + tree_bytes
+        searching_bytes = passages * blocks // 2 + vector_bytes + tree_bytes
+        building_bytes = scann_building_bytes(parameters, passages, dimension)
     return {
-        "disk_bytes": disk,
-        "building_bytes": building,
-        "searching_bytes": searching,
-        "seconds": seconds,
+        "disk_bytes": disk_bytes,
+        "building_bytes": building_bytes,
+        "searching_bytes": searching_bytes,
     }
 
 
 def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> dict[str, Any]:
-    """From the beginning of each file, loaded into a temporary directory."""
-    triples = names = disk = seconds = 0.0
+    """Estimate from the beginning of each file, loaded into a temporary directory."""
+    triples = 0.0
+    names = 0.0
+    disk_bytes = 0.0
     for path in spec.files:
         with tempfile.TemporaryDirectory() as folder:
-            store, loaded = Store(folder), Loaded()
-            began = time.monotonic()
+            store = Store(folder)
+            loaded = Loaded()
             for _ in load(store, dataclasses.replace(spec, files=(path,)), loaded, sample_bytes):
                 store.flush()
             store.optimize()
             share = max(
                 (piece.share for piece in pieces(path, max_bytes=sample_bytes)), default=1.0
             )
-            seconds += (time.monotonic() - began) / share
             del store
-            disk += sum(file.stat().st_size for file in Path(folder).iterdir()) / share
-        triples, names = triples + loaded.triples / share, names + loaded.names / share
+            disk_bytes += sum(file.stat().st_size for file in Path(folder).iterdir()) / share
+        triples += loaded.triples / share
+        names += loaded.names / share
     if not triples:
         raise UserError(
             f"{', '.join(spec.files)}: there is no triple in what was read; give a graph with at "
@@ -160,10 +155,9 @@ def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> d
     return {
         "triples": round(triples),
         "names": round(names),
-        "disk_bytes": {"graph": round(disk)},
+        "disk_bytes": {"graph": round(disk_bytes)},
         "building_bytes": GRAPH_BUILDING_BYTES,
         "searching_bytes": GRAPH_SEARCHING_BYTES,
-        "seconds": {"loading": round(seconds, 1)},
     }
 
 
@@ -182,42 +176,19 @@ def scann_building_bytes(parameters: ScannParameters, rows: int, dimension: int)
 
 
 def _estimate_words(
-    spec: IndexSpec, sample: Sequence[Passage], passages: int, disk: dict[str, int]
+    spec: IndexSpec, sample: Sequence[Passage], passages: int, disk_bytes: dict[str, int]
 ) -> dict[str, Any]:
-    Bm25Index(sample[:1], spec.tokeniser)  # imports, once for a corpus of any size
-    began = time.monotonic()
+    """Estimate an index of words from one of the sample."""
     index = Bm25Index(sample, spec.tokeniser)
-    seconds = (time.monotonic() - began) * passages / len(sample)
     with tempfile.TemporaryDirectory() as folder:
         index.save(Path(folder))
-        disk["words"] = (
-            sum(path.stat().st_size for path in Path(folder).iterdir()) * passages // len(sample)
-        )
+        sample_bytes = sum(path.stat().st_size for path in Path(folder).iterdir())
+    disk_bytes["words"] = sample_bytes * passages // len(sample)
     words = indexed_words([passage.contents for passage in sample], spec.tokeniser)
     distinct_words = sum(len(set(words_of_passage)) for words_of_passage in words)
-    held = WORD_BYTES * sum(map(len, words)) + POSTING_BYTES[spec.tokeniser] * distinct_words
+    word_bytes = WORD_BYTES * sum(map(len, words)) + POSTING_BYTES[spec.tokeniser] * distinct_words
     return {
-        "disk_bytes": disk,
-        "building_bytes": passages * (PASSAGE_BYTES + held // len(sample)),
-        "searching_bytes": disk["words"],
-        "seconds": {"indexing words": round(seconds, 3)},
+        "disk_bytes": disk_bytes,
+        "building_bytes": passages * (PASSAGE_BYTES + word_bytes // len(sample)),
+        "searching_bytes": disk_bytes["words"],
     }
-
-
-def _passages_a_second(spec: IndexSpec, sample: Sequence[Passage]) -> float:
-    assert spec.embedder is not None, "dense indexes have an embedder"
-    embedder = spec.embedder.load()
-    texts = [passage.contents for passage in sample]
-    embedder.embed(texts, "passage")  # compiles
-    began = time.monotonic()
-    embedder.embed(texts, "passage")
-    return len(texts) / (time.monotonic() - began)
-
-
-def _operations_a_second() -> float:
-    matrix = np.ones((MATRIX, MATRIX), np.float32)
-    np.matmul(matrix, matrix)
-    began = time.monotonic()
-    for _ in range(3):
-        np.matmul(matrix, matrix)
-    return 3 * 2 * MATRIX**3 / (time.monotonic() - began)

@@ -1,0 +1,6 @@
+"""Rewards that methods learn from; scores shown to users come from `metrics`."""
+
+from mujica_jax.rewards.reward import RewardFunction, find_reward
+from mujica_jax.rewards.staged import staged_reward
+
+__all__ = ["RewardFunction", "find_reward", "staged_reward"]

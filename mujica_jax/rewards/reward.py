@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from numbers import Real
 from typing import Any
 
-from mujica_jax.config.rewards import JUDGE, STAGED, StagedRewardConfig, needs_judge
+from mujica_jax.config.methods import JUDGE, STAGED, StagedRewardConfig, needs_judge
 from mujica_jax.errors import UserError, nearest
 from mujica_jax.metrics import Rule, Score, score
 from mujica_jax.records import Question, Reward, StopReason, Trajectory

@@ -33,7 +33,7 @@ import re
 import statistics
 from collections.abc import Callable, Sequence
 
-from mujica_jax.config.rewards import StagedRewardConfig
+from mujica_jax.config.methods import StagedRewardConfig
 from mujica_jax.metrics import Score
 from mujica_jax.records import Reward, StopReason, Trajectory
 

@@ -1,0 +1,1 @@
+"""A run: what every recipe stands on to sample, learn, evaluate and resume."""

@@ -3,14 +3,12 @@
 It is evaluated by `eval`, judges, teaches, or writes trees."""
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mujica_jax.config.schema import Config, RemoteConfig
+from mujica_jax.inference.remote.generator import RemoteGenerator
+from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.storage.run_directory import RunPath
-
-if TYPE_CHECKING:
-    from mujica_jax.inference.remote.generator import RemoteGenerator
-    from mujica_jax.models.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,8 +18,8 @@ class Endpoint:
     It has no policy version, and its results name none."""
 
     remote: RemoteConfig
-    tokenizer: "Tokenizer"
-    generator: "RemoteGenerator"
+    tokenizer: Tokenizer
+    generator: RemoteGenerator
     out: RunPath
 
     @property
@@ -53,9 +51,6 @@ class Endpoint:
 
 def open_endpoint(remote: RemoteConfig, out: RunPath) -> Endpoint:
     """Open an endpoint that `config.checks.check_remote` accepted. Sends no request yet."""
-    from mujica_jax.inference.remote.generator import RemoteGenerator
-    from mujica_jax.models.tokenizer import Tokenizer
-
     assert remote.base_url and remote.model and remote.mode and remote.tokenizer, (
         "the endpoint was checked to be whole"
     )

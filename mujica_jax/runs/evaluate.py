@@ -41,8 +41,8 @@ from mujica_jax.runs.parts import (
     statistics_of,
 )
 from mujica_jax.runs.policies import Checkpoint
+from mujica_jax.runs.sampling import gather
 from mujica_jax.runs.setup import about_questions, build_task, check_dtypes, require_packages
-from mujica_jax.runs.shares import gather
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.extras import import_extra
@@ -72,7 +72,8 @@ class _Session:
     faults: FaultGuard
     progress: Progress
     preemption: Preemption
-    is_sampled: bool  # otherwise the policy is scored greedily alone
+    samples: int  # a question; 0: the policy is scored greedily alone
+    earlier_scores: comparison.QuestionScores | None  # of the result that it is compared with
 
 
 def evaluate(
@@ -82,15 +83,18 @@ def evaluate(
     *,
     worker: Checkpoint | None = None,
     judge: Endpoint | None = None,
-    sampled: bool = True,
+    samples: int = 1,
+    beside: str | None = None,
     plot: bool = False,
     ask: str | None = None,
     note: str | None = None,
 ) -> None:
     """Score a policy, print and write the results.
 
-    Several configurations, which differ in task and agent, give a table too. With `ask`, show how
-    the first one's agent answers this question instead. `note` is printed first."""
+    A question's sampled score is the mean over `samples`; with 0 the policy is scored greedily
+    alone. `beside` is the file of an earlier result on the same questions, to which the differences
+    are printed too. Several configurations, which differ in task and agent, give a table too. With
+    `ask`, show how the first one's agent answers this question instead. `note` is printed first."""
     first = configs[0]
 
     # Check what can be checked before the model is loaded.
@@ -102,6 +106,12 @@ def evaluate(
     check_dtypes(first)
     use_compilation_cache()
     tasks = _build_tasks(configs)
+    earlier_scores = None
+    if beside is not None:
+        earlier_scores = comparison.read_scores(beside)
+        comparison.check_same_questions(
+            beside, earlier_scores, held_out_questions(tasks[first.task], first)
+        )
 
     # Load the models.
     session = _open_session(
@@ -111,7 +121,8 @@ def evaluate(
         preemption,
         worker=worker,
         judge=judge,
-        is_sampled=sampled and ask is None,
+        samples=samples if ask is None else 0,
+        earlier_scores=earlier_scores,
     )
     progress = session.progress
     if note is not None:
@@ -160,14 +171,15 @@ def _open_session(
     *,
     worker: Checkpoint | None,
     judge: Endpoint | None,
-    is_sampled: bool,
+    samples: int,
+    earlier_scores: comparison.QuestionScores | None,
 ) -> _Session:
     """Open the models of an evaluation, and check that prompts and temperatures fit them."""
     first = configs[0]
     tokenizer, generator = policy.open(first)
     if isinstance(policy, Checkpoint):
         engine_generator = cast(PolicyGenerator, generator)  # its engine is on this machine
-        check_engine_temperatures(engine_generator, first, trains=False, sampled=is_sampled)
+        check_engine_temperatures(engine_generator, first, trains=False, sampled=samples > 0)
     for config in configs:
         check_prompts(config.agent, tokenizer, tasks[config.task].environment_kind)
     return _Session(
@@ -180,7 +192,8 @@ def _open_session(
         faults=FaultGuard(first.faults),
         judge=None if judge is None else judge_behind(judge, first),
         preemption=preemption,
-        is_sampled=is_sampled,
+        samples=samples,
+        earlier_scores=earlier_scores,
     )
 
 
@@ -257,16 +270,27 @@ def _evaluate_one(session: _Session, config: Config, task: Task, parts_folder: R
         return result
 
     # Write and print the results.
+    predictions = scores.predictions()
+    differences = None
+    if session.earlier_scores is not None:
+        own_scores = comparison.scores_of_predictions(predictions)
+        differences = comparison.differences(session.earlier_scores, own_scores)
+        summary["beside"] = differences
     settings = _settings(config, task) | policy.about()
     if session.worker is not None:
         settings["worker"] = session.worker.place
-    atomic_write(file.with_suffix(".predictions.jsonl"), scores.predictions())
+    atomic_write(file.with_suffix(".predictions.jsonl"), predictions)
     atomic_write(file.with_suffix(".parquet"), shards.encode(scores.greedy.trajectories))
     atomic_write(file, (json.dumps(settings | summary, indent=2, allow_nan=False) + "\n").encode())
     progress.show(score_table(summary["greedy"], summary.get("sampled")))
+    if differences is not None:
+        progress.show(comparison.difference_table(differences))
     if shown:
         progress.line(f"a search shows {shown} of its question")
-    for kind, scores_of_kind in summary.items():
+    for kind in ("greedy", "sampled"):
+        if kind not in summary:
+            continue
+        scores_of_kind = summary[kind]
         stop_reasons = scores_of_kind["stop_reasons"]
         reasons = ", ".join(f"{reason} {count}" for reason, count in stop_reasons.items())
         progress.line(
@@ -306,7 +330,7 @@ def _score(session: _Session, config: Config, task: Task, parts: RunDirectory) -
         progress=session.progress,
         preemption=session.preemption,
         concurrency=concurrency,
-        is_sampled=session.is_sampled,
+        samples=session.samples,
         part_questions=max(MIN_PART_QUESTIONS, 2 * concurrency),
         live=live,
         gather=gather_parts,

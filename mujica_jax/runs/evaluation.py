@@ -1,11 +1,14 @@
-"""Score a policy on the held-out questions, greedily and sampled.
+"""Evaluate: score a policy on the held-out questions, greedily and sampled.
 
-Called after each phase of a run, and by `eval`."""
+`PolicyEvaluator` scores any policy, for a run and for `eval`. `finish` is what a recipe calls at
+the end of each phase: it scores the run's policy and writes the phase down.
+"""
 
 import asyncio
 import dataclasses
 import functools
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -27,11 +30,18 @@ from mujica_jax.inference.requests import Generator
 from mujica_jax.metrics import Rule
 from mujica_jax.records import GoldPassage, Question, Search, Trajectory, generated_tokens
 from mujica_jax.report.progress import Figure, Progress, Stage
-from mujica_jax.report.results import rounded
+from mujica_jax.report.results import PhaseRow, rounded
 from mujica_jax.rewards.reward import RewardFunction
+from mujica_jax.runs import phases
+from mujica_jax.runs.parts import statistics_of
+from mujica_jax.runs.phases import GetState, Phase, PhaseCost, PhaseResult, phase_file
+from mujica_jax.runs.run import Run
+from mujica_jax.runs.sampling import gather
+from mujica_jax.runs.versions import use_policy
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
 from mujica_jax.tasks.task import EnvironmentKind, Task
+from mujica_jax.trajectories import shards
 
 Play = Callable[[], Sequence[Trajectory]]
 
@@ -57,15 +67,17 @@ class KindScore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One pass over the questions, one attempt each. Scores and means leave out the episodes whose
-    search failed: they say nothing about the policy."""
+    """One pass over the questions, one attempt each, or several passes. A question's score is the
+    mean over its attempts. Scores and means leave out the episodes whose search failed: they say
+    nothing about the policy."""
 
     score: KindScore  # of all
     by_kind: dict[str, KindScore]
     searches: float  # mean a question
     stop_reasons: dict[str, int]
     further: dict[str, float]  # means in percent of what only some tasks have
-    trajectories: tuple[Trajectory, ...]  # one a question, those that are left out among them
+    # One a question, pass after pass. Those that are left out are among them.
+    trajectories: tuple[Trajectory, ...]
 
     @property
     def scored(self) -> list[Trajectory]:
@@ -128,8 +140,9 @@ class Scores:
         """Return one JSON object a line, for each question.
 
         It holds the question, the greedy prediction with its scores and reward, and the sampled
-        prediction. An episode whose search failed has null for its scores. An episode that could
-        not be rewarded has null for its reward."""
+        prediction, or the sampled predictions with the means of their scores. An episode whose
+        search failed has null for its scores. An episode that could not be rewarded has null for
+        its reward."""
         lines = []
         pairs = zip(self.questions, self.greedy.trajectories, strict=True)
         for place, (question, trajectory) in enumerate(pairs):
@@ -148,13 +161,25 @@ class Scores:
                 ],
             }
             if self.sampled is not None:
-                sampled = self.sampled.trajectories[place]
-                row["sampled"] = {
-                    "prediction": sampled.answer,
-                    **self._scores_of(question, sampled),
-                }
+                samples = self.sampled.trajectories[place :: len(self.questions)]
+                row["sampled"] = self._sampled_row(question, samples)
             lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         return "".join(lines).encode()
+
+    def _sampled_row(self, question: Question, samples: Sequence[Trajectory]) -> dict[str, Any]:
+        """Return what is written of the sampled answers to a question."""
+        if len(samples) == 1:
+            return {"prediction": samples[0].answer, **self._scores_of(question, samples[0])}
+        row: dict[str, Any] = {"predictions": [sample.answer for sample in samples]}
+        sample_scores = [self._scores_of(question, sample) for sample in samples]
+        for name in ("em", "f1"):
+            values = []
+            for scores in sample_scores:
+                value = scores[name]
+                if value is not None:
+                    values.append(value)
+            row[name] = sum(values) / len(values) if values else None
+        return row
 
     def _scores_of(self, question: Question, trajectory: Trajectory) -> dict[str, float | None]:
         """Return the scores of an answer; None where a search failed."""
@@ -194,7 +219,7 @@ class PolicyEvaluator:
     preemption: Preemption
     faults: FaultGuard = dataclasses.field(default_factory=FaultGuard)
     concurrency: int  # episodes at a time
-    is_sampled: bool = True  # otherwise it is scored greedily alone
+    samples: int = 1  # a question, at eval.temperature; 0: it is scored greedily alone
     part_questions: int | None = None  # questions that are played at a time; None: all at once
     live: Callable[[], Mapping[str, Figure]] = dict  # figures that are shown with the progress
     # Brings together what all processes played: takes greedy or sampled, and the own trajectories.
@@ -203,7 +228,9 @@ class PolicyEvaluator:
     keep: Callable[[str, Play], Sequence[Trajectory]] = _play_now
 
     def run(self) -> Scores:
-        """Return the scores of the policy, greedy and, if it is sampled, at `eval.temperature`."""
+        """Return the scores of the policy, greedy and, if it is sampled, at `eval.temperature`.
+
+        Several samples of the questions are drawn one after the other."""
         questions = held_out_questions(self.task, self.config)
         own_questions = distributed.shard_for_process(questions)
         configured = self.config.eval.questions
@@ -218,27 +245,43 @@ class PolicyEvaluator:
                 f"eval.questions is {configured}"
             )
 
-        greedy = self._evaluate(questions, own_questions, temperature=0.0)
+        greedy = self._score("greedy", questions, self._play_pass("greedy", own_questions))
         sampled = None
-        if self.is_sampled:
-            sampled = self._evaluate(
-                questions, own_questions, temperature=self.config.eval.temperature
-            )
+        if self.samples:
+            sampled_trajectories: list[Trajectory] = []
+            for number in range(self.samples):
+                sampled_trajectories += self._play_pass("sampled", own_questions, number=number)
+            sampled = self._score("sampled", questions, sampled_trajectories)
         return Scores(questions=questions, rule=self.task.rule, greedy=greedy, sampled=sampled)
 
-    def _evaluate(
-        self,
-        questions: Sequence[Question],
-        own_questions: Sequence[Question],
-        *,
-        temperature: float,
+    def _score(
+        self, kind: str, questions: Sequence[Question], trajectories: Sequence[Trajectory]
     ) -> Evaluation:
-        """Play this process's questions once, gather what the others played, and score it all."""
-        kind = "greedy" if temperature == 0 else "sampled"
+        """Score what was played, and say how much of it is left out."""
+        evaluation = summarise(questions, trajectories, self.task.rule, self.task.environment_kind)
+        if evaluation.left_out:
+            self.progress.line(
+                f"{self.name}, {kind}: {evaluation.left_out} of {len(trajectories)} episodes are "
+                "left out of the scores because a search failed"
+            )
+        return evaluation
+
+    def _play_pass(
+        self, kind: str, own_questions: Sequence[Question], number: int = 0
+    ) -> Sequence[Trajectory]:
+        """Play this process's questions once, and return what all processes played.
+
+        `number` counts the attempts at the same temperature."""
+        temperature = 0.0 if kind == "greedy" else self.config.eval.temperature
         stage_name = f"{self.name}: evaluating, {kind}"
+        if number > 0:
+            kind = f"{kind}-{number}"  # in the names of files
+            stage_name += f", {number + 1} of {self.samples}"
         self.preemption.enter(stage_name)
         attempts = [
-            Attempt(question=question, number=0, seed=self.config.seed, temperature=temperature)
+            Attempt(
+                question=question, number=number, seed=self.config.seed, temperature=temperature
+            )
             for question in own_questions
         ]
         with self.progress.stage(
@@ -249,13 +292,7 @@ class PolicyEvaluator:
 
         if distributed.processes() > 1:
             trajectories = self.gather(kind, trajectories)
-        evaluation = summarise(questions, trajectories, self.task.rule, self.task.environment_kind)
-        if evaluation.left_out:
-            self.progress.line(
-                f"{self.name}, {kind}: {evaluation.left_out} of {len(questions)} episodes are left "
-                "out of the scores because a search failed"
-            )
-        return evaluation
+        return trajectories
 
     def _play_parts(
         self, kind: str, attempts: Sequence[Attempt], score: "_RunningScore"
@@ -346,21 +383,31 @@ def summarise(
 ) -> Evaluation:
     """Return the scores of one trajectory for each question, in the same order.
 
-    An episode that did not answer scores zero, and one whose search failed counts in no mean.
+    With several passes over the questions, one after the other, a question's score is the mean over
+    its episodes. An episode that did not answer scores zero, and one whose search failed counts in no mean.
     Raises UserError where all of them failed so."""
     _check_any_scored(trajectories)
+    num_passes = max(1, len(trajectories) // len(questions))
+    asked_questions = [*questions] * num_passes
     scored_questions: list[Question] = []
     scored_trajectories: list[Trajectory] = []
-    scores: list[metrics.Score] = []
-    scores_by_kind: dict[str, list[metrics.Score]] = {}
-    for question, trajectory in zip(questions, trajectories, strict=True):
+    scores_by_place: dict[int, list[metrics.Score]] = {}
+    for number, (question, trajectory) in enumerate(
+        zip(asked_questions, trajectories, strict=True)
+    ):
         if trajectory.is_environment_fault:
             continue
         score = metrics.score(trajectory.final_answer, question.answers, rule)
         scored_questions.append(question)
         scored_trajectories.append(trajectory)
-        scores.append(score)
-        scores_by_kind.setdefault(question.kind or "other", []).append(score)
+        scores_by_place.setdefault(number % len(questions), []).append(score)
+
+    scores: list[_QuestionScore] = []
+    scores_by_kind: dict[str, list[_QuestionScore]] = {}
+    for place, question_scores in sorted(scores_by_place.items()):
+        mean_score = _mean_over_episodes(question_scores)
+        scores.append(mean_score)
+        scores_by_kind.setdefault(questions[place].kind or "other", []).append(mean_score)
 
     num_searches = sum(len(trajectory.searches) for trajectory in scored_trajectories)
     stop_reasons = Counter(trajectory.stop_reason.value for trajectory in trajectories)
@@ -446,7 +493,23 @@ def _names_of_shown(search: Search, gold: Sequence[GoldPassage]) -> list[str]:
     return names
 
 
-def _mean(scores: Sequence[metrics.Score]) -> KindScore:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _QuestionScore:
+    """The scores of a question, 0 to 1: means over its episodes."""
+
+    em: float
+    f1: float
+
+
+def _mean_over_episodes(scores: Sequence[metrics.Score]) -> _QuestionScore:
+    """Return the mean scores of the episodes of one question."""
+    return _QuestionScore(
+        em=sum(score.em for score in scores) / len(scores),
+        f1=sum(score.f1 for score in scores) / len(scores),
+    )
+
+
+def _mean(scores: Sequence[_QuestionScore]) -> KindScore:
     """Return the mean scores in percent, with their intervals."""
     exact_matches = [score.em for score in scores]
     f1_scores = [score.f1 for score in scores]
@@ -457,3 +520,117 @@ def _mean(scores: Sequence[metrics.Score]) -> KindScore:
         f1_interval=metrics.bootstrap_interval(f1_scores),
         questions=len(scores),
     )
+
+
+def finish(run: Run, phase: Phase, state: GetState, cost: PhaseCost) -> PhaseResult:
+    """Evaluate a phase on the held-out questions and write it down, or read it back.
+
+    The evaluation is greedy and sampled. `state` is what the phase ends with, and `cost` is what
+    it took."""
+    file = phase_file(phase.name)
+    if not distributed.broadcast(file, lambda: run.store.exists(file)):
+        use_policy(run, state, phase.step)
+        with run.counted(f"{phase.prefix}{phases.EVALUATING}", phase.step):
+            scores = _score(run, phase)
+        result = PhaseResult(
+            row=_table_row(phase, scores, cost),
+            forward_tokens=cost.forward_tokens,
+            trained_slots=cost.trained_slots,
+        )
+        if distributed.is_primary():
+            _write_scores(run, phase, scores)
+            # Before the phase counts as done: a restart skips a phase that is done.
+            _write_phase_metrics(run, phase, scores)
+            run.store.write_json_once(file, dataclasses.asdict(result))
+        distributed.barrier(f"{phase.name} is written down")
+
+    stored_result = run.store.read_json(file)
+    _write_io_statistics(run, phase)
+    row = PhaseRow(**stored_result["row"])
+    return PhaseResult(**{**stored_result, "row": row})
+
+
+def _score(run: Run, phase: Phase) -> Scores:
+    """Score the policy that the engine holds on the held-out questions."""
+
+    def gather_scored(kind: str, trajectories: Sequence[Trajectory]) -> Sequence[Trajectory]:
+        return gather(run.store, f"{phase.name} {kind}", trajectories)
+
+    evaluator = PolicyEvaluator(
+        name=phase.name,
+        agent=run.agent,
+        reward=run.reward.at(phase.step),
+        faults=run.faults,
+        generator=run.generator,
+        task=run.task,
+        config=run.config,
+        progress=run.progress,
+        concurrency=run.config.engine.slots,
+        preemption=run.preemption,
+        live=run.counters.figures,
+        gather=gather_scored,
+    )
+    return evaluator.run()
+
+
+def _table_row(phase: Phase, scores: Scores, cost: PhaseCost) -> PhaseRow:
+    """Return the phase's row of the closing table."""
+    assert scores.sampled is not None, "a run scores both"
+    return PhaseRow(
+        name=phase.name,
+        em=scores.greedy.score.em,
+        f1=scores.greedy.score.f1,
+        em_sampled=scores.sampled.score.em,
+        f1_sampled=scores.sampled.score.f1,
+        questions=scores.greedy.score.questions,
+        left_out=scores.left_out,
+        trajectories=cost.trajectories,
+        accepted=cost.accepted,
+        tokens=cost.forward_tokens,
+        searches=scores.greedy.searches,
+        by_kind=scores.greedy.summary()["by_kind"],
+        seconds=time.monotonic() - cost.start_time,
+    )
+
+
+def _write_phase_metrics(run: Run, phase: Phase, scores: Scores) -> None:
+    """Write where the time of a phase went, and what its evaluation searched."""
+    seconds = {f"{stage}_seconds": spent for stage, spent in run.clock.take().items()}
+    total = {"total_seconds": sum(seconds.values())}
+    run.metrics.write(f"{phase.prefix}{phases.TIME}", phase.step, seconds | total)
+    statistics = statistics_of(run.task, scores.questions)
+    run.metrics.write(
+        f"{phase.prefix}{phases.RETRIEVAL}", phase.step, dataclasses.asdict(statistics)
+    )
+    run.metrics.flush()
+
+
+def _write_io_statistics(run: Run, phase: Phase) -> None:
+    """Write what the run directory took since the phase before, in seconds and bytes.
+
+    This is done once for each phase."""
+    if run.metrics.write(f"{phase.name}/store", 0, run.store.io_statistics.summary()):
+        run.store.io_statistics.reset()
+        run.metrics.flush()
+
+
+def _write_scores(run: Run, phase: Phase, scores: Scores) -> None:
+    """Write a phase's scores, predictions and greedy trajectories."""
+    stem = f"eval/{phase.name.replace(' ', '-')}"
+    run.store.write_json_once(f"{stem}.json", scores.summary())
+    run.store.create(f"{stem}.predictions.jsonl", scores.predictions())
+    run.store.create(f"{stem}.parquet", shards.encode(scores.greedy.trajectories))
+
+
+def solved_question(run: Run, name: str) -> tuple[Question, Trajectory] | None:
+    """Return a held-out question that the policy of a phase solved greedily, or None.
+
+    It is the one with most searches."""
+    path = f"eval/{name.replace(' ', '-')}.parquet"
+    trajectories = shards.decode(run.store.read(path), path)
+    questions = {question.id: question for question in held_out_questions(run.task, run.config)}
+    solved = right_ones(questions.values(), trajectories, run.task.rule)
+    if not solved:
+        return None
+    most_searched = max(solved, key=lambda trajectory: len(trajectory.searches))
+    return questions[most_searched.question_id], most_searched

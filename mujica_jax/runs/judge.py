@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from mujica_jax.config.cache_folders import cache_folder
-from mujica_jax.config.rewards import needs_judge
+from mujica_jax.config.methods import needs_judge
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import StoreError, UserError
 from mujica_jax.inference.requests import Generator, RequestError, SamplingParams

@@ -45,7 +45,7 @@ CACHE = "keys and values"
 RETRIEVAL = "embedder and index"
 STEP = "step"
 CALLS = "engine calls"
-# Bytes of the engine's programs, beside weights and cache. tests/test_tpu_compile.py holds them to
+# Bytes of the engine's programs, beside weights and cache. tests/models/test_tpu_compile.py holds them to
 # it.
 ENGINE_TEMPORARIES = 600_000_000
 REMEDIES = {

@@ -10,7 +10,7 @@ fault that training would hide. The divergence is estimated by mean(exp(-d) - 1 
 negative and has little variance; it estimates KL(engine || trainer) where tokens were drawn at
 temperature 1, and is a weighted one at other temperatures.
 
-Called by `methods.mygo` once a round, between sampling and learning, while the trainer's weights
+Recipes call `compare` once a round, between sampling and learning, while the trainer's weights
 are those that were sampled from.
 """
 
@@ -21,6 +21,44 @@ import numpy as np
 from mujica_jax.learning.packing import PackedRows, pack
 from mujica_jax.learning.trainer import Trainer, TrainState
 from mujica_jax.records import Conversation, Trajectory
+from mujica_jax.runs import phases
+from mujica_jax.runs.phases import GetState
+from mujica_jax.runs.run import Run
+from mujica_jax.runs.versions import committed_state, reads_committed_policy
+from mujica_jax.runtime import distributed
+
+
+def compare(
+    run: Run,
+    state: GetState,
+    trajectories: Sequence[Trajectory],
+    round_number: int,
+    version: int,
+) -> None:
+    """Write how far the engine's log-probabilities are from the trainer's.
+
+    `state` is what was sampled from; its policy has this version. If the state is not in memory,
+    load the committed policy instead."""
+    num_conversations = run.config.metrics.compared_conversations
+    is_written = distributed.broadcast(
+        phases.MISMATCH, lambda: run.metrics.has(phases.MISMATCH, round_number)
+    )
+    if not num_conversations or is_written:
+        return
+
+    reads_committed = reads_committed_policy(run, state, version)
+    with run.clock.stage("scoring"):
+        run.generator.release_weights()
+        scored_state = committed_state(run, version) if reads_committed else state()
+        values = compared(
+            run.trainer,
+            scored_state,
+            trajectories,
+            conversations=num_conversations,
+            seed=run.config.seed + round_number,
+        )
+    if values:
+        run.metrics.write(phases.MISMATCH, round_number, values)
 
 
 def compared(

@@ -43,15 +43,26 @@ class PhaseResult:
     trained_slots: int  # row slots that went forward and backward
 
 
+@dataclasses.dataclass(kw_only=True)
+class PhaseCost:
+    """What a phase sampled and learnt, and when it began."""
+
+    start_time: float  # by `time.monotonic`
+    trajectories: int = 0  # sampled
+    accepted: int = 0  # learnt
+    forward_tokens: int = 0  # that went through the model once
+    trained_slots: int = 0  # row slots that went forward and backward
+
+
 class PhaseState:
-    """The state that a phase ends with: trained, or restored, when it is first called for.
+    """The state that a phase ends with: in memory, or restored when it is called for.
 
     Training that goes on from it reuses its buffers. Called again after that, it is restored from
     its checkpoint."""
 
-    def __init__(self, make: GetState) -> None:
-        self._make = make
-        self._state: TrainState | None = None
+    def __init__(self, restore: GetState, state: TrainState | None = None) -> None:
+        self._restore = restore
+        self._state = state
 
     @property
     def is_here(self) -> bool:
@@ -62,7 +73,7 @@ class PhaseState:
 
     def __call__(self) -> TrainState:
         if self._state is None or not self.is_here:
-            self._state = self._make()
+            self._state = self._restore()
         return self._state
 
 

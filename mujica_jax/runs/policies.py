@@ -58,13 +58,15 @@ class SavedPolicy:
         """
         from mujica_jax.inference.engine.factory import CONTEXT_SETTING, check_context
         from mujica_jax.models.adapters import with_adapter
-        from mujica_jax.runs.setup import open_model
+        from mujica_jax.runs.model import open_model
 
-        tokenizer, abstract, load = open_model(self.model, dtype)
-        check_context(abstract.config, context_tokens, setting=context_setting or CONTEXT_SETTING)
+        model = open_model(self.model, dtype)
+        check_context(
+            model.decoder.config, context_tokens, setting=context_setting or CONTEXT_SETTING
+        )
         if self.adapter is None:
-            return tokenizer, load(mesh, dtype)
-        return tokenizer, with_adapter(load(mesh), self.adapter)
+            return model.tokenizer, model.load(mesh, dtype)
+        return model.tokenizer, with_adapter(model.load(mesh), self.adapter)
 
     def trained_otherwise(self, agent: AgentConfig) -> list[str]:
         """Return how this agent differs from the one of the run that made the policy.

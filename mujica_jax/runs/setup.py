@@ -4,13 +4,7 @@ parts."""
 import contextlib
 import dataclasses
 import functools
-import itertools
-import os
-import sys
-import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,11 +12,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
 
-from mujica_jax.agents.mujica import contract_of
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.config.files import implementation, named_object
 from mujica_jax.config.schema import Config
-from mujica_jax.demonstrations.policy import sample_text
 from mujica_jax.errors import RunMismatch, UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
@@ -31,16 +23,14 @@ from mujica_jax.models import quantization
 from mujica_jax.models.attention import check_platform
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
-from mujica_jax.models.gguf import SMOLLM2, checkpoint_folder
 from mujica_jax.models.lora import check_rank
 from mujica_jax.models.sharding import make_mesh, shardings_of
-from mujica_jax.models.tokenizer import Tokenizer
-from mujica_jax.models.weights import open_checkpoint
-from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
+from mujica_jax.report.metrics_log import MetricsLog, NoMetrics, import_wandb
 from mujica_jax.report.progress import NoConsole, Progress
-from mujica_jax.report.wandb_log import import_wandb
 from mujica_jax.runs import memory, phases
 from mujica_jax.runs.judge import open_judge
+from mujica_jax.runs.lead import trainer_lease
+from mujica_jax.runs.model import StartingModel, decoder_config, new_model, open_model
 from mujica_jax.runs.parts import check_prompts, make_reward, open_adapter
 from mujica_jax.runs.run import Run
 from mujica_jax.runtime import distributed, provenance
@@ -48,8 +38,6 @@ from mujica_jax.runtime.chips import chip_of
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.extras import import_extra
 from mujica_jax.runtime.preemption import Preemption
-from mujica_jax.storage.leases import RENEWALS_A_LEASE, Lease, Leases
-from mujica_jax.storage.manifest import COMMITTED
 from mujica_jax.storage.run_directory import RunPath
 from mujica_jax.tasks.checks import check_task, from_scratch
 from mujica_jax.tasks.content import (
@@ -60,7 +48,6 @@ from mujica_jax.tasks.content import (
 from mujica_jax.tasks.task import Task
 from mujica_jax.trajectories.store import CONFIG, SUMMARY, Store, open_run
 
-TOKENIZER = "tokenizer"
 CONTENT = "questions.json"  # in a run directory: what its task asks and searches
 # Fields of a configuration that may differ at a restart.
 JUDGE_ADDRESS = (
@@ -78,26 +65,11 @@ IGNORED = (
     "distributed",
     "sampling.workers",
     "faults",
+    "task.index_rows",  # of earlier releases
     # A mistake in it is found when the engine is made, and mended for the same run.
     "engine.factory",
     *(f"judge.{field}" for field in JUDGE_ADDRESS),
 )
-TRAINER = "trainer"  # name of the lease of the process that leads a run
-LEAD_SECONDS = 30.0  # how long that lease lasts
-# 0.02 suits widths of thousands: at width 64 a copying task was learnt three times slower with it,
-# and with 0.125 not at all.
-INITIALIZER_RANGE = 0.05
-# How often the scripts' own words are shown to the tokenizer, so that each becomes one token.
-SCRIPT_REPEATS = 200
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StartingModel:
-    """What a run starts from."""
-
-    tokenizer: Tokenizer
-    decoder: Decoder  # without its arrays
-    load: Callable[..., Decoder]  # brings the arrays, over a mesh or None
 
 
 @contextlib.contextmanager
@@ -106,7 +78,29 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
 
     What can be refused is refused before the directory is made, which remembers the configuration
     it was begun with."""
-    # Check the machine and the task.
+    start = _check(config, directory)
+    store, progress = _open_directory(config, start.task, directory)
+    with (
+        trainer_lease(store, preemption),
+        _open_metrics(config, store) as metrics,
+        _build(start, config, store, progress, metrics, preemption) as run,
+    ):
+        yield run
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Start:
+    """What a configuration was checked against."""
+
+    task: Task
+    mesh: Mesh
+    model: StartingModel | None  # None: the model is drawn at random
+    reserved_bytes: int  # of each chip, for all but keys and values
+
+
+def _check(config: Config, directory: RunPath) -> _Start:
+    """Check the configuration against the machine, the task and the model. Writes nothing."""
+    # The machine and the task.
     require_packages(config)
     use_compilation_cache()
     _check_machine(config)
@@ -115,15 +109,18 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     _check_reward(config, task, directory)
     _check_start(config, task)
 
-    # Check the model: a checkpoint, or the size of one from scratch.
+    # The model: a checkpoint, or the size of one from scratch.
     model = _open_checkpoint(config, task) if config.init else None
     if model is None:
         size = decoder_config(config, config.model.vocab_tokens, ())
     else:
         size = model.decoder.config
     reserved_bytes = _check_size(config, size, mesh)
+    return _Start(task=task, mesh=mesh, model=model, reserved_bytes=reserved_bytes)
 
-    # Open the run directory.
+
+def _open_directory(config: Config, task: Task, directory: RunPath) -> tuple[Store, Progress]:
+    """Open or make the run directory, and print what is done already and what is asked."""
     sections = dataclasses.asdict(config)
     store = distributed.primary_first("the run", lambda: _open_shared(directory, sections))
     distributed.primary_first("the questions", lambda: check_content(store, config, task))
@@ -134,25 +131,34 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
         progress.line(f"goes on; phases that are done: {num_phases}")
     for sentence in about_questions(task):
         progress.line(sentence)
+    return store, progress
 
-    with _led(store, preemption), _open_metrics(config, store, sections) as metrics:
-        if model is None:
-            model = _new_model(config, task, store)
-        run = Run(
-            config,
-            store=store,
-            task=task,
-            tokenizer=model.tokenizer,
-            decoder=model.decoder,
-            load=functools.partial(model.load, mesh if mesh.size > 1 else None),
-            progress=progress,
-            metrics=metrics,
-            preemption=preemption,
-            reserved_bytes=reserved_bytes,
-        )
-        with _served(run):
-            yield run
-        run.profile.close()
+
+@contextlib.contextmanager
+def _build(
+    start: _Start,
+    config: Config,
+    store: Store,
+    progress: Progress,
+    metrics: MetricsLog | NoMetrics,
+    preemption: Preemption,
+) -> Iterator[Run]:
+    """Make the parts of the run, and close them at its end."""
+    model = start.model or new_model(config, start.task, store)
+    mesh = start.mesh if start.mesh.size > 1 else None
+    run = Run(
+        config,
+        store=store,
+        task=start.task,
+        model=dataclasses.replace(model, load=functools.partial(model.load, mesh)),
+        progress=progress,
+        metrics=metrics,
+        preemption=preemption,
+        reserved_bytes=start.reserved_bytes,
+    )
+    with _served(run):
+        yield run
+    run.profile.close()
 
 
 def _check_machine(config: Config) -> None:
@@ -166,14 +172,14 @@ def _check_machine(config: Config) -> None:
 def _open_checkpoint(config: Config, task: Task) -> StartingModel:
     """Open the checkpoint that the run starts from, and check that prompts and adapter fit it."""
     assert config.init is not None, "the configuration was checked to name a checkpoint"
-    tokenizer, decoder, load = open_model(config.init, config.trainer.dtype)
+    model = open_model(config.init, config.trainer.dtype)
     further_prompts: list[PromptMode] = []
     if config.warmup.source == "few_shot" and config.warmup.steps:
         further_prompts.append("few_shot")
-    check_prompts(config.agent, tokenizer, task.environment_kind, *further_prompts)
+    check_prompts(config.agent, model.tokenizer, task.environment_kind, *further_prompts)
     if config.adapter:
-        open_adapter(config, load(None))
-    return StartingModel(tokenizer=tokenizer, decoder=decoder, load=load)
+        open_adapter(config, model.load(None))
+    return model
 
 
 def _check_size(config: Config, size: DecoderConfig, mesh: Mesh) -> int:
@@ -195,11 +201,13 @@ def _check_size(config: Config, size: DecoderConfig, mesh: Mesh) -> int:
 
 
 def _open_metrics(
-    config: Config, store: Store, sections: dict[str, Any]
+    config: Config, store: Store
 ) -> contextlib.AbstractContextManager[MetricsLog | NoMetrics]:
     """Open the metrics files. Only the first process writes some."""
     if distributed.is_primary():
-        return MetricsLog(store.root, store.io_statistics, config.metrics, sections)
+        return MetricsLog(
+            store.root, store.io_statistics, config.metrics, dataclasses.asdict(config)
+        )
     return contextlib.nullcontext(NoMetrics())
 
 
@@ -217,16 +225,14 @@ def open_sampling(config: Config, store: Store, preemption: Preemption, progress
     newest = distributed.primary_first(
         "a policy is read", lambda: store.policy_path(store.policies()[-1])
     )
-    tokenizer, decoder, load = open_model(newest / "model", config.trainer.dtype)
+    model = open_model(newest / "model", config.trainer.dtype)
     task = build_task(config)
     check_content(store, config, task)
     return Run(
         config,
         store=store,
         task=task,
-        tokenizer=tokenizer,
-        decoder=decoder,
-        load=lambda: load(None),
+        model=dataclasses.replace(model, load=functools.partial(model.load, None)),
         progress=progress,
         metrics=NoMetrics(),
         preemption=preemption,
@@ -357,63 +363,6 @@ def _reads_own_paragraphs(config: Config) -> bool:
 
 
 @contextlib.contextmanager
-def _led(store: Store, preemption: Preemption) -> Iterator[None]:
-    """Hold the lease of the run's trainer, so that no other trainer leads this run meanwhile.
-
-    A trainer that was killed on another host is waited for until its lease is over. One that lives
-    is refused."""
-    if not distributed.is_primary() or store.exists(SUMMARY):  # a finished run changes nothing
-        yield
-        return
-
-    lease = _claim_lead(store, preemption)
-    has_ended = threading.Event()
-
-    def renew() -> None:
-        while not has_ended.wait(LEAD_SECONDS / RENEWALS_A_LEASE):
-            # A store that does not answer now is asked again.
-            with contextlib.suppress(UserError, OSError):
-                # This program stood still for that long. What it has written stays, as after a
-                # kill.
-                if lease.is_lost:
-                    print(
-                        f"error: another process trains in {store.root} since; this one ends",
-                        file=sys.stderr,
-                    )
-                    os._exit(2)
-                lease.renew()
-
-    thread = threading.Thread(target=renew, name="lease", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        has_ended.set()
-        thread.join()
-        with contextlib.suppress(UserError):
-            lease.release()
-
-
-def _claim_lead(store: Store, preemption: Preemption) -> Lease:
-    """Claim the lease of the run's trainer. Raises UserError where another trainer lives."""
-    leases = Leases(store, seconds=LEAD_SECONDS, revision=provenance.git_revision())
-    start_time = time.monotonic()
-    lease = leases.claim(TRAINER)
-    while lease is None:
-        holder = leases.holder(TRAINER)
-        has_waited = time.monotonic() - start_time > 2 * LEAD_SECONDS
-        if holder and (leases.is_near(holder) or has_waited):
-            raise UserError(
-                f"process {holder.process} on {holder.host} trains in {store.root} already: end it "
-                "first, or choose another --run directory"
-            )
-        preemption.check()
-        time.sleep(1.0)
-        lease = leases.claim(TRAINER)
-    return lease
-
-
-@contextlib.contextmanager
 def _served(run: Run) -> Iterator[None]:
     """Serve the engine's counters to Prometheus, if the configuration names a port."""
     if not run.config.metrics.port:
@@ -489,55 +438,6 @@ def left_out(task: Task) -> str:
     )
 
 
-def open_model(
-    directory_or_file: str | Path, dtype: str
-) -> tuple[Tokenizer, Decoder, Callable[..., Decoder]]:
-    """Open a Hugging Face checkpoint or a GGUF file.
-
-    Returns its tokenizer, the decoder without its arrays, and what reads the arrays
-    (`weights.open_checkpoint`). Its vocabulary must hold every id of the tokenizer.
-    """
-    directory = distributed.primary_first(
-        "the checkpoint", lambda: checkpoint_folder(directory_or_file)
-    )
-    if not Path(directory).is_dir():
-        raise UserError(
-            f"there is no directory {directory}: give the folder of a Hugging Face checkpoint, "
-            f"with config.json, tokenizer.json and *.safetensors, a GGUF file, or {SMOLLM2}"
-        )
-    tokenizer = Tokenizer.load(directory)
-    decoder, load = open_checkpoint(directory, dtype=dtype)
-    if tokenizer.vocab_size > decoder.config.vocab_size:
-        raise UserError(
-            f"the tokenizer in {directory} has ids up to {tokenizer.vocab_size - 1} and the model "
-            f"embeds {decoder.config.vocab_size}: take both from the same checkpoint"
-        )
-    return tokenizer, decoder, load
-
-
-def decoder_config(config: Config, vocab_size: int, stop_token_ids: Sequence[int]) -> DecoderConfig:
-    """Return the size of a decoder that is trained from scratch."""
-    model = config.model
-    return DecoderConfig(
-        family=model.family,
-        vocab_size=vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
-        num_layers=model.num_layers,
-        num_heads=model.num_heads,
-        num_kv_heads=model.num_kv_heads,
-        head_dim=model.head_dim,
-        rope_theta=model.rope_theta,
-        rope_scaling=None,
-        rms_norm_eps=1e-6,
-        tie_word_embeddings=True,
-        max_position_embeddings=config.agent.max_trajectory_tokens,
-        eos_token_ids=tuple(stop_token_ids),
-        bos_token_id=None,
-        initializer_range=INITIALIZER_RANGE,
-    )
-
-
 def require_packages(config: Config) -> None:
     """Check that the optional packages that the configuration asks for are installed."""
     if config.engine.weights != "compute":
@@ -580,38 +480,3 @@ def _product_in(dtype: jnp.dtype) -> jax.Array:
         return matrix.astype(dtype).astype(compute_dtype) @ matrix.astype(compute_dtype)
 
     return jax.jit(product)(jnp.ones((8, 8)))
-
-
-def _new_model(config: Config, task: Task, store: Store) -> StartingModel:
-    """Return the run's tokenizer and a decoder of the configured size, drawn at random."""
-    tokenizer = distributed.primary_first(
-        "the tokenizer", lambda: _trained_tokenizer(config, task, store)
-    )
-    size = decoder_config(config, tokenizer.vocab_size, tokenizer.stop_token_ids)
-
-    def draw(mesh: Mesh | None) -> Decoder:
-        del mesh  # the trainer lays the arrays out
-        return new_decoder(config, size)
-
-    decoder = nnx.eval_shape(lambda: new_decoder(config, size))
-    return StartingModel(tokenizer=tokenizer, decoder=decoder, load=draw)
-
-
-def new_decoder(config: Config, size: DecoderConfig) -> Decoder:
-    """Draw the weights of a decoder by the run's seed."""
-    decoder = Decoder(size, rngs=nnx.Rngs(config.seed), dtype=jnp.dtype(config.trainer.dtype))
-    decoder.embedding[...] *= config.model.embedding_range / INITIALIZER_RANGE
-    return decoder
-
-
-def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:
-    """Return the run's tokenizer, which is trained once.
-
-    It learns the task's training text and the words that our prompts and scripts use."""
-    if not store.exists(f"{TOKENIZER}/{COMMITTED}"):
-        words = tuple(sample_text(config.agent.kind, contract_of(config.agent)))
-        repeated_words = itertools.repeat(words, SCRIPT_REPEATS)
-        texts = itertools.chain(from_scratch(task).tokenizer_text(), *repeated_words)
-        tokenizer = Tokenizer.train(texts, config.model.vocab_tokens)
-        store.commit_folder(TOKENIZER, tokenizer.save, {})
-    return Tokenizer.load(store.folder(TOKENIZER))

@@ -1,0 +1,1 @@
+"""The machine that a run stands on: chips, hosts, memory, preemption, compilation."""

@@ -2,19 +2,18 @@
 
 A job starts before anything else of JAX is used: on a TPU pod from what the pod says of itself,
 elsewhere from an explicit coordinator (`DistributedConfig`). Then the processes run the same
-program and agree at four kinds of places:
+program and agree at three kinds of places:
 
-    barrier(name)               all wait for all, at most `barrier_seconds`; a process that does
-                                not come is named
+    barrier(name)               all wait for all, at most `barrier_seconds`
     broadcast(name, decide)     process 0 decides, and all get its answer: for questions that a
                                 clock or a disk decides
-    exchange(name, own)         all get the values of all
     primary_first(name, work)   process 0 does the work first, and the others find its files
 
-A lost process is named within `deadline_seconds` (`heartbeat`), one that ends by itself leaves a
-shutdown notice (`abort`). All of it goes through JAX's coordination service: `multihost_utils` has
-collectives for the same, which wait for ever and name nobody. With one process all of this is
-nothing: no import, no thread, no wait.
+Start, heartbeats, barriers and the store of keys and values are those of JAX's coordination
+service, which lives in process 0. JAX itself ends every process of a job that has lost one. A
+process that ends by itself first leaves a notice in the store (`abort`), and the others end with
+its sentence and status. `multihost_utils` has collectives for agreements: they need devices, and
+they wait for ever. With one process all of this is nothing: no import, no thread, no wait.
 """
 
 import contextlib
@@ -29,25 +28,21 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.errors import UserError
-from mujica_jax.runtime.rendezvous import rendezvous
-
-if TYPE_CHECKING:
-    from mujica_jax.runtime.heartbeat import Heartbeat
 
 TPU_DEVICES = ("/dev/accel0", "/dev/vfio/0")  # one of them exists where a TPU is
-# Of the deadline. JAX's own timeout may come a quarter late, and is then looked into.
-HEARTBEAT_FRACTION = 0.6
 # Keys in the job's store. The first notice of each counts.
 PREEMPTED = "notice/preempted"
 SHUTDOWN = "notice/shutdown"
 DAY_SECONDS = 86_400.0
-SHUTDOWN_BARRIER_SECONDS = 6.0  # a lost process never comes
+# How long the end of a process waits for the others to end too. A lost process never comes.
+SHUTDOWN_BARRIER_SECONDS = 6.0
 # After a preemption's grace time of 20 s. Platforms kill 30 s after the notice.
 SHUTDOWN_SECONDS = 8.0
+CONTINUES = "the same command on all hosts continues from what was saved"
 Result = TypeVar("Result")
 
 
@@ -59,13 +54,10 @@ class HostMissing(UserError):
 class Job:
     """The processes, as one of them sees them."""
 
-    hosts: tuple[str, ...]  # names by process number
-    process: int = 0
-    coordinator: str = "localhost:0"
-    deadline_seconds: float = 0.0
+    processes: int = 1
+    process: int = 0  # the number of this one
     barrier_seconds: float = 0.0
     client: Any = None  # JAX's client of the coordination service: key-value store and barriers
-    heartbeat: "Heartbeat | None" = None
     # so far: every process counts the same, and every barrier and broadcast has a name of its own
     agreements: int = 0
     # Taken by the thread that ends the process.
@@ -73,44 +65,40 @@ class Job:
 
 
 # Like JAX's own state of its processes: one a process, set once, before anything else runs.
-_job = Job(hosts=("this host",))
+_job = Job()
 
 
 def start(config: DistributedConfig, on_preemption: Callable[[int], object]) -> None:
     """Join the job that the configuration or the TPU pod names. Do nothing without either.
 
     `on_preemption(signal's number)` is called when another process of the job was asked to end.
+    Where a process does not come in time, JAX aborts this one. Raises UserError if process 0 cannot
+    listen at the coordinator's port.
     """
     global _job
     place = _place(config)
     if place is None:
         return
     coordinator, count, number = place
+    if number == 0:
+        _check_port_is_free(coordinator)
 
-    # All processes meet, so that a missing one can be named.
-    hosts = rendezvous(
-        coordinator,
-        count,
-        number,
-        host=socket.gethostname(),
-        deadline_seconds=config.deadline_seconds,
+    # JAX ends a process by an abort. What it means is said before, because nothing can be after.
+    _print_note(
+        f"process {number} of {count} on {host()} waits for the others at {coordinator}. If JAX "
+        f"ends it after about {config.deadline_seconds:g} s (distributed.deadline_seconds) with "
+        "DEADLINE_EXCEEDED, a process did not come: start all of them at the same time, each with "
+        "a number of its own, and let their machines reach that address"
     )
-
-    # Imported here: with one process there is no heartbeat.
-    from mujica_jax.runtime.heartbeat import Heartbeat
-
     client = _join_service(coordinator, count, number, deadline_seconds=config.deadline_seconds)
-    heartbeat = Heartbeat(client, hosts, number, deadline_seconds=config.deadline_seconds)
-    _job = Job(
-        hosts=hosts,
-        process=number,
-        coordinator=coordinator,
-        deadline_seconds=config.deadline_seconds,
-        barrier_seconds=config.barrier_seconds,
-        client=client,
-        heartbeat=heartbeat,
+    _print_note(
+        f"all {count} processes are here. If one of them is lost, JAX ends the others within "
+        f"about {config.deadline_seconds:g} s with 'detected fatal errors': {CONTINUES}"
     )
-    heartbeat.start()
+
+    _job = Job(
+        processes=count, process=number, barrier_seconds=config.barrier_seconds, client=client
+    )
     _listen(PREEMPTED, lambda sender, signal: on_preemption(signal))
     _listen(SHUTDOWN, _on_shutdown)
 
@@ -123,17 +111,31 @@ def _join_service(coordinator: str, count: int, number: int, *, deadline_seconds
 
     # JAX's preemption service would keep SIGTERM for training steps alone.
     jax.config.update("jax_enable_preemption_service", False)
-    # A lost process is named by `heartbeat`, not aborted by JAX.
-    jax.config.update("jax_enable_recoverability", True)
     jax.distributed.initialize(
         coordinator,
         count,
         number,
         cluster_detection_method="deactivate",  # guess nothing
         initialization_timeout=math.ceil(deadline_seconds),
-        heartbeat_timeout_seconds=max(1, int(HEARTBEAT_FRACTION * deadline_seconds)),
+        heartbeat_timeout_seconds=math.ceil(deadline_seconds),
     )
     return global_state.client
+
+
+def _check_port_is_free(coordinator: str) -> None:
+    """Check that this machine can listen at the coordinator's port: JAX crashes if it cannot."""
+    port = int(coordinator.rpartition(":")[2])
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        raise UserError(
+            f"process 0 cannot listen at port {port} of distributed.coordinator {coordinator} "
+            f"({error.strerror}): choose a port that is free on this machine"
+        ) from error
+
+
+def _print_note(note: str) -> None:
+    print(note, file=sys.stderr, flush=True)
 
 
 def _listen(key: str, on_notice: Callable[[int, Any], object]) -> None:
@@ -148,21 +150,12 @@ def process() -> int:
 
 def host() -> str:
     """Return the name of the machine, as messages give it."""
-    return _job.hosts[_job.process]
-
-
-def address() -> str:
-    """Return the IPv4 address of this machine in the network of the job."""
-    coordinator_host, _, port = _job.coordinator.rpartition(":")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as datagram_socket:
-        # Connecting a datagram socket sends nothing.
-        datagram_socket.connect((coordinator_host, int(port) or 1))
-        return datagram_socket.getsockname()[0]
+    return socket.gethostname()
 
 
 def processes() -> int:
     """Return the number of processes of the job."""
-    return len(_job.hosts)
+    return _job.processes
 
 
 def is_primary() -> bool:
@@ -178,14 +171,11 @@ def shard_for_process(items: Iterable[Result]) -> list[Result]:
 def barrier(name: str) -> None:
     """Wait until every process is here.
 
-    Raises HostMissing naming those that do not come within `barrier_seconds`."""
+    Raises HostMissing if one does not come within `barrier_seconds`."""
     if processes() == 1:
         return
-    client = _job.client
-    key = _key(name)
-    client.key_value_set(f"arrived/{key}/{_job.process}", host())
-    with _bounded(name, lambda: _not_arrived(key)):
-        client.wait_at_barrier(key, _milliseconds(_job.barrier_seconds))
+    with _bounded(name):
+        _job.client.wait_at_barrier(_key(name), _milliseconds(_job.barrier_seconds))
 
 
 def broadcast(name: str, decide: Callable[[], Any]) -> Any:
@@ -197,20 +187,9 @@ def broadcast(name: str, decide: Callable[[], Any]) -> Any:
     key = f"broadcast/{_key(name)}"
     if is_primary():
         _job.client.key_value_set(key, json.dumps(decide()))
-    with _bounded(name, lambda: [0]):
+    with _bounded(name):
         value = _job.client.blocking_key_value_get(key, _milliseconds(_job.barrier_seconds))
         return json.loads(value)
-
-
-def exchange(name: str, own: Any) -> list[Any]:
-    """Return the values of all processes, by number. JSON holds them."""
-    if processes() == 1:
-        return [own]
-    key = f"exchange/{_key(name)}"
-    _job.client.key_value_set(f"{key}/{_job.process}", json.dumps(own))
-    barrier(name)
-    values = dict(_job.client.key_value_dir_get(f"{key}/"))
-    return [json.loads(values[f"{key}/{number}"]) for number in range(processes())]
 
 
 def primary_first(name: str, work: Callable[[], Result]) -> Result:
@@ -250,21 +229,23 @@ def abort(sentence: str, status: int) -> None:
     Returns only if there are no others."""
     if processes() > 1:
         with _job.ending:
-            _announce(SHUTDOWN, [status, sentence])
+            _announce(SHUTDOWN, [host(), status, sentence])
             _exit_together(status)
 
 
 def abort_with_traceback() -> None:
     """End all processes as `abort` does, because of the error that is handled.
 
-    The error may only show that another process has ended or is lost. Then that is the reason."""
+    The error may only show that another process has ended. Then its notice is the reason."""
     if processes() > 1:
         # If a shutdown notice came, another thread has this lock and ends this process.
         with _job.ending:
             pass
         traceback.print_exc()
-        # If another process is lost, `heartbeat` ends this one in the meantime.
-        time.sleep(_job.deadline_seconds)
+        _print_note(
+            f"\nprocess {_job.process} on {host()} ends because of this error. If it names a "
+            f"connection, another process was lost, and {CONTINUES}"
+        )
         abort("an error of the program, which its output shows", 1)
 
 
@@ -309,11 +290,11 @@ def _wait_for_notice(key: str, on_notice: Callable[[int, Any], object]) -> None:
             on_notice(sender, notice)
 
 
-def _on_shutdown(sender: int, notice: tuple[int, str]) -> None:
+def _on_shutdown(sender: int, notice: tuple[str, int, str]) -> None:
     """End this process, because another one has ended."""
-    status, sentence = notice
+    sender_host, status, sentence = notice
     with _job.ending:
-        print(f"\nprocess {sender} on {_job.hosts[sender]} ended: {sentence}", file=sys.stderr)
+        _print_note(f"\nprocess {sender} on {sender_host} ended: {sentence}")
         _exit_together(status)
 
 
@@ -321,8 +302,8 @@ def _exit_together(status: int) -> None:
     """End this process when all have read the notice.
 
     Process 0, which holds the store, ends last."""
-    assert _job.heartbeat is not None, "the job was started"
-    _job.heartbeat.stop(status)
+    import jax
+
     with contextlib.suppress(OSError):  # the reader may be gone
         sys.stdout.flush()
         sys.stderr.flush()
@@ -331,34 +312,31 @@ def _exit_together(status: int) -> None:
     timer = threading.Timer(SHUTDOWN_SECONDS, os._exit, (status,))
     timer.daemon = True
     timer.start()
-    with contextlib.suppress(RuntimeError):  # of JAX: one of them is gone
+    try:
+        # JAX aborts a process whose shutdown fails, so the others are waited for first.
         _job.client.wait_at_barrier(SHUTDOWN, _milliseconds(SHUTDOWN_BARRIER_SECONDS))
-    if is_primary():
-        time.sleep(1.0)
+        jax.distributed.shutdown()
+    except RuntimeError:  # of JAX: one of them is gone
+        if is_primary():
+            time.sleep(1.0)
     os._exit(status)
 
 
 @contextlib.contextmanager
-def _bounded(name: str, missing: Callable[[], list[int]]):
-    """Turn the end of a wait into HostMissing. `missing` gives the processes that did not come."""
+def _bounded(name: str):
+    """Turn the end of a wait into HostMissing."""
     try:
         yield
     except RuntimeError as error:  # of JAX
         if "DEADLINE_EXCEEDED" not in str(error):
             raise
-        names = " and ".join(f"process {number} on {_job.hosts[number]}" for number in missing())
+        # JAX says which processes did not come, in several lines.
+        reason = " ".join(str(error).split())
         raise HostMissing(
-            f"{names} did not come to '{name}' within {_job.barrier_seconds:g} s "
-            f"(distributed.barrier_seconds), where process {_job.process} on {host()} waits: look "
-            "at the output there, or raise it"
+            f"process {_job.process} on {host()} waited {_job.barrier_seconds:g} s "
+            f"(distributed.barrier_seconds) at '{name}' and a process did not come: look at the "
+            f"output of the others, or raise it ({reason})"
         ) from error
-
-
-def _not_arrived(key: str) -> list[int]:
-    """Return the numbers of the processes that have not come to a barrier."""
-    entries = _job.client.key_value_dir_get(f"arrived/{key}/")
-    arrived = {int(entry_key.rpartition("/")[2]) for entry_key, _ in entries}
-    return [number for number in range(processes()) if number not in arrived]
 
 
 def _key(name: str) -> str:

@@ -1,0 +1,7 @@
+"""A run directory on local disk or in a bucket, whose objects are created once and checked."""
+
+from mujica_jax.storage.io_statistics import IoStatistics
+from mujica_jax.storage.leases import Lease, Leases
+from mujica_jax.storage.run_directory import RunDirectory, RunPath, run_path
+
+__all__ = ["IoStatistics", "Lease", "Leases", "RunDirectory", "RunPath", "run_path"]

@@ -43,11 +43,6 @@ def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Seq
 
     `corpus` returns the passages that are searched where the configuration names no index.
     """
-    if config.index_rows == "job" and (config.index is None or "://" in config.index):
-        raise UserError(
-            f"index_rows is job and index is {config.index}: only an index of kind exact, in a "
-            "directory, has rows that lie on devices; give one, or set index_rows to host"
-        )
     if config.index is not None and config.index.startswith(HTTP):
         return open_remote(config.index, config.retriever, config.top_k), corpus()
 
@@ -233,7 +228,7 @@ def _index(config: PassageSearch, corpus: Corpus) -> Index:
         )
 
     embedder = config.embedder if config.retriever == "dense" else None
-    index = open_index(config.index, embedder, rows=config.index_rows)
+    index = open_index(config.index, embedder)
     if config.top_k > len(index.passages):
         raise UserError(
             f"top_k is {config.top_k} and the index {config.index} holds {len(index.passages):,} "

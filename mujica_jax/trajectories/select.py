@@ -1,6 +1,6 @@
-"""MyGO's selection: which sampled trajectories become training rows.
+"""What is learnt of sampled trajectories: MyGO's selection, and the groups that GRPO compares.
 
-After each batch of questions the threshold rises with the policy,
+**MyGO.** After each batch of questions the threshold rises with the policy,
 
     K := max(K', (r_mean / r_sup + 1) / 2 * r_sup)
 
@@ -11,13 +11,25 @@ its reward is above K or reaches r_sup (K = r_sup would accept nothing otherwise
 question. Learning is then plain maximum likelihood on the planner's conversation and on each of its
 workers', as independent rows.
 
-Pure functions, called by `methods.mygo`.
+**GRPO.** All attempts at one question are a group. Learning compares each attempt with its group.
+An attempt that could not be rewarded (a search or the judge failed) is no member: its group is
+compared without it. The soft overlong punishment is that of DAPO (arXiv 2503.14476, equation 13),
+with L the generated tokens of a trajectory:
+
+    0                                 L <= limit - cache
+    (limit - cache - L) / cache       up to the limit
+    -1                                beyond it
+
+Pure functions, called by `methods.mygo` and `methods.grpo`.
 """
 
 import collections
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 
 from mujica_jax.records import Conversation, Trajectory, rewarded
+
+MIN_MEMBERS = 2  # of a group whose rewards are compared
 
 
 def threshold(*, previous_k: float, mean_first_attempt_reward: float, best_reward: float) -> float:
@@ -84,6 +96,51 @@ def training_rows(trajectories: Sequence[Trajectory]) -> list[Conversation]:
     return [
         conversation for trajectory in trajectories for conversation in trajectory.conversations
     ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Group:
+    """All attempts at one question."""
+
+    trajectories: tuple[Trajectory, ...]  # the members
+    rewards: tuple[float, ...]  # that are compared, one a member
+    left_out: int = 0  # attempts that could not be rewarded
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether the group has at least two members to compare."""
+        return len(self.rewards) >= MIN_MEMBERS
+
+    @property
+    def teaches(self) -> bool:
+        """Whether any attempt is better than another one."""
+        return self.is_comparable and min(self.rewards) < max(self.rewards)
+
+
+def groups_of(
+    trajectories: Sequence[Trajectory], reward: Callable[[Trajectory], float]
+) -> list[Group]:
+    """Return a group for each question, in the order in which questions first appear, attempts
+    ascending."""
+    by_question: dict[str, list[Trajectory]] = {}
+    for trajectory in trajectories:
+        by_question.setdefault(trajectory.question_id, []).append(trajectory)
+    groups = []
+    for members in by_question.values():
+        ordered = tuple(sorted(rewarded(members), key=lambda trajectory: trajectory.attempt))
+        group = Group(
+            trajectories=ordered,
+            rewards=tuple(map(reward, ordered)),
+            left_out=len(members) - len(ordered),
+        )
+        groups.append(group)
+    return groups
+
+
+def overlong_punishment(tokens: int, *, limit_tokens: int, cache_tokens: int) -> float:
+    """Return the soft overlong punishment of a trajectory of this many generated tokens."""
+    first_punished = limit_tokens - cache_tokens
+    return max(-1.0, min(0.0, (first_punished - tokens) / cache_tokens))
 
 
 def policy_gradient_rows(trajectory: Trajectory) -> list[Conversation]:

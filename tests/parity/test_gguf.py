@@ -6,7 +6,6 @@ import shutil
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shared_data import TWO_WIKI, needs_data
 
 from mujica_jax import eval as evaluation
 from mujica_jax.errors import UserError
@@ -16,6 +15,7 @@ from mujica_jax.models.gguf import SMOLLM2, checkpoint_folder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import load_checkpoint
 from mujica_jax.retrieval.text.corpus import read_corpus
+from tests.helpers.shared_data import TWO_WIKI, needs_data
 
 gguf = pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")

@@ -18,7 +18,7 @@ in Hydragen, arXiv 2402.05099, section 3).
 Each shape of the rows is a compiled program of its own (docs/LOG.md has what that costs). The
 engine chooses between few shapes:
 
-- Kernels of our own read only the tokens that a row holds, wherever the row lies. So the rows have
+- `kernels.paged_attention` reads only the tokens that a row holds, wherever the row lies. So the rows have
   one shape. A decode call takes one entry for each running request, rounded up to all slots, a
   half, a quarter or an eighth of them.
 - XLA reads every row to its end. So rows are as wide as the longest of them needs, in steps of 1,
@@ -43,6 +43,7 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
+from mujica_jax import kernels
 from mujica_jax.inference.engine import contiguous_programs as programs
 from mujica_jax.inference.engine.base import (
     Decoded,
@@ -54,8 +55,8 @@ from mujica_jax.inference.engine.base import (
     filtered,
     lots,
 )
-from mujica_jax.models import cpu_calls
 from mujica_jax.models.decoder import Decoder, unstacked
+from mujica_jax.models.layers import projections
 
 MIN_WIDTH_TOKENS = 256
 MAX_PREFIXES = 2  # planner and worker have one beginning each
@@ -73,13 +74,15 @@ class TileSizes(NamedTuple):
     tiles_per_call: tuple[int, ...]  # every size is a program for each shape of the rows
 
 
-# XLA reads a row once for each tile. Kernels of our own (`cpu_calls`) lose less by small tiles.
-TILES = {"cpu kernels": TileSizes(8, (16, 64)), "cpu": TileSizes(16, (8, 64))}
-OTHER_TILES = TileSizes(64, (8, 64))
+# `kernels.paged_attention` loses little by small tiles.
+KERNEL_TILES = TileSizes(8, (16, 64))
+# XLA reads a row once for each tile, and a tile must keep the platform's products busy.
+XLA_TILES = {"cpu": TileSizes(16, (8, 64))}
+OTHER_XLA_TILES = TileSizes(64, (8, 64))
 
 # The number of rows is the number of slots divided by one of these.
 ROW_LEVELS = (1, 2, 4)
-# With kernels of our own: the entries of a decode call.
+# With `kernels.paged_attention`: the entries of a decode call.
 KERNEL_ROW_LEVELS = (*ROW_LEVELS, 8)
 # The number of rows falls after this many decode calls with few requests, so that it does not fall
 # between one turn and the next.
@@ -131,16 +134,17 @@ class ContiguousEngine(Engine):
     def __init__(self, decoder: Decoder, **settings: Any) -> None:
         super().__init__(decoder, **settings)
         with self._over_mesh():
-            self._has_kernels = cpu_calls.can_attend(self.config.head_dim, self._dtype)
+            attend = kernels.paged_attention(head_dim=self.config.head_dim, dtype=self._dtype)
+        self._has_kernel = attend is not None
 
         # Widths of the rows. A second width must save enough to be worth its programs.
         self._largest_width = -(-self.positions // self.page_tokens) * self.page_tokens
         self._smallest_width = max(MIN_WIDTH_TOKENS, 2 * self.page_tokens)
-        if self._has_kernels or self._largest_width < 1.5 * self._smallest_width:
+        if self._has_kernel or self._largest_width < 1.5 * self._smallest_width:
             self._smallest_width = self._largest_width
 
         # Numbers of rows.
-        levels = KERNEL_ROW_LEVELS if self._has_kernels else ROW_LEVELS
+        levels = KERNEL_ROW_LEVELS if self._has_kernel else ROW_LEVELS
         self._row_counts = sorted({-(-self.slots // level) for level in levels})
         # More rows than one turn has searches, because these may all be the same.
         self._min_prefix_rows = max(MIN_PREFIX_ROWS, self.slots // 8)
@@ -151,18 +155,25 @@ class ContiguousEngine(Engine):
         self._reset_memory(self._zeros(self.num_pages, self.page_tokens))
 
         # Shapes of a prefill call.
-        attention = "cpu kernels" if self._has_kernels else jax.default_backend()
-        self.tile_tokens, self._tiles_per_call = TILES.get(attention, OTHER_TILES)
+        if self._has_kernel:
+            tiles = KERNEL_TILES
+        else:
+            tiles = XLA_TILES.get(jax.default_backend(), OTHER_XLA_TILES)
+        self.tile_tokens, self._tiles_per_call = tiles
         self.min_call_tokens = self._tiles_per_call[0] * self.tile_tokens
 
     def _load_weights(self, weights: nnx.State) -> None:
         super()._load_weights(weights)
         with self._over_mesh():
-            output_major_from = None
-            if jax.default_backend() == "cpu" and self.mesh is None:
-                output_major_from = cpu_calls.LARGE_MATRIX[self._compute_dtype.name]
+            output_major = []
+            for weight in projections(self.config):
+                inputs, outputs = weight.sides
+                if kernels.prefers_output_major(
+                    inputs=inputs, outputs=outputs, dtype=self._compute_dtype
+                ):
+                    output_major.append(weight.name)
             self._weights = unstacked(
-                self._weights, self.config, output_major_from=output_major_from
+                self._weights, self.config, output_major=frozenset(output_major)
             )
 
     def reset_cache(self) -> None:
@@ -177,7 +188,7 @@ class ContiguousEngine(Engine):
 
         So a run that goes on after a kill computes in the shapes of one that was never killed."""
         self._width = min(self._smallest_width, self._largest_width)
-        if self._has_kernels:
+        if self._has_kernel:
             row_count = self._row_counts[-1]
             prefixes = self._zeros(MAX_PREFIXES, self._width)
         else:
@@ -235,9 +246,9 @@ class ContiguousEngine(Engine):
         slots = np.flatnonzero(state.remaining)
         slot_caches = [self._slot_caches[slot] for slot in slots]
 
-        # The call has `size` entries. `entries` are those of the running slots. Without kernels of
-        # our own an entry is a row.
-        if self._has_kernels:
+        # The call has `size` entries. `entries` are those of the running slots. Without the kernel
+        # an entry is a row.
+        if self._has_kernel:
             size = self._row_count_for(len(slots))
             entries = np.arange(len(slots))
         else:

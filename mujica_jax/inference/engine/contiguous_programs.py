@@ -14,10 +14,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Num
 
+from mujica_jax import kernels
 from mujica_jax.inference import sampling
 from mujica_jax.inference.engine.base import Decoded, SlotState, advance, narrowed
 from mujica_jax.inference.engine.kv_quantization import KVScales, scaled
-from mujica_jax.models import cpu_calls
 
 NEVER = -1e30  # finite, so that a fully masked row gives numbers and no NaN
 
@@ -123,7 +123,7 @@ def decode(
 ) -> tuple[Memory, SlotState, Decoded]:
     """Generate up to `steps` tokens for every running sequence.
 
-    Without kernels of our own the sequences are all rows, in order."""
+    Without `kernels.paged_attention` the sequences are all rows, in order."""
     decoder = nnx.merge(graph, weights)
     width = memory.rows.shape[1]
     row = places.row
@@ -172,7 +172,7 @@ def _reader(
     the query before. With `in_order` the sequences are all rows, as they lie in memory."""
     prefix = places.prefix
     prefix_length = jnp.where(prefix < 0, 0, prefix_lengths[prefix])
-    # What our own kernel needs to know of each row.
+    # What a kernel needs to know of each row.
     row_table = jnp.stack([places.row, seen, jnp.maximum(prefix, 0), prefix_length], axis=1)
     # What XLA needs: which tokens each query may read, in its row and in the prefixes.
     readable = jnp.arange(memory.rows.shape[1]) < (seen[:, None] + jnp.arange(time))[:, :, None]
@@ -182,8 +182,9 @@ def _reader(
 
     def read(layer: int, query: Array, keys: Array, values: Array) -> Array:
         prefixes = memory.prefixes.keys[layer], memory.prefixes.values[layer]
-        if cpu_calls.can_attend(keys.shape[2], keys.dtype):
-            return cpu_calls.attention(query, keys, values, *prefixes, row_table)
+        attend = kernels.paged_attention(head_dim=keys.shape[2], dtype=keys.dtype)
+        if attend is not None:
+            return attend(query, keys, values, *prefixes, row_table)
         if not in_order:
             keys = keys[places.row]
             values = values[places.row]
@@ -253,7 +254,7 @@ def _attention(
     return mixed.reshape(rows, time, heads, head_dim)
 
 
-# Sums in float32: more exact, and XLA on a CPU multiplies bfloat16 fast only so.
+# Sums in float32.
 _product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 

@@ -134,13 +134,8 @@ def _num_pages(
 
 
 def _cache_dtype(compute: DTypeLike, engine: EngineConfig) -> DTypeLike:
-    """Return the type of keys and values in the KV cache.
-
-    On a CPU it is float32 in place of bfloat16, because XLA copies all keys there to write one
-    bfloat16."""
-    if engine.cache_dtype != "compute":
-        return CACHE_DTYPES[engine.cache_dtype]
-    return jnp.float32 if jax.default_backend() == "cpu" else compute
+    """Return the type of keys and values in the KV cache."""
+    return CACHE_DTYPES.get(engine.cache_dtype, compute)
 
 
 def _free_bytes() -> float:

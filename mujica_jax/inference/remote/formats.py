@@ -4,7 +4,7 @@
 token ids come back with their log-probabilities. `chat` is for all others, such as GPT-4.1: the
 conversation is sent as messages, and the text of the reply is encoded here.
 
-Stop strings count outside of thoughts only (`inference/stops.py`), and servers do not know
+Stop strings count outside of thoughts only (`inference/requests.py`), and servers do not know
 thoughts. A completions server that stops inside of a thought is asked to go on from there. A chat
 server gets no stop strings: its reply is cut here. Reasoning that a chat server returns beside its
 reply is no part of the conversation.
@@ -23,9 +23,10 @@ from mujica_jax.inference.requests import (
     ReplyError,
     RequestError,
     SamplingParams,
+    StopMatcher,
     UnusableReplyError,
+    first_stop_of_turn,
 )
-from mujica_jax.inference.stops import StopMatcher, first_stop_of_turn
 from mujica_jax.models.thoughts import within_opened_thought
 from mujica_jax.models.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mujica_jax.config.remote import RemoteConfig
+from mujica_jax.config.methods import RemoteConfig
 from mujica_jax.http.client import (
     DeadlineExceeded,
     HttpClient,

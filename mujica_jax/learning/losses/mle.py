@@ -43,7 +43,6 @@ class MLE(Loss):
             attention=attention,
             remat=remat,
             normalized=has_z_loss,
-            uniform=not has_z_loss,
         )
         if counts is None:
             counts = self.counts(batch)

@@ -1,0 +1,1 @@
+"""DecEx-RAG: search trees are grown, and their best chains and preference pairs are learnt."""

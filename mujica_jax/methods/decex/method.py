@@ -23,7 +23,6 @@ Differences from the paper, besides those of the tree and of the agent:
 """
 
 import asyncio
-import dataclasses
 import functools
 import statistics
 import time
@@ -46,38 +45,21 @@ from mujica_jax.methods.decex.records import (
 )
 from mujica_jax.methods.decex.tree import Growth, Tree
 from mujica_jax.methods.decex.writer import TreeWriter
-from mujica_jax.methods.rollouts import score_once
 from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.records import Conversation, Question, Trajectory
 from mujica_jax.report.progress import Stage
+from mujica_jax.runs import evaluation, learning, mismatch, sampling
 from mujica_jax.runs.endpoint import Endpoint, open_endpoint
 from mujica_jax.runs.learning import LearningPlan
-from mujica_jax.runs.phases import WARM_UP, Phase, PhaseResult, PhaseState
-from mujica_jax.runs.run import KEPT_SHARDS, Run
-from mujica_jax.runs.sampling import (
-    attempt,
-    close_round,
-    finished_round,
-    method_of,
-    questions_a_round,
-    sampling,
-)
-from mujica_jax.runs.shares import play_share
+from mujica_jax.runs.phases import WARM_UP, Phase, PhaseCost, PhaseResult, PhaseState
+from mujica_jax.runs.run import Run, method_of
+from mujica_jax.runs.versions import commit_policy, use_policy
 from mujica_jax.trajectories.store import ShardEntry
 
 ROUND = 1  # of the run directory: the trees
 SFT = Phase(name="sft", step=1)
 DPO = Phase(name="dpo", step=2)
 REFERENCE = "phases/dpo-reference.npy"
-
-
-@dataclasses.dataclass(kw_only=True)
-class _Cost:
-    """What has been spent since the phase before."""
-
-    start_time: float  # of the phase, by `time.monotonic`
-    trajectories: int = 0  # sampled
-    forward_tokens: int = 0  # that went through the model once
 
 
 def decex(run: Run) -> list[PhaseResult]:
@@ -88,9 +70,9 @@ def decex(run: Run) -> list[PhaseResult]:
     start, first_result, demonstrations = begin(run)
 
     # Expand: grow a tree for each question.
-    cost = _Cost(start_time=time.monotonic())
+    cost = PhaseCost(start_time=time.monotonic())
     records = _expand(run, start)
-    run.compare(start, records, ROUND, WARM_UP.step)
+    mismatch.compare(run, start, records, ROUND, WARM_UP.step)
     trees = [record for record in records if not is_pair(record)]
     chains = [tree for tree in trees if tree.reward > 0 and tree.reward >= config.min_reward]
     pairs = _pairs_to_learn(run, records) if config.dpo else []
@@ -104,7 +86,7 @@ def decex(run: Run) -> list[PhaseResult]:
     if config.sft:
         state, result = _learn_chains(run, state, trees, chains, cost)
         results.append(result)
-        cost = _Cost(start_time=time.monotonic())
+        cost = PhaseCost(start_time=time.monotonic())
 
     # DPO: learn the preference pairs.
     if pairs:
@@ -119,13 +101,13 @@ def decex(run: Run) -> list[PhaseResult]:
 
 def _expand(run: Run, state: PhaseState) -> list[Trajectory]:
     """Return the records of all trees of the run: grow the trees, or read what is stored."""
-    finished = finished_round(run, ROUND)
+    finished = sampling.finished_round(run, ROUND)
     if finished is not None:
         return finished.trajectories
 
     config = method_of(run, DecexTreeConfig)
     shard_size = run.config.sampling.shard_questions
-    questions = run.task.questions("train")[: questions_a_round(run, "trees")]
+    questions = run.task.questions("train")[: sampling.questions_a_round(run, "trees")]
     shards = [
         questions[start : start + shard_size] for start in range(0, len(questions), shard_size)
     ]
@@ -133,24 +115,25 @@ def _expand(run: Run, state: PhaseState) -> list[Trajectory]:
     endpoint = None
     if config.remote.base_url is not None:
         endpoint = open_endpoint(config.remote, run.store.root)
-    run.preemption.enter(name, kept=KEPT_SHARDS)
-    run.use_policy(state, WARM_UP.step)
+    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    use_policy(run, state, WARM_UP.step)
 
     entries: list[ShardEntry] = []
     records: list[Trajectory] = []
-    with sampling(run, name, ROUND, total=len(questions), unit="questions") as stage:
+    with sampling.sampling_stage(run, name, ROUND, total=len(questions), unit="questions") as stage:
         progress = _TreeProgress(stage)
 
         def play(shard: int, on_episode: object) -> tuple[ShardEntry | None, list[Trajectory]]:
             del on_episode
-            return run.stored(
+            return sampling.read_or_play(
+                run,
                 ROUND,
                 shard,
                 lambda: _grow_shard(run, shard, shards[shard], endpoint, progress.on_tree),
             )
 
         units = [functools.partial(play, shard) for shard in range(len(shards))]
-        play_share(run.progress, name, units)
+        sampling.play_share(run.progress, name, units)
         for unit, shard_questions in zip(units, shards, strict=True):
             entry, shard_records = unit(None)
             assert entry is not None, "a tree leaves a trajectory"
@@ -163,7 +146,7 @@ def _expand(run: Run, state: PhaseState) -> list[Trajectory]:
         for record in records
         if not is_pair(record) and not record.is_environment_fault
     ]
-    close_round(run, ROUND, entries, mean_reward=statistics.fmean(rewards))
+    sampling.close_round(run, ROUND, entries, mean_reward=statistics.fmean(rewards))
     return records
 
 
@@ -218,7 +201,7 @@ def _grow_shard(
 
         growth = Growth(
             agent,
-            attempt(run, question, 0, ROUND),
+            sampling.attempt(run, question, 0, ROUND),
             run.task.environment(question),
             EnginePolicy(run.generator),
             config,
@@ -318,7 +301,7 @@ def _learn_chains(
     state: PhaseState,
     trees: Sequence[Trajectory],
     chains: Sequence[Trajectory],
-    cost: _Cost,
+    cost: PhaseCost,
 ) -> tuple[PhaseState, PhaseResult]:
     """Learn the chains by maximum likelihood."""
     config = method_of(run, DecexTreeConfig)
@@ -331,7 +314,7 @@ def _learn_chains(
             f"{run.config.warmup.steps}, start from a stronger model, or lower method.min_reward"
         )
     conversations = [conversation for chain in chains for conversation in chain.conversations]
-    rows = run.fitting(conversations, "chains")
+    rows = learning.rows_that_fit(run, conversations, "chains")
     if not rows:
         shortest = min(len(chain.conversations[0].token_ids) for chain in chains)
         raise UserError(
@@ -345,46 +328,36 @@ def _learn_chains(
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
     )
-    learnt_state = run.learn(SFT.name, state, lambda: packed, plan=plan)
+    learnt_state = learning.train(run, SFT.name, state, packed, plan=plan)
     result = _finish(run, SFT, learnt_state, cost, steps=plan.steps, accepted=len(rows))
     return learnt_state, result
 
 
 def _learn_pairs(
-    run: Run, state: PhaseState, pairs: Sequence[Conversation], cost: _Cost
+    run: Run, state: PhaseState, pairs: Sequence[Conversation], cost: PhaseCost
 ) -> PhaseResult:
     """Learn the preference pairs by DPO, whose reference is the policy that it begins with."""
     config = method_of(run, DecexTreeConfig)
     trainer = run.config.trainer
     packed = pack(pairs, row_tokens=trainer.row_tokens, seed=run.config.seed + DPO.step, pairs=True)
-    reference = score_once(run, REFERENCE, lambda: run.trainer.score(state(), packed))
+    reference = learning.score_once(run, REFERENCE, lambda: run.trainer.score(state(), packed))
     plan = LearningPlan(
         steps=steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.dpo_epochs),
         peak=config.dpo_learning_rate,
         end_value=0.0,
-    )
-    learnt_state = run.learn(
-        DPO.name,
-        state,
-        lambda: packed.with_columns(reference_log_probs=reference),
-        plan=plan,
         loss=preference.DPO(beta=config.beta),
     )
+    rows = packed.with_columns(reference_log_probs=reference)
+    learnt_state = learning.train(run, DPO.name, state, rows, plan=plan)
     cost.forward_tokens += _num_tokens(pairs)
     return _finish(run, DPO, learnt_state, cost, steps=plan.steps, accepted=len(pairs) // 2)
 
 
 def _finish(
-    run: Run, phase: Phase, state: PhaseState, cost: _Cost, *, steps: int, accepted: int
+    run: Run, phase: Phase, state: PhaseState, cost: PhaseCost, *, steps: int, accepted: int
 ) -> PhaseResult:
     """Commit the policy of a phase and evaluate it."""
-    run.commit_policy(state, phase.step)
-    return run.finish_phase(
-        phase,
-        state,
-        start_time=cost.start_time,
-        trajectories=cost.trajectories,
-        accepted=accepted,
-        forward_tokens=cost.forward_tokens,
-        trained_slots=steps * run.config.trainer.rows_per_step * run.config.trainer.row_tokens,
-    )
+    commit_policy(run, state, phase.step)
+    cost.accepted = accepted
+    cost.trained_slots = steps * run.config.trainer.tokens_per_step
+    return evaluation.finish(run, phase, state, cost)

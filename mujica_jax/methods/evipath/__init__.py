@@ -1,0 +1,1 @@
+"""EviPath: a teacher writes trajectories from gold evidence, and they are learnt."""

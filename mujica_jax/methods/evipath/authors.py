@@ -21,7 +21,7 @@ from mujica_jax.agents.agent import Attempt, EnginePolicy, Policy
 from mujica_jax.agents.mujica import PLANNER, WORKER, contract_of
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.agents.synthesis_prompts import planner_addition, worker_addition
-from mujica_jax.config.method_checks import is_taught
+from mujica_jax.config.checks import is_taught
 from mujica_jax.config.schema import EviPathConfig, MujicaConfig
 from mujica_jax.demonstrations.policy import ScriptedPolicy
 from mujica_jax.errors import UserError
@@ -33,8 +33,7 @@ from mujica_jax.records import Conversation, GoldPassage, Question
 from mujica_jax.retrieval.embedding.similarity import find_similarity
 from mujica_jax.runs.endpoint import Endpoint, open_endpoint
 from mujica_jax.runs.policies import Checkpoint, SavedPolicy, find_policy, read_object
-from mujica_jax.runs.run import Run
-from mujica_jax.runs.sampling import method_of
+from mujica_jax.runs.run import Run, method_of
 from mujica_jax.runtime import distributed
 from mujica_jax.tasks.checks import from_scratch
 from mujica_jax.tasks.task import ParagraphTask

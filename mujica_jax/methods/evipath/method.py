@@ -58,12 +58,12 @@ from mujica_jax.methods.supervised import begin, with_control
 from mujica_jax.metrics import Rule
 from mujica_jax.records import Conversation, Question, StopReason, Trajectory
 from mujica_jax.report.progress import Stage
+from mujica_jax.runs import evaluation, learning, sampling
 from mujica_jax.runs.evaluation import right_ones
 from mujica_jax.runs.learning import LearningPlan
-from mujica_jax.runs.phases import Phase, PhaseResult, PhaseState
-from mujica_jax.runs.run import KEPT_SHARDS, Run
-from mujica_jax.runs.sampling import attempt, close_round, finished_round, method_of, sampling
-from mujica_jax.runs.shares import play_share
+from mujica_jax.runs.phases import Phase, PhaseCost, PhaseResult, PhaseState
+from mujica_jax.runs.run import Run, method_of
+from mujica_jax.runs.versions import commit_policy, use_policy
 from mujica_jax.runtime import distributed
 from mujica_jax.tasks.task import ParagraphTask
 from mujica_jax.trajectories.select import mean_reward, training_rows
@@ -87,10 +87,9 @@ class _Selection:
 def evipath(run: Run) -> list[PhaseResult]:
     """Run the start, learn the trajectories, and run the control if it is asked for."""
     config = method_of(run, EviPathConfig)
-    trainer = run.config.trainer
     open_author = find_author(run)
     state, first_result, demonstrations = begin(run, more_rows=lambda: lessons(run))
-    start_time = time.monotonic()
+    cost = PhaseCost(start_time=time.monotonic())
 
     # Synthesize: let the teacher write a trajectory for each question.
     questions = _questions(run)
@@ -102,31 +101,27 @@ def evipath(run: Run) -> list[PhaseResult]:
 
     # Learn.
     with run.clock.stage("packing"):
-        packed = pack(selection.rows, row_tokens=trainer.row_tokens, seed=run.config.seed)
-    steps = steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.epochs)
+        packed = pack(
+            selection.rows, row_tokens=run.config.trainer.row_tokens, seed=run.config.seed
+        )
+    steps = steps_of_epochs(packed.num_rows, run.config.trainer.rows_per_step, config.epochs)
     plan = LearningPlan(
         steps=steps,
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
         warmup_steps=round(config.warmup_ratio * steps),
     )
-    learnt_state = run.learn(EVIPATH.name, state, lambda: packed, plan=plan)
+    learnt_state = learning.train(run, EVIPATH.name, state, packed, plan=plan)
 
     # Commit and evaluate.
-    run.commit_policy(learnt_state, EVIPATH.step)
-    teacher_tokens = 0
+    commit_policy(run, learnt_state, EVIPATH.step)
+    cost.trajectories = len(trajectories)
+    cost.accepted = len(selection.kept_trajectories)
+    cost.trained_slots = steps * run.config.trainer.tokens_per_step
     if config.teacher in ("policy", "checkpoint"):
         counts = _total_counts(trajectories)
-        teacher_tokens = counts[TEACHER_TOKENS] + counts[TEACHER_PROMPT_TOKENS]
-    result = run.finish_phase(
-        EVIPATH,
-        learnt_state,
-        start_time=start_time,
-        trajectories=len(trajectories),
-        accepted=len(selection.kept_trajectories),
-        forward_tokens=teacher_tokens,
-        trained_slots=steps * trainer.rows_per_step * trainer.row_tokens,
-    )
+        cost.forward_tokens = counts[TEACHER_TOKENS] + counts[TEACHER_PROMPT_TOKENS]
+    result = evaluation.finish(run, EVIPATH, learnt_state, cost)
     _write_metrics(run, selection, steps=steps)
     return with_control(run, state, demonstrations, first_result, [result])
 
@@ -184,7 +179,7 @@ def _select(run: Run, questions: Sequence[Question], trajectories: list[Trajecto
     conversations = [
         row for row in training_rows(kept_trajectories) if row.role in TUNED[config.tune]
     ]
-    rows = run.fitting(conversations)
+    rows = learning.rows_that_fit(run, conversations)
 
     num_beyond = len(right) - num_kept
     beyond = f" ({num_beyond} more are right)" if num_beyond else ""
@@ -218,7 +213,7 @@ def _synthesize(
     config = method_of(run, EviPathConfig)
     number = EVIPATH.step
     name = f"{EVIPATH.name}: synthesis"
-    finished = finished_round(run, number)
+    finished = sampling.finished_round(run, number)
     if finished is not None:
         return finished.trajectories
 
@@ -233,15 +228,16 @@ def _synthesize(
             question_ids.append([question.id for question in shard])
         plan = {"policy_version": 0, "shards": question_ids, "mode": config.mode}
         run.store.write_plan(number, plan)
-    run.preemption.enter(name, kept=KEPT_SHARDS)
+    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
     if config.teacher == "policy":
-        run.use_policy(state, 0)
+        use_policy(run, state, 0)
     author = open_author()
 
     def play(index: int, on_episode: OnEpisode) -> tuple[ShardEntry, list[Trajectory]]:
         author.begin_shard()
-        attempts = [attempt(run, question, 0, number) for question in shards[index]]
-        return run.sample(
+        attempts = [sampling.attempt(run, question, 0, number) for question in shards[index]]
+        return sampling.play_attempts(
+            run,
             number,
             index,
             attempts,
@@ -253,11 +249,13 @@ def _synthesize(
     units = [functools.partial(play, index) for index in range(len(shards))]
     # If the synthesis may end early, the hosts share out a few shards at a time: one for each host.
     group_size = distributed.processes() if config.trajectories else len(units)
-    with sampling(run, name, number, total=len(questions), unit="questions") as stage:
+    with sampling.sampling_stage(
+        run, name, number, total=len(questions), unit="questions"
+    ) as stage:
         synthesized = _Synthesized(run.task.rule, stage, num_wanted=config.trajectories)
         for start in range(0, len(units), group_size):
             group = range(start, min(start + group_size, len(units)))
-            play_share(run.progress, name, [units[index] for index in group])
+            sampling.play_share(run.progress, name, [units[index] for index in group])
             for index in group:
                 if synthesized.has_enough:
                     break
@@ -267,7 +265,7 @@ def _synthesize(
             if synthesized.has_enough:
                 break
     trajectories = synthesized.trajectories
-    close_round(run, number, synthesized.entries, mean_reward=mean_reward(trajectories))
+    sampling.close_round(run, number, synthesized.entries, mean_reward=mean_reward(trajectories))
     return trajectories
 
 

@@ -51,10 +51,16 @@ from mujica_jax.agents.episode import fit
 from mujica_jax.agents.mujica import PLANNER, WORKER, Mujica, PlannerState, WorkerState
 from mujica_jax.config.methods import EviPathConfig
 from mujica_jax.config.schema import MujicaConfig
-from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
-from mujica_jax.inference.stops import before_stop
-from mujica_jax.methods.evipath.askable import is_askable, leaks, secrets
-from mujica_jax.methods.evipath.evidence import chosen, is_faithful, pieces, place_in
+from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds, before_stop
+from mujica_jax.methods.evipath.evidence import (
+    chosen,
+    is_askable,
+    is_faithful,
+    leaks,
+    pieces,
+    place_in,
+    secrets,
+)
 from mujica_jax.methods.evipath.teacher import Lesson, RefusedReplyError, Teacher, as_completion
 from mujica_jax.metrics import Rule
 from mujica_jax.models.thoughts import first_thought

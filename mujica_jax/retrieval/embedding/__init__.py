@@ -1,0 +1,1 @@
+"""Encoders that turn texts into vectors, and how alike two texts are by them."""

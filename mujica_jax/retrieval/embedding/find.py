@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mujica_jax.errors import UserError
+from mujica_jax.models.companions import read_json
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -88,7 +89,6 @@ def find_embedder(name: str, prefixes: str | None = None) -> EmbedderFolder:
     `prefixes` names an entry of `embedder.PREFIXES`. None follows from the name, or from the
     folder.
     """
-    from mujica_jax.models.companions import read_json
     from mujica_jax.retrieval.embedding.embedder import embedder_config
     from mujica_jax.retrieval.embedding.encoder import encoder_config
 

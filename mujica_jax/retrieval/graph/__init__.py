@@ -1,0 +1,1 @@
+"""Knowledge graphs: triples in memory, an embedded RDF store, or a SPARQL endpoint."""

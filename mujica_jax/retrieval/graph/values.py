@@ -32,8 +32,6 @@ from decimal import Decimal, InvalidOperation
 
 from pyoxigraph import Literal, NamedNode
 
-from mujica_jax.dates import MONTHS, written_date
-
 XSD = "http://www.w3.org/2001/XMLSchema#"
 WKT = "http://www.opengis.net/ont/geosparql#wktLiteral"
 ENTITY = "http://www.wikidata.org/entity/"
@@ -54,6 +52,10 @@ NUMBERS = frozenset(
 )  # fmt: skip
 BOOLEANS = {"true": "yes", "1": "yes", "false": "no", "0": "no"}
 MAX_DIGITS = 30  # of a number that is written in full
+MONTHS = (
+    "January", "February", "March", "April", "May", "June",
+    "July", "August", "September", "October", "November", "December",
+)  # fmt: skip
 
 _date = re.compile(
     r"(?P<year>-?\d{4,})(?:-(?P<month>\d\d)(?:-(?P<day>\d\d)(?:T(?P<time>[\d:.]*))?)?)?"
@@ -111,6 +113,21 @@ def value_in_text(text: str) -> Literal | None:
     if _point.fullmatch(text):
         return Literal(text, datatype=NamedNode(WKT))
     return None
+
+
+def written_date(year: str, month: int = 0, day: int = 0) -> str:
+    """Return a date as most of 2WikiMultihopQA writes it: "14 November 1961", "November 1961" or
+    "1961".
+
+    `year` is text, so that "44 BC" is a year too. A month or a day of 0 is unknown; a day without a
+    month is left out.
+    """
+    if not 1 <= month <= 12:
+        return year
+    parts = [MONTHS[month - 1], year]
+    if day:
+        parts.insert(0, str(day))
+    return " ".join(parts)
 
 
 def readable_iri(iri: str) -> str:

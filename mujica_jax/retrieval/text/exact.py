@@ -99,6 +99,19 @@ def rows_mesh(devices: Any = None) -> Mesh:
     return jax.make_mesh((len(devices),), (ROWS,), devices=devices, axis_types=(AxisType.Auto,))
 
 
+def free_device_bytes() -> int | None:
+    """Return the free memory of a device of this process; None where it does not tell, as CPUs."""
+    statistics = jax.local_devices()[0].memory_stats()
+    if not statistics or "bytes_limit" not in statistics:
+        return None
+    return statistics["bytes_limit"] - statistics["bytes_in_use"]
+
+
+def device_bytes(rows: int, row_bytes: int, devices: int) -> int:
+    """Return the bytes that rows of this size take on each of so many devices, with padding."""
+    return layout(rows, devices)[1] // devices * row_bytes
+
+
 def layout(rows: int, devices: int) -> tuple[int, int]:
     """Return the rows of a block, and the rows in all with padding.
 

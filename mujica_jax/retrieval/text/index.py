@@ -47,7 +47,6 @@ from mujica_jax.retrieval.text.vectors import (
     encoded_rows,
     open_embeddings,
 )
-from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import available_bytes
 
 Kind = Literal["auto", "exact", "bm25", "scann"]  # auto: exact or scann, by the number of passages
@@ -185,22 +184,15 @@ def open_index(
     embedder: str | None = None,
     prefixes: str | None = None,
     recall_target: float | None = None,
-    rows: Literal["host", "job"] = "host",
 ) -> Index:
     """Open an index after every file of it was compared with its checksum.
 
     `embedder` and `prefixes` replace those that the index was built with; the embedder must be the
-    same one. `recall_target` below 1 lets the accelerator search approximately. `rows` of kind
-    exact lie on the devices of this process ("host"), or over those of all processes of the job
-    ("job"). Each of these then opens the index here (`job_search.py`).
+    same one. `recall_target` below 1 lets the accelerator search approximately. Rows of kind exact
+    lie on the devices of this process.
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    if rows == "job" and manifest["kind"] != "exact":
-        raise UserError(
-            f"task.index_rows is job and the index {folder} is of kind {manifest['kind']}: only "
-            "rows of kind exact lie on devices; set it to host"
-        )
     if "passages" not in manifest:
         raise UserError(
             f"the index {folder} is of kind {manifest['kind']} and holds no passages: give one "
@@ -222,9 +214,7 @@ def open_index(
             )
         vectors = _load_scann(folder, manifest, rows=len(passages))
     else:
-        vectors = _load_exact(
-            folder, manifest, rows=len(passages), recall_target=recall_target, rows_on=rows
-        )
+        vectors = _load_exact(folder, manifest, rows=len(passages), recall_target=recall_target)
         if recall_target is not None:
             version += f"-{recall_target}"
     return DenseIndex(passages, embedder_folder.load(), vectors, version=version)
@@ -261,23 +251,29 @@ def _load_scann(folder: Path, manifest: Mapping[str, Any], rows: int) -> ScannSe
 
 
 def _load_exact(
-    folder: Path,
-    manifest: Mapping[str, Any],
-    rows: int,
-    recall_target: float | None,
-    rows_on: Literal["host", "job"],
+    folder: Path, manifest: Mapping[str, Any], rows: int, recall_target: float | None
 ) -> VectorSearch:
-    """Put the embeddings of an index on the devices of this process, or of the whole job."""
-    from mujica_jax.retrieval.text.exact import ExactSearch
+    """Put the embeddings of an index on the devices of this process.
+
+    Raises UserError if they do not fit there.
+    """
+    from mujica_jax.retrieval.text import exact
 
     if recall_target is None:
         recall_target = manifest["recall_target"]
     embeddings = open_embeddings(folder, rows, manifest["dimension"], manifest["storage"])
-    if rows_on == "job" and distributed.processes() > 1:
-        from mujica_jax.retrieval.text.job_search import JobSearch
 
-        return JobSearch(embeddings, recall_target=recall_target)
-    return ExactSearch(embeddings, recall_target=recall_target)
+    devices = exact.rows_mesh().size
+    needed_bytes = exact.device_bytes(rows, embeddings.row_bytes, devices)
+    free_bytes = exact.free_device_bytes()
+    if free_bytes is not None and needed_bytes > free_bytes:
+        raise UserError(
+            f"the index {folder} of kind exact takes {needed_bytes / 1e9:.1f} GB on each of "
+            f"{devices} devices and {free_bytes / 1e9:.1f} are free: let `python -m "
+            "mujica_jax.index serve` search it on a machine that holds it and give the address as "
+            f"the index, or build one of kind scann (`build --embeddings {folder} --kind scann`)"
+        )
+    return exact.ExactSearch(embeddings, recall_target=recall_target)
 
 
 def read_kind(folder: str | Path) -> str:

@@ -47,6 +47,12 @@ class Embeddings:
     def dimension(self) -> int:
         return self.vectors.shape[1]
 
+    @property
+    def row_bytes(self) -> int:
+        """Return the bytes of a row, its scale included."""
+        scale_bytes = 0 if self.scales is None else self.scales.itemsize
+        return self.dimension * self.vectors.itemsize + scale_bytes
+
     def float32(self, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return some rows, [stop - start, dimension], in memory."""
         rows = slice(start, stop)

@@ -1,0 +1,1 @@
+"""Data sets whose questions are answered from a corpus of passages, and QALD over Wikidata."""

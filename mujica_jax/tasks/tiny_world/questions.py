@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Literal
 
-from mujica_jax.dates import MONTHS
+from mujica_jax.retrieval.graph.values import MONTHS
 
 FinalRule = Literal["last_object", "earlier", "later", "same"]
 

@@ -1,0 +1,1 @@
+"""2WikiMultihopQA in its official record formats, over triples and over passages."""

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from mujica_jax import dates
 from mujica_jax.metrics import score
 from mujica_jax.records import Evidence, Question
+from mujica_jax.retrieval.graph import values
 
 ComparisonRule = Literal["earlier_date", "later_date", "longer_life", "same", "more"]
 Date = tuple[int, int, int]  # year (negative before Christ), month and day; 0 where unknown
 
-MONTHS = tuple(month.lower() for month in dates.MONTHS)
+MONTHS = tuple(month.lower() for month in values.MONTHS)
 DAYS_A_YEAR = 365.2425
 DAYS_A_MONTH = 30.436875
 
@@ -222,7 +222,7 @@ def with_printed_dates(answers: Sequence[str]) -> tuple[str, ...]:
         if (month, day) == (1, 1):
             printed.append(written_year)
         else:
-            printed.append(dates.written_date(written_year, month, day))
+            printed.append(values.written_date(written_year, month, day))
     return tuple(dict.fromkeys((*answers, *printed)))
 
 

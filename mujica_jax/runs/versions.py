@@ -1,0 +1,142 @@
+"""Versions of a run's policy: commit one, sample from one, load one again.
+
+A committed policy is a Hugging Face directory in the run directory. Version 0 is the warm-up's.
+Where adapters are trained, the adapter stands beside the policy.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from flax import nnx
+
+from mujica_jax.learning.trainer import TrainState
+from mujica_jax.models.adapters import (
+    adapter_tensors,
+    fingerprint,
+    save_adapter,
+    trained_adapters,
+)
+from mujica_jax.models.decoder import Decoder
+from mujica_jax.models.weights import gather_checkpoint, open_checkpoint, save_checkpoint
+from mujica_jax.runs import phases
+from mujica_jax.runs.parts import use_weights
+from mujica_jax.runs.phases import GetState, PhaseState, learning_folder
+from mujica_jax.runs.run import Run
+from mujica_jax.runtime import distributed
+from mujica_jax.trajectories.store import CONFIG
+
+
+def use_policy(run: Run, state: GetState, version: int) -> None:
+    """Sample from this state, whose policy has this version.
+
+    If the state is not in memory, load the committed policy instead."""
+    reads_committed = reads_committed_policy(run, state, version)
+    with run.clock.stage("weight_sync"):
+        run.generator.release_weights()
+        if reads_committed:
+            weights = nnx.state(_load_committed(run, version))
+        else:
+            weights = run.trainer.policy(state())
+        use_weights(
+            run.generator,
+            run.decoder,
+            weights,
+            storage=run.config.engine.weights,
+            version=version,
+        )
+
+
+def reads_committed_policy(run: Run, state: GetState, version: int) -> bool:
+    """Whether the committed policy is loaded in place of this state.
+
+    That is so if the state would have to be restored, and its policy is committed."""
+    is_absent = isinstance(state, PhaseState) and not state.is_here
+    return is_absent and distributed.broadcast(
+        f"policy {version}", lambda: version in run.store.policies()
+    )
+
+
+def committed_state(run: Run, version: int) -> TrainState:
+    """Load the weights of a committed policy for `Trainer.score`, without an optimiser."""
+    state = run.trainer.initial_state(_load_committed(run, version))
+    return state._replace(opt_state=())
+
+
+def _load_committed(run: Run, version: int) -> Decoder:
+    """Load a committed policy over the trainer's mesh."""
+    folder = distributed.primary_first("a policy is read", lambda: run.store.policy_path(version))
+    _, load = open_checkpoint(folder / "model", dtype=run.config.trainer.dtype)
+    return load(run.trainer.mesh, run.config.trainer.dtype)
+
+
+def commit_policy(run: Run, state: GetState, version: int) -> None:
+    """Write the policy in the compute type as a Hugging Face directory.
+
+    Where adapters are trained, the adapter stands beside it, with the configuration. The first
+    process writes; the others help to gather the policy. Checkpoints of the phases before are
+    removed, and so are policies beyond `keep_policies`."""
+    run.preemption.enter(f"committing policy {version}")
+    name = f"policy {version}"
+    if distributed.broadcast(name, lambda: version <= max(run.store.policies(), default=-1)):
+        return
+
+    decoder = nnx.merge(nnx.graphdef(run.decoder), run.trainer.policy(state()))
+    trains_adapters = run.config.trainer.lora_rank > 0
+    adapters: dict[str, np.ndarray] = {}
+    if trains_adapters:
+        adapters = adapter_tensors(decoder, trained_adapters(state().params))
+        if not run.base_fingerprint:  # the state came from a checkpoint
+            run.base_fingerprint = fingerprint(run.load_decoder())
+    if not distributed.is_primary():
+        gather_checkpoint(decoder)
+        distributed.barrier(name)
+        return
+
+    def write(directory: Path) -> None:
+        save_checkpoint(
+            decoder,
+            directory / "model",
+            tokenizer=run.tokenizer,
+            dtype=run.config.trainer.dtype,
+        )
+        if trains_adapters:
+            _write_adapter(run, directory / "adapter", adapters)
+
+    with run.clock.stage("saving"):
+        run.store.commit_policy(version, write)
+        remove_past_checkpoints(run)
+        if run.config.keep_policies:
+            for past_version in run.store.policies()[: -run.config.keep_policies]:
+                run.store.remove_policy(past_version)
+    distributed.barrier(name)
+
+
+def _write_adapter(run: Run, directory: Path, adapters: Mapping[str, np.ndarray]) -> None:
+    """Write an adapter, with the run's configuration beside it."""
+    config = json.dumps({"config": dataclasses.asdict(run.config)}, indent=2)
+    save_adapter(
+        adapters,
+        directory,
+        alpha=run.config.trainer.lora_alpha,
+        base=run.base_fingerprint,
+        name=str(run.config.init),
+    )
+    (directory / CONFIG).write_text(config + "\n")
+
+
+def remove_past_checkpoints(run: Run) -> None:
+    """Remove the checkpoints of all phases before the newest.
+
+    Those of the warm-up stay for the control, which begins with them. Called by the first process,
+    when the newest phase is whole."""
+    phase_names = {run.newest_phase}
+    if run.config.eval.control:
+        phase_names.add(phases.WARM_UP.name)
+    needed_folders = {learning_folder(name) for name in phase_names}
+    files = run.store.names(f"{phases.LEARNING}/")
+    stored_folders = {"/".join(file.split("/")[:2]) for file in files}
+    for folder in sorted(stored_folders - needed_folders):
+        run.store.remove_folder(folder)

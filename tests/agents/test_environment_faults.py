@@ -1,0 +1,360 @@
+"""A search that fails is the environment's fault: the attempt is repeated, left out, and counted,
+and earns nothing."""
+
+import asyncio
+import dataclasses
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from mujica_jax.agents.agent import EnginePolicy, run_episodes
+from mujica_jax.agents.faults import EnvironmentLost, FaultGuard
+from mujica_jax.config.schema import FaultConfig
+from mujica_jax.errors import UserError
+from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory, Turn
+from mujica_jax.report import comparison
+from mujica_jax.report.comparison import Compared
+from mujica_jax.report.progress import Progress
+from mujica_jax.report.results import PhaseRow, closing_table, score_table
+from mujica_jax.report.text import plain
+from mujica_jax.retrieval.errors import RetrievalError
+from mujica_jax.rewards.reward import find_reward
+from mujica_jax.runs.evaluation import PolicyEvaluator, summarise
+from mujica_jax.runs.round_statistics import advice, in_words, round_statistics
+from mujica_jax.trajectories.select import groups_of, mean_first_attempt_reward, select
+from tests.helpers.episodes import episode
+from tests.helpers.little_agent import (
+    QUESTION,
+    LittleWorld,
+    agent,
+    answer,
+    attempt,
+    completion,
+    everywhere,
+    read,
+    search,
+    tokenizer,
+)
+
+FAILED = StopReason.RETRIEVER_FAILED
+F1 = find_reward("f1", "two_wiki")
+
+
+class Failing(LittleWorld):
+    """The first `failures` searches fail."""
+
+    failures = 0
+
+    async def search(self, query, entity):
+        if self.failures > 0:
+            self.failures -= 1
+            raise RetrievalError("it is down")
+        return await super().search(query, entity)
+
+
+class Model:
+    """Searches once, reads and answers. Keeps the seeds that it was asked with."""
+
+    def __init__(self) -> None:
+        self.seeds: list[int] = []
+
+    async def generate(self, prompt, params, *, continues=False):
+        self.seeds.append(params.seed)
+        shown = tokenizer().decode(prompt)
+        if "Amber Tide, director" in shown and "Search(" not in shown:
+            return completion(read("[1]", "Ilse Vand directed it."))
+        return completion(
+            answer("Ghent")
+            if "Ilse Vand directed it." in shown
+            else search((0, "Who directed it?"))
+        )
+
+
+def played(
+    failures: int, repeats: int, *, attempts: int = 1, guard: FaultGuard | None = None
+) -> Any:
+    world, model = Failing(), Model()
+    world.failures = failures
+    guard = guard or FaultGuard(FaultConfig(repeats=repeats, max_in_a_row=3))
+    trajectories = asyncio.run(
+        run_episodes(
+            agent(),
+            [attempt(number=number) for number in range(attempts)],
+            everywhere(world),
+            EnginePolicy(model),
+            reward=F1,
+            concurrency=1,
+            play=guard.play,
+        )
+    )
+    return trajectories, model
+
+
+def content(trajectory: Trajectory) -> Trajectory:
+    return dataclasses.replace(trajectory, seconds=0.0)
+
+
+def test_an_attempt_whose_search_fails_is_played_again_by_the_same_seeds():
+    (undisturbed,), _ = played(failures=0, repeats=2)
+    assert (undisturbed.stop_reason, undisturbed.reward) == (StopReason.ANSWERED, 1.0)
+    (repeated,), model = played(failures=2, repeats=2)
+    assert content(repeated) == content(undisturbed), "as if nothing had happened"
+    first_turn = attempt().turn_seed("0")
+    assert model.seeds.count(first_turn) == 3
+
+
+def test_beyond_its_bound_it_is_left_out_without_a_reward():
+    (left_out,), _ = played(failures=2, repeats=1)
+    assert (left_out.stop_reason, left_out.is_rewarded) == (FAILED, False)
+    assert (left_out.reward, left_out.rewards_by_part) == (0.0, {})
+    (never_repeated,), model = played(failures=1, repeats=0)
+    assert never_repeated.stop_reason is FAILED and len(model.seeds) == 1
+
+
+def test_a_retriever_that_is_gone_ends_the_program_and_one_that_comes_back_does_not():
+    sentence = (
+        r"4 attempts in a row ended because a search failed, each of them played 2 times, and faults\.max_in_a_row is "
+        "3: start the retriever again"
+    )
+    with pytest.raises(EnvironmentLost, match=sentence):
+        played(failures=8, repeats=1, attempts=4)
+    found, _ = played(failures=6, repeats=1, attempts=7)
+    assert [trajectory.is_rewarded for trajectory in found] == [False] * 3 + [True] * 4
+    guard = FaultGuard(FaultConfig(repeats=1, max_in_a_row=3))
+    played(failures=6, repeats=1, attempts=3, guard=guard)
+    with pytest.raises(EnvironmentLost):  # the count goes on from one unit of work to the next
+        played(failures=2, repeats=1, attempts=1, guard=guard)
+
+
+def test_an_episode_without_a_search_does_not_show_that_the_retriever_answers():
+    guard = FaultGuard(FaultConfig(repeats=0, max_in_a_row=1))
+
+    async def play(trajectory: Trajectory) -> None:
+        async def run(*_: object) -> Trajectory:
+            return trajectory
+
+        nothing: Any = None
+        await guard.play(types.SimpleNamespace(run=run), nothing, nothing, nothing)  # pyright: ignore[reportArgumentType]
+
+    failed, silent = episode(stop_reason=FAILED), episode()
+    searched = episode(searches=(Search(iteration=0, query="a"),))
+    for one in (failed, searched, failed, silent):
+        asyncio.run(play(one))
+    with pytest.raises(EnvironmentLost):
+        asyncio.run(play(failed))
+
+
+# What is computed of trajectories
+
+
+def trajectory(
+    question: str, number: int, reward: float, reason: StopReason = StopReason.ANSWERED
+) -> Trajectory:
+    turn = Turn(role="model", token_ids=(number,), text="", logprobs=(-1.0,), trained=True)
+    conversation = Conversation(role="planner", turns=(turn,))
+    return episode(
+        conversation, question_id=question, attempt=number, reward=reward, stop_reason=reason
+    )
+
+
+def test_the_mean_of_first_attempts_and_what_is_kept_leave_it_out():
+    rows = [
+        trajectory("a", 0, 1.0),
+        trajectory("b", 0, 0.0, FAILED),
+        trajectory("c", 0, 0.5),
+        trajectory("c", 1, 0.0),
+    ]
+    assert mean_first_attempt_reward(rows) == 0.75, "the mean of 1 and 1/2"
+    assert mean_first_attempt_reward([trajectory("b", 0, 0.0, FAILED)]) == 0.0
+    # whatever number it holds
+    failed = dataclasses.replace(trajectory("a", 0, 1.0), stop_reason=FAILED)
+    judged = trajectory("a", 1, 1.0).without_verdict()
+    kept = select(
+        [failed, judged, trajectory("a", 2, 0.9)], k=-1.0, keep_per_question=3, best_reward=1.0
+    )
+    assert [one.attempt for one in kept] == [2]
+
+
+def test_a_group_is_compared_without_it_and_dropped_where_one_member_is_left():
+    rows = [trajectory("a", 0, 1.0), trajectory("a", 1, 0.0, FAILED), trajectory("a", 2, 0.0)]
+    rows += [
+        trajectory("b", 0, 1.0),
+        trajectory("b", 1, 0.0, FAILED),
+        trajectory("b", 2, 0.0, FAILED),
+    ]
+    rows += [trajectory("c", number, 0.0, FAILED) for number in range(3)]
+    first, second, third = groups_of(rows, lambda one: one.reward)
+    assert (first.rewards, first.left_out, first.teaches) == ((1.0, 0.0), 1, True)
+    assert (second.rewards, second.left_out, second.teaches, second.is_comparable) == (
+        (1.0,),
+        2,
+        False,
+        False,
+    )
+    assert (third.rewards, third.left_out, third.is_comparable) == ((), 3, False)
+
+
+def test_the_statistics_of_a_round_leave_it_out_and_count_it():
+    rows = [trajectory("a", 0, 1.0), trajectory("b", 0, 0.5), trajectory("c", 0, 0.0, FAILED)]
+    found = round_statistics(rows, rows[:1], best_reward=1.0)
+    assert (found["trajectories"], found["left_out"], found["acceptance"]) == (3, 1, 0.5)
+    assert (found["mean_reward"], found["reward_p10"], found["unsolved_questions"]) == (
+        0.75,
+        0.5,
+        0.5,
+    )
+    assert (
+        "1 of 3 kept, 2.0 attempts for each, 1 left out because a search or the judge failed;"
+        in in_words(found)
+    )
+    assert "A search or the judge failed in all 1 of them" in advice(rows[2:])
+
+
+# Evaluation
+
+
+ASKED = [
+    Question(id=str(number), text=f"Question {number}?", answers=("Ghent",), kind=str(number % 2))
+    for number in range(4)
+]
+
+
+def evaluated(*reasons: StopReason) -> list[Trajectory]:
+    """All answer rightly; each searched as often as its number says."""
+    return [
+        episode(
+            question_id=question.id,
+            answer="Ghent",
+            stop_reason=reason,
+            searches=(Search(iteration=0, query="a"),) * number,
+            seconds=float(number),
+        )
+        for number, (question, reason) in enumerate(zip(ASKED, reasons, strict=True))
+    ]
+
+
+def test_the_scores_of_an_evaluation_leave_it_out():
+    rows = evaluated(StopReason.ANSWERED, FAILED, StopReason.NO_ACTION, FAILED)
+    found = summarise(ASKED, rows, "two_wiki")
+    summary = found.summary()
+    assert (summary["em"], summary["questions"], summary["left_out"]) == (50.0, 2, 2)
+    assert (summary["searches"], summary["seconds"]) == (1.0, 1.0), "means of 0 and 2"
+    assert summary["stop_reasons"] == {"answered": 1, "no_action": 1, "retriever_failed": 2}
+    assert {kind: score["questions"] for kind, score in summary["by_kind"].items()} == {"0": 2}
+    other = summarise(ASKED, evaluated(*[StopReason.ANSWERED] * 4), "two_wiki").summary()
+    assert "100.0" in plain(score_table(other, summary)), (
+        "a kind without a score has none in the table"
+    )
+    with pytest.raises(
+        UserError, match="a search failed in all 4 episodes that were played for an evaluation"
+    ):
+        summarise(ASKED, evaluated(*[FAILED] * 4), "two_wiki")
+
+
+def test_agents_are_compared_on_the_questions_that_both_were_scored_on():
+    summary = {name: 0.0 for name in ("em", "f1", "searches", "tokens", "seconds")}
+    summary |= {"em_interval": [0.0, 0.0], "f1_interval": [0.0, 0.0]}
+    first = Compared(task="t", agent="one", summary=summary, em=(1.0, None, 0.0, 1.0))
+    second = Compared(task="t", agent="two", summary=summary, em=(1.0, 1.0, None, 0.0))
+    nothing = Compared(task="t", agent="three", summary=summary, em=(None, 1.0, None, None))
+    rows = comparison.rows([first, second, nothing])
+    assert (rows[1]["against"]["em"], rows[1]["against"]["questions"]) == (-50.0, 2)
+    assert "against" not in rows[2]
+
+
+def test_what_is_left_out_is_printed_and_stands_in_the_row(tmp_path):
+    """One question's search fails for good, greedily and sampled; the others are answered
+    rightly."""
+    questions = [
+        dataclasses.replace(QUESTION, id=str(number), text=f"Question {number}?")
+        for number in range(3)
+    ]
+    broken, whole = Failing(), LittleWorld()
+    broken.failures = 1000
+    task: Any = types.SimpleNamespace(
+        rule="two_wiki",
+        questions=lambda split: questions,
+        environment=lambda question: broken if question.id == "1" else whole,
+        environment_kind="graph",
+    )
+    section = types.SimpleNamespace(split="dev", questions=3, temperature=1.0)
+    config: Any = types.SimpleNamespace(eval=section, seed=0)
+    preemption: Any = types.SimpleNamespace(enter=lambda *_: None, check=lambda: None)
+
+    class Scored(Model):
+        policy_version = 0
+
+        def reset_cache(self) -> None: ...
+
+    with (tmp_path / "console").open("w") as console:
+        scores = PolicyEvaluator(
+            name="round 1",
+            agent=agent(),
+            reward=F1,
+            generator=Scored(),
+            task=task,
+            config=config,
+            progress=Progress(console, clock=lambda: 0.0),
+            concurrency=2,
+            preemption=preemption,
+            faults=FaultGuard(FaultConfig(repeats=1, max_in_a_row=16)),
+        ).run()
+    assert (scores.greedy.score.em, scores.greedy.score.questions, scores.left_out) == (100.0, 2, 2)
+    assert scores.exact_matches() == (1.0, None, 1.0)
+    assert [row.count('"em": null') for row in scores.predictions().decode().splitlines()] == [
+        0,
+        2,
+        0,
+    ]
+    said = " ".join((tmp_path / "console").read_text().split())
+    for kind in ("greedy", "sampled"):
+        assert (
+            f"round 1, {kind}: 1 of 3 episodes are left out of the scores because a search failed"
+            in said
+        )
+    row = PhaseRow(
+        name="round 1", em=100.0, f1=100.0, questions=2, left_out=scores.left_out, seconds=1.0
+    )
+    assert "left out" in plain(closing_table([row]))
+    assert "left out" not in plain(closing_table([dataclasses.replace(row, left_out=0)]))
+
+
+def test_an_evaluation_whose_retriever_is_down_keeps_nothing(tmp_path):
+    kept: list[Sequence[Trajectory]] = []
+    questions = [dataclasses.replace(QUESTION, id=str(number)) for number in range(3)]
+    broken = Failing()
+    broken.failures = 1000
+    task: Any = types.SimpleNamespace(
+        rule="two_wiki",
+        questions=lambda split: questions,
+        environment=everywhere(broken),
+        environment_kind="graph",
+    )
+    config: Any = types.SimpleNamespace(
+        eval=types.SimpleNamespace(split="dev", questions=3, temperature=1.0), seed=0
+    )
+
+    class Scored(Model):
+        policy_version = 0
+
+        def reset_cache(self) -> None: ...
+
+    with (
+        (tmp_path / "console").open("w") as console,
+        pytest.raises(UserError, match="a search failed in all 3"),
+    ):
+        PolicyEvaluator(
+            name="round 1",
+            agent=agent(),
+            reward=F1,
+            generator=Scored(),
+            task=task,
+            config=config,
+            progress=Progress(console, clock=lambda: 0.0),
+            concurrency=2,
+            preemption=types.SimpleNamespace(enter=lambda *_: None, check=lambda: None),  # pyright: ignore[reportArgumentType]
+            keep=lambda name, play: kept.append(play()) or kept[-1],
+        ).run()
+    assert kept == []

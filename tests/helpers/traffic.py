@@ -1,0 +1,101 @@
+"""Requests for the tests of generators, and what they may come to."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from mujica_jax.inference.engine.base import Engine
+from mujica_jax.inference.paging import BlockAllocator, RadixNode
+from mujica_jax.inference.requests import Completion, Generator, SamplingParams
+from mujica_jax.inference.scheduler import BatchedGenerator
+from tests.helpers.countable_engine import CountableEngine
+
+PATIENCE_SECONDS = 90.0  # a request that is forgotten would wait for ever
+
+# seconds: a request with a deadline is waited for, so prompts are read in chunks beside it
+FAR = 1000.0
+
+
+def params(
+    max_new_tokens: int = 8, temperature: float = 1.0, seed: int = 0, **others: Any
+) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, **others
+    )
+
+
+def letter(token: int) -> bytes:
+    return bytes([ord("a") + token % 26])
+
+
+def make_generator(
+    engine: Engine,
+    *,
+    prefix_reuse: bool = True,
+    queue_size: int = 1000,
+    policy_version: int = 0,
+    token_bytes: Callable[[int], bytes] = letter,
+) -> BatchedGenerator:
+    """Its tokens are letters: 0 is "a", 1 is "b"."""
+    return BatchedGenerator(
+        engine,
+        prefix_reuse=prefix_reuse,
+        queue_size=queue_size,
+        token_bytes=token_bytes,
+        policy_version=policy_version,
+    )
+
+
+def nodes_of(pages: BlockAllocator) -> list[RadixNode]:
+    """Of the tree of prefixes, without its root."""
+    found, waiting = [], [pages._root]
+    while waiting:
+        children = waiting.pop().children.values()
+        found += children
+        waiting += children
+    return found
+
+
+def cached(pages: BlockAllocator) -> list[int]:
+    """The pages of the tree."""
+    return [node.page for node in nodes_of(pages)]
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(main, PATIENCE_SECONDS))
+
+
+async def settle(task: asyncio.Future) -> Completion | BaseException:
+    """What a request came to."""
+    (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    return outcome
+
+
+def assert_nothing_is_held(generator: BatchedGenerator) -> None:
+    """No request, slot or page is left behind."""
+    counted, pages = generator.statistics, generator._blocks
+    assert (counted.running, counted.waiting) == (0, 0)
+    assert not generator._state.remaining.any()
+    assert pages.free + len(cached(pages)) == pages.count
+    assert all(node.users == 0 for node in nodes_of(pages))
+
+
+def complete_all(
+    generator: Generator, requests: Sequence[tuple[Sequence[int], SamplingParams]]
+) -> list[Completion]:
+    """All at once; results in the order of the requests."""
+
+    async def main() -> list[Completion]:
+        return await asyncio.gather(
+            *(generator.generate(prompt, wanted) for prompt, wanted in requests)
+        )
+
+    return run(main())
+
+
+def assert_by_hand(
+    engine: CountableEngine, completion: Completion, prompt: Sequence[int], wanted: SamplingParams
+) -> None:
+    tokens, logprobs = engine.by_hand(prompt, wanted)
+    assert (list(completion.token_ids), list(completion.logprobs)) == (tokens, logprobs)
+    assert completion.finish_reason == ("stop" if tokens[-1] in engine.stop_token_ids else "length")

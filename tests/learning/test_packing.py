@@ -1,0 +1,184 @@
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+
+from mujica_jax.errors import UserError
+from mujica_jax.learning.packing import PackedRows, pack, sampled_log_probs, too_long
+from mujica_jax.records import Conversation
+from tests.helpers.packed_rows import conversation, random_conversations
+
+ROW_TOKENS = 16
+turns = st.lists(st.tuples(st.integers(1, 99), st.booleans()), min_size=1, max_size=ROW_TOKENS)
+conversations = turns.map(
+    lambda tokens: conversation(
+        *[(token,) for token, _ in tokens], trained=tuple(trained for _, trained in tokens)
+    )
+)
+batches_of_conversations = st.lists(conversations, max_size=12)
+
+
+def slots(rows: PackedRows, index: int, given: Conversation) -> tuple[int, slice]:
+    row, start = rows.placements[index]
+    return int(row), slice(int(start), int(start) + len(given.token_ids))
+
+
+@hypothesis.settings(deadline=None)  # a busy machine is no fault
+@hypothesis.given(batches_of_conversations, st.integers(0, 5))
+def test_every_conversation_stands_whole_in_a_segment_of_its_own(given, seed):
+    rows = pack(given, row_tokens=ROW_TOKENS, seed=seed)
+    segments = set()
+    for index, one in enumerate(given):
+        row, place = slots(rows, index, one)
+        assert rows.tokens[row, place].tolist() == one.token_ids
+        assert rows.positions[row, place].tolist() == list(range(len(one.token_ids)))
+        (segment,) = set(rows.segment_ids[row, place].tolist())
+        assert np.sum(rows.segment_ids[row] == segment) == len(one.token_ids)
+        segments.add((row, segment))
+    assert len(segments) == len(given)
+    assert np.sum(rows.segment_ids > 0) == sum(len(one.token_ids) for one in given)
+
+
+@hypothesis.settings(deadline=None)  # a busy machine is no fault
+@hypothesis.given(batches_of_conversations, st.integers(0, 5))
+def test_the_mask_is_the_conversations_own_except_for_its_first_token(given, seed):
+    rows = pack(given, row_tokens=ROW_TOKENS, seed=seed)
+    for index, one in enumerate(given):
+        row, place = slots(rows, index, one)
+        assert rows.loss_mask[row, place].tolist() == [False, *one.loss_mask[1:]]
+    assert rows.trained_tokens == sum(sum(one.loss_mask[1:]) for one in given)
+    assert not rows.loss_mask[rows.segment_ids == 0].any()
+
+
+@hypothesis.settings(deadline=None)  # a busy machine is no fault
+@hypothesis.given(batches_of_conversations)
+def test_segments_are_numbered_from_one_without_gaps_and_padding_comes_last(given):
+    rows = pack(given, row_tokens=ROW_TOKENS, seed=0)
+    for segment_ids in rows.segment_ids:
+        used = segment_ids[segment_ids > 0]
+        assert (segment_ids[: len(used)] > 0).all()
+        assert set(np.diff(used).tolist()) <= {0, 1}
+        assert used[0] == 1
+
+
+def test_packing_is_a_function_of_the_seed():
+    given = random_conversations(40)
+    first, again, other = (pack(given, row_tokens=32, seed=seed) for seed in (3, 3, 4))
+    np.testing.assert_array_equal(first.tokens, again.tokens)
+    assert not np.array_equal(first.placements, other.placements)
+
+
+def test_rows_of_mixed_lengths_are_nearly_full():
+    rows = pack(random_conversations(500, longest=80), row_tokens=128, seed=0)
+    assert rows.efficiency > 0.95
+    assert rows.efficiency == np.mean(rows.segment_ids > 0)
+
+
+def test_rows_are_95_percent_full_at_realistic_lengths():
+    """Lognormal of median 350, at most 2,048 tokens, into rows of 2,048: as
+    `benchmarks/train_tokens.py` has them."""
+    lengths = np.random.default_rng(0).lognormal(np.log(350), 0.7, 2000)
+    lengths = lengths[(lengths >= 1) & (lengths <= 2048)].astype(int)
+    assert 300 < np.median(lengths) < 400 and lengths.max() > 1500
+    rows = pack(
+        [conversation((1,), (2,) * (length - 1)) for length in lengths if length > 1],
+        row_tokens=2048,
+        seed=0,
+    )
+    assert rows.efficiency >= 0.95
+
+
+def test_columns_stand_at_the_tokens_they_belong_to():
+    given = random_conversations(12)
+    of_conversation = np.arange(1.0, 13.0)
+    of_token = [
+        [number + place / 100 for place in range(len(one.token_ids))]
+        for number, one in enumerate(given)
+    ]
+    rows = pack(
+        given,
+        row_tokens=64,
+        seed=0,
+        columns={"of_conversation": of_conversation, "of_token": of_token},
+    )
+    for index, one in enumerate(given):
+        row, place = slots(rows, index, one)
+        assert set(rows.columns["of_conversation"][row, place].tolist()) == {of_conversation[index]}
+        np.testing.assert_array_equal(
+            rows.columns["of_token"][row, place], np.asarray(of_token[index], np.float32)
+        )
+    assert all(np.all(column[rows.segment_ids == 0] == 0.0) for column in rows.columns.values())
+    np.testing.assert_array_equal(rows.tokens, pack(given, row_tokens=64, seed=0).tokens)
+
+
+def test_the_sampled_log_probabilities_are_those_of_the_turns():
+    context, sampled = conversation((1, 2), (3,)).turns
+    of_engine = dataclasses.replace(sampled, logprobs=(-0.5,))
+    assert sampled_log_probs([Conversation(role="worker", turns=(context, of_engine))]) == [
+        [0.0, 0.0, -0.5]
+    ]
+    with pytest.raises(UserError, match="a trained turn of 1 tokens carries no log-probabilities"):
+        sampled_log_probs([Conversation(role="worker", turns=(context, sampled))])
+
+
+def test_a_pair_stands_in_one_row_side_by_side():
+    given = random_conversations(40)
+    rows = pack(given, row_tokens=96, seed=0, columns={"number": np.arange(40)}, pairs=True)
+    numbers = []
+    for pair in range(20):
+        (row, chosen), (other_row, rejected) = (
+            slots(rows, index, given[index]) for index in (2 * pair, 2 * pair + 1)
+        )
+        assert row == other_row and chosen.stop == rejected.start
+        (number,) = set(rows.columns["pairs"][row, chosen].tolist())
+        assert set(rows.columns["pairs"][row, rejected].tolist()) == {-number}
+        assert set(rows.columns["number"][row, rejected].tolist()) == {2 * pair + 1}
+        numbers.append((row, number))
+    assert len(set(numbers)) == 20 and {number for _, number in numbers} >= {1, 2}
+
+
+def test_a_pair_longer_than_a_row_is_refused_though_each_of_it_fits():
+    given = [
+        conversation((1,) * 9, (2,)),
+        conversation((1,) * 5, (2,) * 2),
+        *[conversation((1,), (2,))] * 2,
+    ]
+    assert (too_long(given, ROW_TOKENS), too_long(given, ROW_TOKENS, pairs=True)) == (0, 1)
+    with pytest.raises(
+        UserError, match=r"a pair of 17 tokens does not fit into a row of 16 tokens"
+    ):
+        pack(given, row_tokens=ROW_TOKENS, seed=0, pairs=True)
+
+
+def test_more_conversations_than_one_window_lose_nothing():
+    given = random_conversations(1500, longest=8)
+    rows = pack(given, row_tokens=64, seed=0)
+    assert sorted(rows.tokens[rows.segment_ids > 0].tolist()) == sorted(
+        t for one in given for t in one.token_ids
+    )
+
+
+def test_a_conversation_longer_than_a_row_is_refused_with_both_lengths():
+    given = [conversation((1, 2, 3)), conversation((1,) * 9, (2,) * 8)]
+    assert too_long(given, ROW_TOKENS) == 1
+    with pytest.raises(UserError, match=r"17 tokens does not fit into a row of 16 tokens"):
+        pack(given, row_tokens=ROW_TOKENS, seed=0)
+
+
+def test_no_conversations_make_no_rows():
+    rows = pack([], row_tokens=ROW_TOKENS, seed=0)
+    assert (rows.num_rows, rows.row_tokens, rows.efficiency, rows.trained_tokens) == (
+        0,
+        ROW_TOKENS,
+        1.0,
+        0,
+    )
+
+
+def test_a_batch_is_the_chosen_rows():
+    rows = pack(random_conversations(40), row_tokens=32, seed=0)
+    batch = rows.batch(np.array([2, 0]))
+    np.testing.assert_array_equal(batch.tokens, rows.tokens[[2, 0]])
+    np.testing.assert_array_equal(batch.loss_mask, rows.loss_mask[[2, 0]])

@@ -1,0 +1,222 @@
+"""Training steps and engine programs of published models compile for real TPU topologies and fit
+their memory, on a machine without a TPU.
+
+`make test-slow` installs the TPU compiler (libtpu) into a folder of its own beside the environment.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from mujica_jax.runtime.chips import CHIPS
+from tests.helpers.paths import ROOT
+from tests.helpers.patience import HANG_SECONDS
+
+COMPILER = ROOT / ".venv" / "tpu"
+# checkpoint and topology of one configuration for each program: others have the same, which
+CONFIGS = {
+    # tests/repository/test_configurations.py holds
+    "two_wiki_text_v5e": ("qwen2.5-7b", "v5e:4x8"),
+    "two_wiki_text_qwen3_8b_v5e": ("qwen3-8b", "v5e:4x8"),
+    "two_wiki_text_llama_8b_v5e": ("llama-3.1-8b", "v5e:4x8"),
+    "two_wiki_text_dapo_staged_qwen3_8b_v5e": ("qwen3-8b", "v5e:4x8"),
+    "two_wiki_text_decex_v5e": ("qwen2.5-7b", "v5e:4x8"),  # with longer rows, and DPO's loss
+}
+# Those whose chips have each a row to themselves: nothing is split over an axis `tensor`.
+WHOLE_ROWS = ("two_wiki_text_v5e", "two_wiki_text_qwen3_8b_v5e", "two_wiki_text_llama_8b_v5e")
+# configurations whose methods learn by another loss than maximum likelihood
+OTHER_LOSSES = {"two_wiki_kg_grpo_v5e": ("qwen2.5-7b", "v5e:4x8")}
+HOST = "v5e:2x2"  # of these topologies: where an engine lies
+COMPUTE_BYTES, PARAMETER_BYTES = 2, 4  # of a number that is multiplied, and of one that is added up
+LANES = 128  # columns of a TPU's tile: parts that are narrower are summed whole and cut afterwards
+ROWS_BYTES = 2e6  # token ids, segments and positions of a batch are less
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not (COMPILER / "libtpu").is_dir() and importlib.util.find_spec("libtpu") is None,
+        reason="libtpu is not installed: `make test-slow` does it",
+    ),
+]
+
+
+@pytest.mark.parametrize("config", [*CONFIGS, *OTHER_LOSSES])
+def test_the_training_step_of_a_configuration_compiles_and_fits(config):
+    topology = (CONFIGS | OTHER_LOSSES)[config][1]
+    assert trained(config)["bytes"] < memory_bytes(topology)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_phase_of_a_configuration_fits(config):
+    """What docs/memory.md says, with an engine over chips of one host."""
+    found = memory(config)
+    assert found["chips_a_host"] % found["tensor"] == 0
+    documented = {
+        cells[2]: cells[3:]
+        for line in (ROOT / "docs" / "memory.md").read_text().splitlines()
+        if len(cells := [cell.strip(" `") for cell in line.split("|")]) > 3
+        and cells[1] == f"{config}.py"
+    }
+    assert documented.keys() == found["phases"].keys()
+    for phase, parts in found["phases"].items():
+        total = sum(parts.values())
+        assert total < memory_bytes(CONFIGS[config][1])
+        assert [float(cell) for cell in documented[phase] if cell] == pytest.approx(
+            [total / 1e9, *(size / 1e9 for size in parts.values())], rel=0.02, abs=0.05
+        )
+
+
+@pytest.mark.parametrize("config", WHOLE_ROWS)
+def test_weights_are_gathered_layer_by_layer(config):
+    """And the head once. What a scan over layers gathers at a time is one matrix of one layer,
+    never the stack of them."""
+    found = trained(config)
+    gathered = [one for one in found["collectives"] if one["kind"] == "all-gather"]
+    in_layers = [one["bytes"] for one in gathered if one["loops"]]
+    outside = [one["bytes"] for one in gathered if not one["loops"] and one["bytes"] > ROWS_BYTES]
+    assert max(in_layers, default=0) <= COMPUTE_BYTES * max(found["layer_matrices"].values())
+    assert outside == [COMPUTE_BYTES * found["head"]]
+
+
+@pytest.mark.parametrize("config", WHOLE_ROWS)
+def test_gradients_are_reduce_scattered(config):
+    """Each device is sent its part of a matrix's gradient and no whole one: by a reduce-scatter, or
+    by a ring of parts that the TPU compiler makes of a product and its sum. Norms and biases, which
+    are kept whole, are summed whole."""
+    found = trained(config)
+    in_parts = {
+        one["bytes"]
+        for one in found["collectives"]
+        if one["kind"] in ("reduce-scatter", "collective-permute")
+        and "transpose" in one["source"]
+        and one["loops"]
+    }
+    parts = {
+        name: COMPUTE_BYTES * size // found["fsdp"]
+        for name, size in found["layer_matrices"].items()
+    }
+    assert {name for name, size in parts.items() if size not in in_parts} == set()
+    summed_whole = [one["bytes"] for one in found["collectives"] if one["kind"] == "all-reduce"]
+    head = [size for size in summed_whole if size > PARAMETER_BYTES * found["layer_vector"]]
+    aligned = found["hidden_size"] // found["fsdp"] % LANES == 0
+    assert head == ([] if aligned else [PARAMETER_BYTES * found["head"]])
+
+
+@pytest.mark.parametrize("config", WHOLE_ROWS)
+def test_nothing_of_the_optimisers_state_travels(config):
+    found = trained(config)
+    largest = max(one["bytes"] for one in found["collectives"])
+    assert largest <= PARAMETER_BYTES * found["head"] < found["optimizer_bytes"] / 10
+
+
+def test_a_step_of_adapters_takes_half_of_the_memory():
+    assert trained("two_wiki_text_v5e", "16")["bytes"] < 5e9
+
+
+def test_a_step_over_two_slices_compiles_and_fits():
+    """The data axis crosses the network between them: no weight is gathered from the other
+    slice."""
+    found = trained("two_wiki_text_v5e", "0", "2")
+    assert found["bytes"] < memory_bytes("v5e:4x8")
+    gathered = [
+        one["bytes"] for one in found["collectives"] if one["kind"] == "all-gather" and one["loops"]
+    ]
+    assert max(gathered) <= COMPUTE_BYTES * max(found["layer_matrices"].values())
+
+
+@pytest.mark.parametrize(
+    ("model", "topology", "tensor", "gigabytes", "kept"),
+    [
+        ("qwen2.5-7b", "v5e:2x4", "4", "8", ()),
+        ("qwen2.5-7b", "v6e:2x2", "4", "20", ()),
+        (
+            "qwen2.5-7b",
+            "v5e:2x4",
+            "2",
+            "4",
+            ("int8", "int8", "filtered"),
+        ),  # cache, weights; top-k, top-p and min-p
+        ("qwen2.5-7b", "v6e:2x2", "2", "10", ("fp8", "fp8", "filtered")),
+        ("qwen2.5-7b", "v5e:2x4", "4", "8", ("bfloat16", "w8a8")),
+        ("qwen3-4b", "v5e:2x2", "4", "2", ()),  # configs/*_qwen3_4b_v5e.py
+    ],
+)
+def test_the_engine_compiles_with_its_kernel_fits_and_works_in_place(
+    model, topology, tensor, gigabytes, kept
+):
+    """Heads split over four chips (on v5e:2x4 two engines stand side by side) or two.
+
+    The engine behind JetStream's interface runs these two programs and no other one.
+    """
+    found = compiled("engine", model, topology, tensor, gigabytes, *kept)
+    for kind in ("decode", "prefill"):
+        program = found[kind]
+        assert program["kernels"] == 1, "one kernel, in a scan over layers"
+        assert found["page_bytes"] <= program["in_place"], "the pages are not copied"
+        assert program["temporaries"] < 0.6e9
+        assert program["bytes"] < memory_bytes(topology), found
+
+
+def test_one_head_a_chip_in_eight_bits_is_more_than_the_kernel_can():
+    """What `ragged.check_tiles` refuses before a run begins."""
+    with pytest.raises(AssertionError, match="can not be XLA fully tiled"):
+        compiled("engine", "qwen2.5-7b", "v6e:2x2", "4", "10", "int8")
+
+
+@pytest.mark.parametrize(
+    ("storage", "recall_target"), [("bfloat16", ()), ("bfloat16", ("0.95",)), ("int8", ())]
+)
+def test_the_search_of_a_whole_wikipedia_compiles_and_fits(storage, recall_target):
+    """21 million passages of 1,024 numbers; what the program needs beside them is a few scores."""
+    found = compiled("search", "21000000", "1024", "v5e:4x8", storage, *recall_target)
+    assert found["chips"] == 32 and found["embedding_bytes"] < 1.4e9
+    assert found["temporaries"] < 0.5e9
+    assert found["bytes"] < memory_bytes("v5e:4x8") / 2, (
+        "the encoder and its activations have the rest"
+    )
+
+
+def memory_bytes(topology: str) -> int:
+    """Of one chip of a topology, as in `v5e:4x8`."""
+    return next(chip.memory_bytes for chip in CHIPS if chip.name == topology.partition(":")[0])
+
+
+@functools.cache
+def trained(config: str, *lora_rank_and_slices: str) -> dict:
+    model, topology = (CONFIGS | OTHER_LOSSES)[config]
+    found = compiled("train", model, topology, f"configs/{config}.py", *lora_rank_and_slices)
+    assert found["splash"] and found["kernels"] >= 3, (
+        "forward, and the gradients of queries and of keys and values"
+    )
+    return found
+
+
+def memory(config: str) -> dict:
+    """Bytes of each phase by part, with the temporaries of the programs that are compiled for
+    it."""
+    (model, topology), file = CONFIGS[config], f"configs/{config}.py"
+    asked = compiled("plan", model, topology, file, "0", "0")
+    programs = compiled("engine", model, HOST, str(asked["tensor"]), asked["cache"])
+    calls = max(programs[kind]["temporaries"] for kind in ("decode", "prefill"))
+    return compiled("plan", model, topology, file, str(trained(config)["temporaries"]), str(calls))
+
+
+def compiled(*arguments: str) -> dict:
+    paths = [str(COMPILER), str(ROOT)]
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.helpers.tpu_programs", *arguments],
+        # The lock is for processes that share a TPU; here there is none.
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths), "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    print(finished.stdout)  # bytes a chip, shown with -rP
+    return json.loads(finished.stdout.splitlines()[-1])

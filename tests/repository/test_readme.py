@@ -1,0 +1,95 @@
+"""The commands that the documents print are commands that work: make's targets exist, arguments are
+taken, links lead somewhere.
+
+`tests/runs` runs the two programs for real."""
+
+import functools
+import itertools
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from mujica_jax.config.checks import check
+from mujica_jax.config.files import command_line
+from mujica_jax.config.schema import Config
+from mujica_jax.train import DEFAULT_CONFIG
+from tests.helpers.paths import ROOT
+from tests.helpers.shared_data import TWO_WIKI
+
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# of every language, or pairs go wrong
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+BLOCKS = {
+    path.name: [
+        text for language, text in FENCED.findall(path.read_text()) if language in ("", "bash")
+    ]
+    for path in DOCUMENTS
+}
+# a line that goes on is one
+WHOLE = [block.replace("\\\n", " ") for blocks in BLOCKS.values() for block in blocks]
+LINES = [line.split("  #")[0].strip() for block in WHOLE for line in block.splitlines()]
+MAKE = sorted({line for line in LINES if line.startswith("make ")})
+TRAIN = sorted({line for line in LINES if line.startswith("python -m mujica_jax.train")})
+
+
+def test_the_readme_prints_both_commands():
+    assert {"make train", "make test"} <= set(MAKE) and TRAIN
+
+
+@pytest.mark.parametrize("line", MAKE)
+def test_make_knows_the_target(line):
+    shown = subprocess.run(
+        ["make", "--dry-run", *shlex.split(line)[1:]], cwd=ROOT, capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+
+
+def arguments(line: str) -> list[str]:
+    """Words after `python -m mujica_jax.train`, placeholders filled in; "..." are those of any
+    other command."""
+    return [
+        str(TWO_WIKI) if word == "DIR" else word for word in shlex.split(line)[3:] if word != "..."
+    ]
+
+
+def given(flag: str, config: Config) -> object:
+    """What a configuration holds under a flag of the command line."""
+    names = flag.removeprefix("--").replace("-", "_").split(".")
+    return functools.reduce(getattr, names, config)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *TRAIN,
+        *(
+            f"python -m mujica_jax.train {match[1]}"
+            for line in MAKE
+            if (match := re.search(r'train ARGS="(.*)"', line))
+        ),
+    ],
+)
+def test_the_arguments_are_taken(line, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    words = arguments(line)
+    config = command_line(words, default=DEFAULT_CONFIG)
+    check(config)
+    flags = {word: value for word, value in itertools.pairwise(words) if word.startswith("--")}
+    taken = {flag: given(flag, config) for flag in flags}
+    assert {flag: str(value) for flag, value in taken.items()} == {
+        flag: str(float(flags[flag])) if isinstance(value, float) else flags[flag]
+        for flag, value in taken.items()
+    }
+    named = [word for word in words if word.startswith("configs/")]
+    assert config.name == (Path(named[0]).stem if named else DEFAULT_CONFIG)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    targets = [
+        target for target in re.findall(r"\]\(([^)#]+)", path.read_text()) if "://" not in target
+    ]
+    assert [target for target in targets if not (path.parent / target).exists()] == []

@@ -1,0 +1,198 @@
+"""ScaNN's files in chunks are those of its own builder; a killed build goes on and ends with the
+same bytes; memory stays small."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mujica_jax import index
+from mujica_jax.errors import UserError
+from mujica_jax.retrieval.estimates import scann_building_bytes
+from mujica_jax.retrieval.text import index as indexes
+from mujica_jax.retrieval.text import scann
+from mujica_jax.retrieval.text.scann import ScannParameters, package
+from mujica_jax.retrieval.text.vectors import Embeddings, compressed
+from tests.helpers.killed_build import HASHED_ROWS, kill_at, small_chunks
+from tests.helpers.paths import ROOT
+from tests.helpers.tiny_embedder import tiny_embedder, write_corpus
+
+pytest.importorskip(
+    "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
+)
+
+ROWS, DIMENSION = 3000, 33
+PARAMETERS = ScannParameters(leaves=40, leaves_searched=8, training_rows=ROWS, reordered=50)
+
+
+@pytest.fixture(scope="module")
+def embeddings() -> Embeddings:
+    draw = np.random.default_rng(0)
+    vectors = draw.normal(size=(50, DIMENSION))[draw.integers(0, 50, ROWS)] + draw.normal(
+        size=(ROWS, DIMENSION)
+    )
+    vectors[:, 5] = 0  # a column without a largest value
+    return compressed(
+        (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32), "bfloat16"
+    )
+
+
+@pytest.mark.parametrize("spherical", [False, True])
+def test_the_files_are_those_of_scanns_own_builder(embeddings, tmp_path, monkeypatch, spherical):
+    monkeypatch.setattr(scann, "CHUNK_ROWS", 1100)
+    parameters = dataclasses.replace(PARAMETERS, spherical=spherical)
+    told: list[int] = []
+    ours = scann.write_scann(embeddings, parameters, tmp_path / "ours", told.append)
+    assert told == [0, 1100, 2200, ROWS]
+    whole = package().builder(embeddings.float32(), 1, "dot_product")
+    whole = whole.tree(40, 8, training_sample_size=ROWS, spherical=spherical, random_init=False)
+    whole = whole.score_ah(2, anisotropic_quantization_threshold=0.2, training_sample_size=ROWS)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    whole.reorder(50, quantize=True).build().serialize(str(theirs), relative_path=True)
+    names = sorted(path.name for path in theirs.iterdir())
+    assert sorted(path.name for path in ours.iterdir()) == names
+    for name in names:
+        if name == scann.MULTIPLIERS:  # their division rounds the last bit otherwise
+            np.testing.assert_allclose(np.load(ours / name), np.load(theirs / name), rtol=1e-6)
+        elif name.endswith(".npy"):
+            np.testing.assert_array_equal(
+                np.load(ours / name), np.load(theirs / name), err_msg=name
+            )
+        else:
+            assert (ours / name).read_bytes() == (theirs / name).read_bytes(), name
+
+
+def test_what_was_learned_for_something_else_is_learned_again(embeddings, tmp_path, monkeypatch):
+    trained: list[int] = []
+    train = scann._train
+
+    def counted(*given):
+        trained.append(1)
+        train(*given)
+
+    monkeypatch.setattr(scann, "_train", counted)
+    folder = tmp_path / "scann"
+    for expected, leaves in ((1, 40), (1, 40), (2, 41), (2, 41)):
+        scann.write_scann(embeddings, dataclasses.replace(PARAMETERS, leaves=leaves), folder)
+        assert len(trained) == expected
+
+
+def test_a_file_has_all_its_room_before_a_row_is_written(tmp_path):
+    """A full disk is an error there, where a mapped page without room would end the process."""
+    rows, path = np.ones((10, 1024), np.int8), tmp_path / "rows.npy"
+    scann._write_rows(path, rows, 0, 1000)
+    assert path.stat().st_blocks * 512 >= path.stat().st_size > 1000 * 1024
+    scann._write_rows(path, 2 * rows, 10, 1000)
+    np.testing.assert_array_equal(np.load(path)[:30, 0], np.repeat([1, 2, 0], 10))
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory) -> Path:
+    """An index of 1,100 passages, whose embeddings others take."""
+    root = tmp_path_factory.mktemp("exact")
+    corpus, embedder = write_corpus(root / "corpus.jsonl", 1100), tiny_embedder(root / "tiny")
+    made = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
+    assert index.main([*made, "--out", str(root / "exact")]) == 0
+    return root / "exact"
+
+
+def command(exact: Path, out: Path) -> list[str]:
+    return ["build", "--embeddings", str(exact), "--kind", "scann", "--out", str(out)]
+
+
+MOMENTS = [
+    ("text.scann.write_json", 1, 0),  # trained, and that is not said yet
+    ("text.scann._write_rows", 2, 0),  # the first chunk's codes are written, its partitions are not
+    (
+        "text.scann.write_json",
+        3,
+        HASHED_ROWS,
+    ),  # the second chunk is written, and that is not said yet
+    ("text.scann.shutil.copyfile", 3, 1100),  # what was learned lies half beside the codes
+    ("text.index.commit", 1, None),  # all but the manifest
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "call", "hashed"),
+    [
+        MOMENTS[2],
+        *(pytest.param(*moment, marks=pytest.mark.slow) for moment in (*MOMENTS[:2], *MOMENTS[3:])),
+    ],
+)
+def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(
+    exact, tmp_path, monkeypatch, function, call, hashed
+):
+    small_chunks(monkeypatch)
+    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    assert index.main(command(exact, whole)) == 0
+    kill_at(function, call, command(exact, folder))
+    with pytest.raises(UserError, match="is half-built"):
+        indexes.open_index(folder)
+    said = folder / ".scann.new" / "hashed.json"
+    assert (
+        hashed is None or (json.loads(said.read_text())["rows"] if said.exists() else 0) == hashed
+    )
+    assert index.main(command(exact, folder)) == 0
+    assert not (folder / ".scann.new").exists()
+    for path in (whole / "scann").iterdir():
+        assert (folder / "scann" / path.name).read_bytes() == path.read_bytes(), path.name
+    queries = ["word1 word2", "word50"]
+    assert indexes.open_index(folder).search(queries, 20) == indexes.open_index(whole).search(
+        queries, 20
+    )
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import numpy as np
+from mujica_jax.retrieval.text.embeddings import open_embeddings
+from mujica_jax.retrieval.text.scann import write_scann
+from mujica_jax.retrieval.estimates import scann_building_bytes
+from mujica_jax.retrieval.text.scann import ScannParameters, package
+
+def kibibytes(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
+    return int(line.split()[1])
+
+folder, rows, dimension = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+package()
+embeddings = open_embeddings(folder, rows, dimension, "bfloat16")
+parameters = ScannParameters(leaves=100, leaves_searched=10, training_rows=5000, reordered=100)
+write_scann(open_embeddings(folder, 6000, dimension, "bfloat16"), parameters, folder / "small")
+Path("/proc/self/clear_refs").write_text("5")
+before = kibibytes("VmRSS")
+write_scann(embeddings, parameters, folder / "large")
+print((kibibytes("VmHWM") - before) * 1024)
+"""
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    """Of rows that are not in the sample only a chunk is held: ScaNN's own builder takes four times
+    their bytes and more."""
+    rows, dimension = 200_000, 128
+    draw, size = np.random.default_rng(0), rows * dimension * 2
+    with open(tmp_path / "embeddings.bfloat16", "wb") as file:
+        for _ in range(0, rows, 10_000):
+            file.write(draw.normal(size=(10_000, dimension)).astype(ml_dtypes.bfloat16).tobytes())
+    run = subprocess.run(
+        [sys.executable, "-c", PEAK, str(tmp_path), str(rows), str(dimension)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert run.returncode == 0, run.stderr
+    assert int(run.stdout) < 2 * size
+    parameters = ScannParameters(leaves=100, leaves_searched=10, training_rows=5000, reordered=100)
+    estimated = scann_building_bytes(parameters, rows, dimension)
+    assert estimated / 2 < int(run.stdout) < 2 * estimated, (
+        "as `index estimate` says, within a factor of two"
+    )

@@ -1,0 +1,120 @@
+"""Rewards against numbers worked out by hand, from what an episode's record says."""
+
+import asyncio
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mujica_jax.errors import UserError
+from mujica_jax.records import Question, Reward, StopReason, Trajectory
+from mujica_jax.rewards.reward import REWARDS, NoVerdict, find_reward
+from tests.helpers import episodes
+
+
+def episode(answer: str, reason: StopReason = StopReason.ANSWERED, **counts: float) -> Trajectory:
+    return episodes.episode(answer=answer, counts=counts, stop_reason=reason)
+
+
+def asked(*answers: str) -> Question:
+    return Question(id="q", text="Where?", answers=answers)
+
+
+# episode -> f1, em, f1_format = 0.9 F1 + 0.1 if every turn was well-formed
+EPISODES = {
+    "right": (episode("Ghent"), 1.0, 1.0, 1.0),
+    "half of it": (
+        episode("Ghent, Belgium"),
+        2 / 3,
+        0.0,
+        0.9 * 2 / 3 + 0.1,
+    ),  # precision 1/2, recall 1
+    "wrong": (episode("Rome"), 0.0, 0.0, 0.1),
+    "right with a malformed worker": (episode("Ghent", malformed_workers=1.0), 1.0, 1.0, 0.9),
+    "right, and something else was counted": (
+        episode("Ghent", malformed_workers=0.0, searches=3.0),
+        1.0,
+        1.0,
+        1.0,
+    ),
+    "no time left": (episode("", StopReason.ITERATION_LIMIT), 0.0, 0.0, 0.1),
+    "a turn that holds nothing": (episode("", StopReason.NO_ACTION), 0.0, 0.0, 0.0),
+    "a turn that was cut off": (episode("Ghent", StopReason.TURN_LENGTH), 0.0, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("what", EPISODES)
+def test_what_an_episode_earns(what):
+    trajectory, f1, em, f1_format = EPISODES[what]
+    found = {name: find_reward(name, "two_wiki")(trajectory, asked("Ghent")) for name in REWARDS}
+    assert {name: reward.total for name, reward in found.items()} == pytest.approx(
+        {"f1": f1, "em": em, "f1_format": f1_format}
+    )
+    well_formed = float(f1_format > 0.9 * f1)
+    assert (found["f1"].parts, found["em"].parts) == ({"f1": pytest.approx(f1)}, {"em": em})
+    assert found["f1_format"].parts == {"f1": pytest.approx(f1), "format": well_formed}
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_an_episode_whose_search_failed_earns_nothing_under_any_reward(name):
+    failed = episode("Ghent", StopReason.RETRIEVER_FAILED)
+    assert find_reward(name, "two_wiki")(failed, asked("Ghent")) == Reward(total=0.0)
+    again = asyncio.run(find_reward(name, "two_wiki").rewarded(failed, asked("Ghent")))
+    assert again == failed and not again.is_rewarded
+
+
+def test_a_reward_may_be_waited_for_and_may_have_no_verdict(monkeypatch):
+    """One that is slow gives its number; one that cannot be had marks the episode, which keeps how
+    it ended."""
+
+    async def slow(answer, trajectory):
+        await asyncio.sleep(0)
+        if trajectory.answer == "unknown":
+            raise NoVerdict("nobody answered")
+        return Reward(total=answer.f1 / 2, parts={"half": answer.f1 / 2})
+
+    monkeypatch.setitem(REWARDS, "slow", slow)
+    reward = find_reward("slow", "two_wiki")
+    right = asyncio.run(reward.rewarded(episode("Ghent"), asked("Ghent")))
+    assert (right.reward, right.rewards_by_part, right.is_rewarded) == (0.5, {"half": 0.5}, True)
+    without = asyncio.run(reward.rewarded(episode("unknown", turns=2.0), asked("Ghent")))
+    assert (without.reward, without.rewards_by_part, without.is_rewarded) == (0.0, {}, False)
+    assert (
+        without.counts == {"turns": 2.0, "judge_failed": 1.0} and without.final_answer == "unknown"
+    )
+
+
+@pytest.mark.parametrize(
+    "given", [0.5, Reward(total=float("nan")), Reward(total="1"), Reward(total=1.0, parts=None)]
+)
+def test_what_is_no_reward_is_refused_by_its_name(monkeypatch, given):
+    monkeypatch.setitem(REWARDS, "own", lambda answer, trajectory: given)
+    with pytest.raises(
+        UserError, match=r"the reward <lambda> gave .*; it must return a Reward of finite numbers"
+    ):
+        find_reward("own", "two_wiki")(episode("Ghent"), asked("Ghent"))
+    given = Reward(total=np.float32(0.5), parts={"one": np.int64(1)})
+    assert find_reward("own", "two_wiki")(episode("Ghent"), asked("Ghent")) == given
+
+
+def test_the_best_alias_counts_and_the_rule_of_the_task_decides():
+    assert (
+        find_reward("f1", "two_wiki")(episode("Motor City"), asked("Detroit", "Motor City")).total
+        == 1.0
+    )
+    assert find_reward("em", "two_wiki")(episode("Ghent, Belgium"), asked("Ghent")).total == 0.0
+    assert find_reward("em", "cover_em")(episode("Ghent, Belgium"), asked("Ghent")).total == 1.0
+
+
+@given(
+    st.text(max_size=30),
+    st.lists(st.text(max_size=30), min_size=1, max_size=3),
+    st.sampled_from(StopReason),
+    st.booleans(),
+)
+def test_no_episode_earns_more_than_the_best_reward(answer, golds, reason, malformed):
+    for name in REWARDS:
+        reward = find_reward(name, "two_wiki")
+        found = reward(episode(answer, reason, malformed_workers=float(malformed)), asked(*golds))
+        assert 0.0 <= found.total <= reward.best

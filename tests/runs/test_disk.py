@@ -1,0 +1,110 @@
+"""A disk that takes nothing more, or nothing at all: one sentence, exit status 2; with room again
+the run ends as if nothing had been."""
+
+import ctypes
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.whole_runs import Ended, disturbed, outcome, rest
+
+PR_CAPBSET_DROP, CAP_DAC_OVERRIDE = 24, 1
+SMALL_FILE_BYTES = 40_000  # enough for a shard, and not for a model
+
+
+def refused(ended: Ended, words: str) -> None:
+    assert ended.status == 2, f"{ended.output}{ended.messages}"
+    said = ended.messages.strip().splitlines()[-1]
+    assert (
+        said.startswith("error: cannot use ")
+        and words in said
+        and "Traceback" not in ended.messages
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_a_disk_that_fills_up_during_saves(undisturbed, tmp_path):
+    """While the learner's state is written, by a library of its own in C++; while its mark is; and
+    while shards are."""
+    directory = tmp_path / "run"
+    large, mark, shard = disturbed(
+        directory,
+        {"file_bytes": SMALL_FILE_BYTES},
+        {"full": "disk", "write": 2},
+        {"full": "disk", "write": 30},
+    )
+    refused(large, "raise the limit (ulimit -f)")
+    refused(mark, "no space is left there")
+    refused(shard, "no space is left there")
+    rest(directory)
+    assert outcome(directory) == undisturbed.outcome
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_again_and_again(undisturbed, tmp_path):
+    directory = tmp_path / "run"
+    writes = (3, 15, 24, 27, 30, 30)  # of each start, which goes on behind the one before it
+    ends = disturbed(directory, *({"full": "disk", "write": write} for write in writes))
+    for ended in ends:
+        refused(ended, "no space is left there")
+    assert (directory / "rounds" / "0001" / "DONE.json").exists() and not (
+        directory / "summary.json"
+    ).exists()
+    rest(directory)
+    assert outcome(directory) == undisturbed.outcome
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small file system")
+def test_a_small_file_system_that_is_full(undisturbed, tmp_path):
+    """The system's own refusal, wherever it comes first; then the disk grows."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=900k", "tmpfs", str(disk)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        (full,) = disturbed(disk / "run", {})
+        assert full.status == 2 and "Traceback" not in full.messages, full.messages
+        subprocess.run(["mount", "-o", "remount,size=100m", str(disk)], check=True)
+        rest(disk / "run")
+        assert outcome(disk / "run") == undisturbed.outcome
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def unprivileged() -> None:
+    """For a root that starts a program: permissions count for it too."""
+    if os.geteuid() == 0:
+        ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE)
+
+
+@pytest.mark.slow
+def test_a_run_directory_that_is_read_only_is_named_and_nothing_is_changed(undisturbed, copy):
+    (copy / "summary.json").unlink()  # so that there is something to write
+
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+
+    before = content()
+    paths = [copy, *copy.rglob("*")]
+    modes = {path: path.stat().st_mode for path in paths}
+    for path in paths:
+        path.chmod(modes[path] & ~(stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH))
+    try:
+        (ended,) = disturbed(copy, {}, preexec_fn=unprivileged)
+    finally:
+        for path, mode in modes.items():
+            path.chmod(mode)
+    assert (ended.status, content()) == (2, before), ended.messages
+    assert (
+        ended.messages.startswith("error: cannot use ") and "permission is denied" in ended.messages
+    )
+    rest(copy)
+    assert outcome(copy) == undisturbed.outcome

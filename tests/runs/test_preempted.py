@@ -1,0 +1,204 @@
+"""SIGTERM in any phase: the run saves, says how to go on, exits 0 in time, and ends as if it had
+not been preempted."""
+
+import json
+import shlex
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.paths import ROOT
+from tests.helpers.phases import PHASES, next_phase
+from tests.helpers.whole_runs import (
+    CONFIG,
+    ENVIRONMENT,
+    EVAL,
+    SECONDS,
+    Ended,
+    disturbed,
+    finished,
+    json_lines,
+    outcome,
+    rest,
+)
+
+MOST_CPU_SECONDS = 30.0  # from the signal to the end of the process
+# What the default tests look at.
+THIN = (
+    "pretraining: learning",
+    "round 1: sampling",
+    "committing policy 1",
+    "round 2: evaluating, greedy",
+)
+
+
+def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
+    """One start a phase, each asked to end there. Where all else of a phase ends in the same call
+    of the engine, it is finished."""
+    starts = [
+        {
+            "signal": "SIGTERM",
+            "phase": phase,
+            "update": PHASES[phase],
+            "rows": f"{directory}.rows-{number}",
+        }
+        for number, phase in enumerate(phases)
+    ]
+    ends = disturbed(directory, *starts)
+    for phase, ended in zip(phases, ends, strict=True):
+        said = ended.messages.strip().splitlines()[-1]
+        assert ended.status == 0, f"{phase}: {ended.output}{ended.messages}"
+        where, _, kept = said.removeprefix("preempted ").partition("; ")
+        expected = [f"in {phase}", f"in {next_phase(phase)}"]
+        if phase == next(iter(PHASES)):  # asked as it begins, that is before it has
+            expected.append("before anything began")
+        assert where in expected and kept, said
+        again = shlex.split(said.partition("go on with: ")[2])
+        assert again == ["python", "-m", "mujica_jax.train", str(CONFIG), "--run", str(directory)]
+        assert (
+            ended.cpu_seconds_after_signal is not None
+            and ended.cpu_seconds_after_signal < MOST_CPU_SECONDS
+        )
+    return ends
+
+
+@pytest.mark.slow
+@pytest.mark.fault
+def test_preempted_in_every_kind_of_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
+    learning, sampling, committing, evaluating = preempted(tmp_path / "run", THIN)
+    step = int(learning.messages.partition("learning; step ")[2].split()[0])
+    assert 7 <= step < 20 and f"step {step} of 20 is saved" in learning.messages
+    first, second = (json_lines(tmp_path / f"run.rows-{number}") for number in range(2))
+    assert first == undisturbed.rows[:step] and second[: 20 - step] == undisturbed.rows[step:20], (
+        "it went on from there"
+    )
+    assert "finished shards are kept and the one under way is sampled again" in sampling.messages
+    rest(tmp_path / "run")
+    assert outcome(tmp_path / "run") == undisturbed.outcome
+
+
+@pytest.mark.slow
+def test_preempted_in_every_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
+    # after the last one there is nothing left to poll
+    preempted(tmp_path / "run", list(PHASES)[:-1])
+    rest(tmp_path / "run")
+    assert outcome(tmp_path / "run") == undisturbed.outcome
+
+
+@pytest.mark.slow
+def test_killed_while_it_obeys_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
+    """SIGTERM, and SIGKILL before the save that follows is done. What is torn is not used."""
+    directory = tmp_path / "run"
+    phase = {"signal": "SIGTERM", "phase": "warm-up: learning"}
+    starts = [{**phase, "update": 10 * write, "then_write": write} for write in (1, 2, 3)]
+    ends = disturbed(directory, *starts)
+    assert [ended.status for ended in ends] == [-signal.SIGKILL] * 3, ends
+    marks = ("COMMITTED", "commit_success.txt")
+    saved = list((directory / "learning" / "warm-up").iterdir())
+    torn = [folder for folder in saved if not all((folder / mark).exists() for mark in marks)]
+    assert torn, "the save was interrupted half-way"
+    rest(directory)
+    assert outcome(directory) == undisturbed.outcome
+
+
+@pytest.mark.slow
+def test_eval_that_is_asked_to_end_writes_no_result(undisturbed, tmp_path):
+    command = [
+        *EVAL,
+        "--checkpoint",
+        str(undisturbed.directory),
+        "--out",
+        str(tmp_path / "results"),
+    ]
+    command += ["--eval.questions", "16"]
+    evaluating = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert evaluating.stdout is not None and evaluating.stdout.readline().startswith(
+            "policy 2 from "
+        )
+        evaluating.send_signal(signal.SIGTERM)
+        _, messages = evaluating.communicate(timeout=SECONDS)
+    finally:
+        evaluating.kill()
+    assert evaluating.returncode == 0, messages
+    assert "preempted" in messages and messages.strip().endswith("the same command goes on")
+    assert not [
+        file for file in (tmp_path / "results").iterdir() if not file.name.startswith(".parts-")
+    ]
+
+
+@pytest.mark.slow
+def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_path):
+    """After each of the first three of four parts: greedy and sampled, 64 and 36 questions."""
+    asked = ["--eval.questions", "100", "--task.dev-questions", "100"]
+    command = [*EVAL, "--checkpoint", str(undisturbed.directory), *asked, "--out"]
+    finished([*command, str(tmp_path / "whole")])
+    for kept in (1, 2, 3):
+        evaluating = subprocess.Popen(
+            [*command, str(tmp_path / "killed")],
+            cwd=ROOT,
+            env=ENVIRONMENT,
+            stdout=subprocess.DEVNULL,
+        )
+        until = time.monotonic() + SECONDS
+        while (
+            len(list((tmp_path / "killed").glob(".parts-*/*.parquet"))) < kept
+            and time.monotonic() < until
+        ):
+            assert evaluating.poll() is None, "it ended before it was killed"
+            time.sleep(0.01)
+        evaluating.kill()
+        assert evaluating.wait() == -signal.SIGKILL
+    said = finished([*command, str(tmp_path / "killed")])
+    assert "sampled: 100/100 episodes" in said
+    results = [
+        {
+            file.name: file.read_bytes()
+            for file in (tmp_path / folder).iterdir()
+            if file.suffix in (".json", ".jsonl")
+        }
+        for folder in ("whole", "killed")
+    ]
+    (name,) = [name for name in results[0] if name.endswith(".json")]
+    scores = [json.loads(of.pop(name)) for of in results]
+    for of in scores:
+        del of["greedy"]["seconds"], of["sampled"]["seconds"]
+    assert scores[0] == scores[1] and results[0] == results[1]
+    assert not list((tmp_path / "killed").glob(".parts-*")), "what is done is not kept twice"
+
+
+@pytest.mark.slow
+def test_agents_are_compared_and_two_models_play_as_users_ask(undisturbed, tmp_path):
+    command = [
+        *EVAL,
+        "--checkpoint",
+        str(undisturbed.directory),
+        "--eval.questions",
+        "8",
+        "--out",
+        str(tmp_path),
+    ]
+    said = finished([*command, "--agents", "direct", "chain_of_thought", "--plot", "True"])
+    assert "comparison: " in said
+    rows = json.loads((tmp_path / "comparison-dev.json").read_text())
+    assert [row["agent"] for row in rows] == ["mujica", "direct", "chain_of_thought"]
+    for row, name in zip(rows, ("graph", "graph-direct", "graph-chain-of-thought"), strict=True):
+        result = json.loads((tmp_path / f"tiny_world-{name}-dev.json").read_text())
+        assert (result["greedy"]["em"], result["greedy"]["tokens"]) == (row["em"], row["tokens"])
+        assert result["settings"]["agent"]["kind"] == row["agent"]
+    assert (tmp_path / "comparison-dev.md").exists() and (tmp_path / "comparison-dev.png").exists()
+    finished([*command, "--worker", str(undisturbed.directory)])
+    result = json.loads((tmp_path / "tiny_world-graph-dev.json").read_text())
+    assert result["worker"].startswith(str(undisturbed.directory))
+    assert result["greedy"]["em"] == rows[0]["em"], "the same model in both places"
