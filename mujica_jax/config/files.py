@@ -14,13 +14,15 @@ import importlib
 import importlib.util
 import sys
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
 import tyro
 
-from mujica_jax.config.fields import check_types, flag_of, union_members
+from mujica_jax.config.fields import check_types, union_members
+from mujica_jax.config.moved_modules import moved_sentence
+from mujica_jax.config.renamed_fields import new_names_of, with_new_flags
 from mujica_jax.config.schema import Config
 from mujica_jax.config.tasks import STORED_WITHOUT
 from mujica_jax.errors import UserError, nearest
@@ -61,12 +63,11 @@ def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section
     """Return the dataclass with the fields replaced that flags name.
 
     Tyro parses the flags. Three things that it cannot do come first."""
-    words = list(arguments)
-    for section, kinds in _sections_with_kinds(type(values)).items():
-        # Flags of the last release get their new names.
-        words = _with_new_names(words, section, kinds.values())
+    # Flags of the last release get their new names.
+    words = with_new_flags(arguments, _sections(type(values)))
 
-        # `--section.kind NAME` is taken out, and the section becomes one of that kind.
+    # `--section.kind NAME` is taken out, and the section becomes one of that kind.
+    for section, kinds in _sections_with_kinds(type(values)).items():
         named_kind = take_flag(words, f"--{section}.kind")
         kind = getattr(values, section).kind if named_kind is None else named_kind
         _check_kind(section, kind, kinds, words)
@@ -136,6 +137,9 @@ def load_config(name: str | Path) -> Config:
     except UserError:
         raise
     except Exception as error:
+        moved = moved_sentence(error)
+        if moved:
+            raise UserError(f"configuration {path} does not load: {moved}") from error
         raise UserError(
             f"configuration {path} does not load: {type(error).__name__}: {error}; it must define "
             "get_config() -> Config"
@@ -185,17 +189,24 @@ def named_object(place: str, *, setting: str) -> Callable[..., Any]:
 
 def _imported(place: str, sentence: str) -> Any:
     """Return what module:function names. Raises UserError with this sentence where the module or
-    function is absent."""
+    function is absent, and with the new name of a module of this package that has moved."""
     module, _, name = place.partition(":")
     if not module or not name:
         raise UserError(sentence)
     try:
         return getattr(importlib.import_module(module), name)
-    except ModuleNotFoundError as error:
-        if not f"{module}.".startswith(f"{error.name}."):
+    except ImportError as error:
+        moved = moved_sentence(error)
+        if moved:
+            raise UserError(f"{place} cannot be imported: {moved}") from error
+        is_missing = isinstance(error, ModuleNotFoundError)
+        if not (is_missing and f"{module}.".startswith(f"{error.name}.")):
             raise  # what the module imports is missing
         raise UserError(sentence) from error
     except AttributeError as error:
+        moved = moved_sentence(error)
+        if moved:
+            raise UserError(f"{place} cannot be imported: {moved}") from error
         if module not in sys.modules:
             raise  # it was raised in the module
         raise UserError(sentence) from error
@@ -209,7 +220,7 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
     fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
 
     # Fields of the last release get their new names, and those that are gone are left out.
-    new_names = getattr(kind, "renamed", {})
+    new_names = new_names_of(kind)
     values = {new_names.get(name, name): value for name, value in values.items()}
     retired_names = getattr(kind, "retired", ())
     values = {name: value for name, value in values.items() if name not in retired_names}
@@ -281,27 +292,21 @@ def _kind_of(section: type) -> str:
 def _sections_with_kinds(config: type) -> dict[str, dict[str, type]]:
     """Return the dataclass of each kind, for each section of several kinds."""
     sections: dict[str, dict[str, type]] = {}
-    for name, hint in typing.get_type_hints(config).items():
-        members = [option for option in union_members(hint) if _is_section(option)]
+    for name, members in _sections(config).items():
         kinds = {_kind_of(member): member for member in members}
-        if kinds and "" not in kinds:
+        if "" not in kinds:
             sections[name] = kinds
     return sections
 
 
-def _with_new_names(words: Sequence[str], section: str, kinds: Iterable[type]) -> list[str]:
-    """Return the command line with flags of the last release under their new names (`renamed` of a
-    section)."""
-    new_names: dict[str, str] = {}
-    for kind in kinds:
-        for old, new in getattr(kind, "renamed", {}).items():
-            new_names[flag_of(f"{section}.{old}")] = flag_of(f"{section}.{new}")
-            new_names[f"--{section}.{old}"] = flag_of(f"{section}.{new}")
-    renamed_words = []
-    for word in words:
-        flag, equals, value = word.partition("=")
-        renamed_words.append(f"{new_names.get(flag, flag)}{equals}{value}")
-    return renamed_words
+def _sections(config: type) -> dict[str, list[type]]:
+    """Return the dataclasses that each section may be."""
+    sections = {}
+    for name, hint in typing.get_type_hints(config).items():
+        members = [option for option in union_members(hint) if _is_section(option)]
+        if members:
+            sections[name] = members
+    return sections
 
 
 def _check_kind(section: str, kind: str, kinds: Mapping[str, type], words: Sequence[str]) -> None:

@@ -4,7 +4,6 @@ Each method joins the union in `schema.py`.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal
 
 from mujica_jax.config.bounds import (
@@ -41,9 +40,6 @@ class MygoConfig:
     initial_threshold: float = 0.0
     # rows of earlier rounds and of the warm-up mixed in, as a share of the new rows
     replay: NonNegativeFloat
-
-    # Flags of the last release.
-    renamed: ClassVar[Mapping[str, str]] = {"fixed_threshold": "initial_threshold"}
 
     @property
     def keeps_threshold(self) -> bool:

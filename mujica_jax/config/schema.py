@@ -36,6 +36,7 @@ from mujica_jax.config.methods import (
 )
 from mujica_jax.config.methods import JudgeConfig as JudgeConfig
 from mujica_jax.config.methods import RemoteConfig as RemoteConfig
+from mujica_jax.config.renamed_fields import accept_old_names
 from mujica_jax.config.tasks import STORED_WITHOUT, OpenDomain, PassageSearch
 
 MIN_ROW_TOKENS = 2
@@ -380,3 +381,7 @@ class Config:
     keep_policies: NonNegativeInt = 0  # newest policies that stay in the run directory; 0: all
     # directory or gs://BUCKET/PREFIX; an existing run is resumed (default runs/<name>-<time>)
     run: str | None = None
+
+
+# For one release.
+accept_old_names(Config)

@@ -25,6 +25,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
+from mujica_jax.config.renamed_fields import with_new_keys
 from mujica_jax.errors import RunMismatch, StoreError
 from mujica_jax.records import Trajectory
 from mujica_jax.runtime import provenance
@@ -69,14 +70,14 @@ def open_run(
     """Return the store of a new run, or of one with the same configuration.
 
     RunMismatch names every key, except those in `ignore`, whose value differs from the one in
-    config.json.
+    config.json. A key that an earlier version wrote under an old name counts under its new one.
     """
     store = Store(root)
     # As it reads back: tuples are lists.
     new_config = json.loads(json.dumps(config, allow_nan=False))
     if not store.exists(CONFIG):
         store.write_json_once(CONFIG, {"config": new_config, **provenance.environment()})
-    stored_config = store.read_json(CONFIG).get("config", {})
+    stored_config = with_new_keys(store.read_json(CONFIG).get("config", {}), new_config)
     differences = provenance.differences(stored_config, new_config, ignore)
     if differences:
         raise RunMismatch(

@@ -1,0 +1,87 @@
+"""Modules of this package that have moved, so that a user's file which imports one is told where it
+is now.
+
+The table is read when a configuration or a plug-in cannot be imported, and at no other time.
+"""
+
+import re
+import types
+
+# Old module: the module that holds its contents now.
+MOVED_MODULES = {
+    "mujica_jax.agents.askable": "mujica_jax.methods.evipath.evidence",
+    "mujica_jax.agents.baselines": "mujica_jax.agents.baselines.baseline",
+    "mujica_jax.agents.decex_writer": "mujica_jax.methods.decex.writer",
+    "mujica_jax.agents.evidence": "mujica_jax.methods.evipath.evidence",
+    "mujica_jax.agents.scripted": "mujica_jax.demonstrations.policy",
+    "mujica_jax.agents.scripted_decex": "mujica_jax.demonstrations.decex",
+    "mujica_jax.agents.scripted_single": "mujica_jax.demonstrations.single",
+    "mujica_jax.agents.scripted_text": "mujica_jax.demonstrations.mujica_text",
+    "mujica_jax.agents.synthesis": "mujica_jax.methods.evipath.synthesis",
+    "mujica_jax.agents.teacher": "mujica_jax.methods.evipath.teacher",
+    "mujica_jax.config.method_checks": "mujica_jax.config.checks",
+    "mujica_jax.config.remote": "mujica_jax.config.methods",
+    "mujica_jax.config.rewards": "mujica_jax.config.methods",
+    "mujica_jax.dates": "mujica_jax.retrieval.graph.values",
+    "mujica_jax.inference.server": "mujica_jax.inference.jetstream.server",
+    "mujica_jax.inference.stops": "mujica_jax.inference.requests",
+    "mujica_jax.methods.decex": "mujica_jax.methods.decex.method",
+    "mujica_jax.methods.evaluate_policies": "mujica_jax.runs.evaluate",
+    "mujica_jax.methods.evaluation": "mujica_jax.runs.evaluation",
+    "mujica_jax.methods.evipath": "mujica_jax.methods.evipath.method",
+    "mujica_jax.methods.evipath_teacher": "mujica_jax.methods.evipath.authors",
+    "mujica_jax.methods.judge": "mujica_jax.runs.judge",
+    "mujica_jax.methods.learning_phase": "mujica_jax.runs.learning",
+    "mujica_jax.methods.memory": "mujica_jax.runs.memory",
+    "mujica_jax.methods.mismatch": "mujica_jax.runs.mismatch",
+    "mujica_jax.methods.mygo_rounds": "mujica_jax.methods.mygo",
+    "mujica_jax.methods.parts": "mujica_jax.runs.parts",
+    "mujica_jax.methods.phases": "mujica_jax.runs.phases",
+    "mujica_jax.methods.policies": "mujica_jax.runs.policies",
+    "mujica_jax.methods.policy_gradient": "mujica_jax.methods.grpo",
+    "mujica_jax.methods.preference_pairs": "mujica_jax.methods.decex.pairs",
+    "mujica_jax.methods.remote": "mujica_jax.runs.endpoint",
+    "mujica_jax.methods.rollouts": "mujica_jax.methods.grpo",
+    "mujica_jax.methods.round_statistics": "mujica_jax.runs.round_statistics",
+    "mujica_jax.methods.rounds": "mujica_jax.runs.sampling",
+    "mujica_jax.methods.run": "mujica_jax.runs.run",
+    "mujica_jax.methods.sampler": "mujica_jax.methods.mygo_worker",
+    "mujica_jax.methods.search_tree": "mujica_jax.methods.decex.tree",
+    "mujica_jax.methods.setup": "mujica_jax.runs.setup",
+    "mujica_jax.methods.shares": "mujica_jax.runs.sampling",
+    "mujica_jax.methods.tree_records": "mujica_jax.methods.decex.records",
+    "mujica_jax.models.cpu_calls": "mujica_jax.kernels.cpu.calls",
+    "mujica_jax.models.cpu_kernels": "mujica_jax.kernels.cpu.compiled",
+    "mujica_jax.models.embedder": "mujica_jax.retrieval.embedding.embedder",
+    "mujica_jax.models.encoder": "mujica_jax.retrieval.embedding.encoder",
+    "mujica_jax.report.wandb_log": "mujica_jax.report.metrics_log",
+    "mujica_jax.retrieval.text.embedders": "mujica_jax.retrieval.embedding.find",
+    "mujica_jax.retrieval.text.embeddings": "mujica_jax.retrieval.text.vectors",
+    "mujica_jax.retrieval.text.similarity": "mujica_jax.retrieval.embedding.similarity",
+    "mujica_jax.rewards": "mujica_jax.rewards.reward",
+    "mujica_jax.runtime.compile_counter": "mujica_jax.runtime.compilation_cache",
+    "mujica_jax.tasks.two_wiki.search": "mujica_jax.tasks.graphs",
+    "mujica_jax.trajectories.batches": "mujica_jax.learning.batches",
+    "mujica_jax.trajectories.groups": "mujica_jax.trajectories.select",
+    "mujica_jax.trajectories.packing": "mujica_jax.learning.packing",
+}
+
+
+def moved_sentence(error: Exception) -> str | None:
+    """Return where the module is now that could not be imported; None if none has moved."""
+    names: list[str] = []
+    if isinstance(error, ImportError) and error.name is not None:
+        # `from mujica_jax.methods import run` names the package, and the module in its message.
+        imported_name = re.match(r"cannot import name '(\w+)'", str(error))
+        if imported_name:
+            names.append(f"{error.name}.{imported_name[1]}")
+        names.append(error.name)
+    elif isinstance(error, AttributeError) and isinstance(error.obj, types.ModuleType):
+        # `methods.run`, or a function of a module that is a package now.
+        names.append(f"{error.obj.__name__}.{error.name}")
+        names.append(error.obj.__name__)
+
+    for name in names:
+        if name in MOVED_MODULES:
+            return f"{name} is now {MOVED_MODULES[name]}"
+    return None

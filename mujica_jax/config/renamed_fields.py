@@ -1,0 +1,147 @@
+"""Fields of the configuration whose names have changed, and what still takes the old names.
+
+An old name works for one release, as a flag, as an argument in a configuration file and as an
+attribute. One line on stderr names the new one. A `config.json` that an earlier version wrote is
+read without a word. A row leaves the table one release after it entered.
+"""
+
+import dataclasses
+import functools
+import sys
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from mujica_jax.config.fields import flag_of, union_members
+from mujica_jax.errors import UserError
+
+# Old dotted name: new dotted name, of the same section.
+RENAMED_FIELDS = {
+    "method.fixed_threshold": "method.initial_threshold",
+}
+
+
+def accept_old_names(config: type) -> None:
+    """Let the dataclasses of a configuration's sections take the old names of their fields."""
+    for section, hint in typing.get_type_hints(config).items():
+        for kind in union_members(hint):
+            if not dataclasses.is_dataclass(kind):
+                continue
+            new_names = _new_names(section, kind)
+            if new_names:
+                _accept(kind, section, new_names)
+
+
+def new_names_of(kind: type) -> Mapping[str, str]:
+    """Return the old names that a section takes, each with the name of its field."""
+    return getattr(kind, "_new_names", {})
+
+
+def with_new_flags(words: Sequence[str], sections: Mapping[str, Collection[type]]) -> list[str]:
+    """Return a command line with old flags under their new names, and say which they were.
+
+    `sections` has the dataclasses that each section may be. Raises UserError if a field is set
+    under both names."""
+    new_fields: dict[str, str] = {}
+    for section, kinds in sections.items():
+        own_fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
+        for kind in kinds:
+            for old, new in new_names_of(kind).items():
+                if old not in own_fields:
+                    new_fields[f"{section}.{old}"] = f"{section}.{new}"
+
+    named_fields = {_field_of(word) for word in words}
+    renamed_words: list[str] = []
+    for word in words:
+        old = _field_of(word)
+        new = new_fields.get(old)
+        if new is None:
+            renamed_words.append(word)
+            continue
+        if new in named_fields:
+            raise UserError(_both_sentence(old, new))
+        _say_once(old, new)
+        _, equals, value = word.partition("=")
+        renamed_words.append(f"{flag_of(new)}{equals}{value}")
+    return renamed_words
+
+
+def with_new_keys(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the sections of a stored configuration with the field names of the current one."""
+    renamed = dict(stored)
+    for old, new in RENAMED_FIELDS.items():
+        section, _, old_field = old.rpartition(".")
+        new_field = new.rpartition(".")[2]
+        stored_section = renamed.get(section)
+        current_section = current.get(section)
+        if not (isinstance(stored_section, Mapping) and isinstance(current_section, Mapping)):
+            continue
+        is_renamed = new_field in current_section and old_field not in current_section
+        if is_renamed and old_field in stored_section:
+            renamed[section] = {
+                new_field if name == old_field else name: value
+                for name, value in stored_section.items()
+            }
+    return renamed
+
+
+def _new_names(section: str, kind: Any) -> dict[str, str]:
+    """Return the rows of the table that hold for a dataclass.
+
+    A dataclass of a user may have a field of its own under an old name. It keeps it."""
+    fields = {field.name for field in dataclasses.fields(kind)}
+    new_names = {}
+    for old, new in RENAMED_FIELDS.items():
+        old_section, _, old_field = old.rpartition(".")
+        new_field = new.rpartition(".")[2]
+        if old_section == section and new_field in fields and old_field not in fields:
+            new_names[old_field] = new_field
+    return new_names
+
+
+def _accept(kind: Any, section: str, new_names: Mapping[str, str]) -> None:
+    """Let the constructor of a dataclass, and reading its attributes, take these old names."""
+    constructor = kind.__init__
+    fields = {field.name for field in dataclasses.fields(kind) if field.init}
+
+    @functools.wraps(constructor)
+    def construct(self: Any, *values: Any, **named_values: Any) -> None:
+        # `dataclasses.replace` names every field, those that stay with their present values. So
+        # both names are there if the caller gave the old one.
+        is_replacing = fields <= named_values.keys()
+        for old, new in new_names.items():
+            if old not in named_values:
+                continue
+            if new in named_values and not is_replacing:
+                raise UserError(_both_sentence(f"{section}.{old}", f"{section}.{new}"))
+            _say_once(f"{section}.{old}", f"{section}.{new}")
+            named_values[new] = named_values.pop(old)
+        constructor(self, *values, **named_values)
+
+    def read_attribute(self: Any, name: str) -> Any:
+        """Return the field that has this old name. Called for attributes that are not there."""
+        if name not in new_names:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        _say_once(f"{section}.{name}", f"{section}.{new_names[name]}")
+        return getattr(self, new_names[name])
+
+    kind.__init__ = construct
+    kind.__getattr__ = read_attribute
+    kind._new_names = new_names
+
+
+def _field_of(word: str) -> str:
+    """Return the dotted name of the field that a flag sets; empty for a word that is no flag."""
+    if not word.startswith("--"):
+        return ""
+    return word.partition("=")[0].removeprefix("--").replace("-", "_")
+
+
+def _both_sentence(old: str, new: str) -> str:
+    return f"{old} and {new} are given, and are one field: leave out {old}, its old name"
+
+
+@functools.cache
+def _say_once(old: str, new: str) -> None:
+    """Say on stderr, once in a process, that a field has a new name."""
+    print(f"{old} is now {new}; the old name works in this release", file=sys.stderr, flush=True)
