@@ -75,7 +75,7 @@ def paged_attention(
     row_table: Int[Array, "requests 4"],
 ) -> Float[Array, "requests time heads head_dim"]:
     """See `kernels.PagedAttention`."""
-    kernel = jax.ffi.ffi_call(_registered("attend"), _float32(query.shape))
+    kernel = jax.ffi.ffi_call(_registered("paged_attention"), _float32(query.shape))
     mixed = kernel(query.astype(jnp.float32), keys, values, prefix_keys, prefix_values, row_table)
     return mixed.astype(query.dtype)
 
@@ -88,7 +88,7 @@ def products(
 
     Other shapes are not computed whole."""
     shapes = [_float32((rows.shape[0], matrix.shape[0])) for matrix in matrices]
-    return jax.ffi.ffi_call(_registered("multiply"), shapes)(rows, *matrices)
+    return jax.ffi.ffi_call(_registered("products"), shapes)(rows, *matrices)
 
 
 def _products_forward(
@@ -165,7 +165,7 @@ def _packed_attention_forward(
 
     operands = (_as_one_row(query), _as_one_row(key), _as_one_row(value), segment_starts)
     shapes = (_float32(operands[0].shape), _float32((1, query.shape[2], tokens, 1)))
-    kernel = jax.ffi.ffi_call(_registered("mix_packed"), shapes)
+    kernel = jax.ffi.ffi_call(_registered("packed_attention"), shapes)
     mixed, normalizers = checkpoint_name(kernel(*operands), PACKED_ATTENTION_RESULTS)
     residuals = _PackedResiduals(*operands, mixed, normalizers)
     return mixed.reshape(query.shape).astype(query.dtype), residuals
@@ -179,7 +179,7 @@ def _packed_attention_backward(
     The kernel gives keys and values one gradient for each head of queries. The heads that share a
     head of keys are summed here."""
     shape = _float32(residuals.query.shape)
-    kernel = jax.ffi.ffi_call(_registered("pull_packed"), (shape, shape, shape))
+    kernel = jax.ffi.ffi_call(_registered("packed_attention_gradient"), (shape, shape, shape))
     by_query, by_key, by_value = kernel(*residuals, _as_one_row(gradient))
 
     rows, time = gradient.shape[:2]

@@ -1,25 +1,26 @@
-"""What a CPU spends its time with, compiled by numba and called by XLA: in decoding attention over
-rows and shared prefixes and products of few rows with a matrix, in training attention of packed
-rows. `calls.py` calls it; docs/LOG.md has what it gains.
+"""The kernels in which a CPU spends its time, compiled by numba and called by XLA: attention over a
+KV cache and products of few rows (decoding), attention of packed rows (training). `calls.py` calls
+them; docs/LOG.md has what they gain.
 
-Attention: XLA multiplies each row's few queries with its keys by a product of its own, which packs
-more than it multiplies. Here a thread takes a few rows of one head of keys: their queries meet the
-prefix together and each its own row, of which no more is read than the row holds.
+Paged attention: XLA multiplies each request's few queries with its keys by a product of its own,
+which packs more than it multiplies. Here a thread takes a few requests and one head of keys. Their
+queries meet the shared prefix together, and each its own row, of which no more is read than the row
+holds.
 
-Products: XLA packs the matrix in every call. Here it is read once, in the order in which it lies,
-and while some of its rows are multiplied later ones are fetched into the second cache, which has
-more fetches on their way than the first. Few rows are multiplied along the inner length, more in
-tiles.
+Products: XLA packs the matrix in every call. Here it is read once, in the order in which it lies.
+While some of its rows are multiplied, later ones are prefetched into the second cache, which has
+more fetches on their way than the first. Few rows are multiplied as dot products along the inner
+length, more rows in tiles.
 
-Packed rows: of XLA's small products none uses two cores. Here a thread takes a head of a segment,
-block after block of queries, and no key after them. Only a block's scores exist at a time, keys by
-queries, so that all lies in the order in which it is read; the gradient computes them again
-(FlashAttention, Dao et al. 2022, algorithm 4).
+Packed attention: of XLA's small products none uses two cores. Here a thread takes one head of one
+segment, block after block of queries, and no key after them. Only one block's scores exist at a
+time, keys by queries, so that all lies in the order in which it is read. The gradient computes them
+again (FlashAttention, Dao et al. 2022, algorithm 4).
 
 Threads: a decode step has five kernels a layer, some of them shorter than it takes to wake a
-thread. Those of OpenMP sleep as soon as two of XLA's threads have called them, each of which gets a
-team. Ours are shared, look for work for a while before they sleep, and take parts of a kernel as
-they come; a caller who finds them busy works alone.
+thread. OpenMP's threads sleep as soon as two of XLA's threads have called them, each of which gets
+a team. Ours are shared by all callers, look for work for a while before they sleep, and take parts
+of a kernel as they come. A caller who finds them busy works alone.
 
 All of it is one file: numba's cache on disk asks whether the file of a kernel has changed, and not
 those that it uses.
@@ -41,76 +42,98 @@ from numba.extending import intrinsic
 
 from mujica_jax.runtime.cores import usable_cores
 
-TOGETHER = 12  # queries of one head of keys that a thread takes at a time, if a row has no more
-LANES = 8  # numbers of a vector: with AVX2 twelve sums and what they need fill the registers
-MATRIX_ROWS = 2  # of a product of few rows that are multiplied together
-MAX_UNTILED_ROWS = 12  # with more, tiles are faster
-PANEL_ROWS, PANEL = (
-    4,
-    3 * LANES,
-)  # of a tile of a product of more rows: of the matrix, and of the rows
-CACHED = 98_304  # numbers of rows that stay in a core's cache while the matrix passes
-PARTS_EACH = 4  # of a product, for each thread
-ROWS, COLUMNS = 6, 2 * LANES  # of a tile of attention
-FEW_ROWS = 3  # of one twice as wide
-LINE = 64  # bytes of a cache's line
-AHEAD = 3  # pairs of a matrix's rows that are on their way to the second cache
-STEPS = 16  # of a tile, between two that fetch ahead
-BLOCK = 48  # queries that meet their keys together, of packed rows: whole tiles
+CACHE_LINE_BYTES = 64
+LANES = 8  # floats of a vector: with AVX2 twelve sums and what they need fill the registers
+
+# Products of few rows, by dots: outputs (rows of the matrix) that are multiplied together, and how
+# many such pairs ahead the matrix is prefetched.
+DOT_OUTPUTS = 2
+PAIRS_AHEAD = 3
+MAX_DOT_ROWS = 12  # with more rows, tiles are faster
+
+# Products of more rows, by tiles: outputs and rows of a tile, and how many floats of the rows stay
+# in a core's cache while the matrix passes.
+PANEL_OUTPUTS = 4
+PANEL_ROWS = 3 * LANES
+CACHED_FLOATS = 98_304
+PARTS_PER_THREAD = 4  # of a product
+
+# Tiles of attention. A low tile is twice as wide.
+TILE_ROWS = 6
+TILE_COLUMNS = 2 * LANES
+LOW_TILE_ROWS = 3
+TILE_STEPS = 16  # steps along the inner length between two prefetches
+
+QUERIES_PER_GROUP = 12  # queries of one head of keys that a thread takes, if a request has no more
+BLOCK_TOKENS = 48  # queries of packed rows that meet their keys together: whole tiles
+
 # Products are added without rounding in between, and no more: with "nnan" a broken number could
 # look like a good one, and a sum in any order ("reassoc") has another one where an inner function
 # is compiled alone than where it is part of its caller. A process that compiles may run either, one
 # that reads numba's cache only the second, so that the first run on a machine would round otherwise
 # than the next ones and not go on bit for bit. So sums are written in lanes.
-FAST = {"contract"}
-ZERO, ONE, HALF, NOTHING = np.float32(0), np.float32(1), np.float32(0.5), np.float32(-np.inf)
-LOG2_E, LN_2_HIGH, LN_2_LOW = (
-    np.float32(1.4426950408889634),
-    np.float32(0.693359375),
-    np.float32(-2.12194440e-4),
-)
-LEAST = np.float32(-87)  # e to this is about the least float32 that is not denormal
-TERMS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720))
-EXPONENT_BITS, BIAS = np.int32(23), np.int32(127)
+FAST_MATH = {"contract"}
 
-VECTOR, SINGLE, LONG, WORD = (
-    ir.VectorType(ir.FloatType(), LANES),
-    ir.FloatType(),
-    ir.IntType(64),
-    ir.IntType(32),
-)
-NONE = ir.Constant(VECTOR, [0.0] * LANES)
+# Constants of `_exp`: log2(e), ln(2) in two parts, and the factors of x^2 to x^6.
+LOG2_E = np.float32(1.4426950408889634)
+LN_2_HIGH = np.float32(0.693359375)
+LN_2_LOW = np.float32(-2.12194440e-4)
+EXP_FACTORS = tuple(np.float32(1 / factorial) for factorial in (2, 6, 24, 120, 720))
+MIN_EXPONENT = np.float32(-87)  # e to this is about the least float32 that is not denormal
+MANTISSA_BITS = np.int32(23)
+EXPONENT_BIAS = np.int32(127)
+
+# Types of LLVM.
+FLOAT32 = ir.FloatType()
+INT32 = ir.IntType(32)
+INT64 = ir.IntType(64)
+VECTOR = ir.VectorType(FLOAT32, LANES)
+ZERO_VECTOR = ir.Constant(VECTOR, [0.0] * LANES)
 
 # XLA's foreign function interface, version 0.1 (xla/ffi/api/c_api.h, in jax.ffi.include_dir()):
 # places in structures, counted in words of eight bytes.
-EXTENSION, ARGUMENTS, RESULT_COUNT, RESULTS = 1, 9, 12, 14  # of a call frame
-EXTENSION_KIND, METADATA, API_VERSION = 1, 3, 3
-DATA, DIMENSIONS = 3, 5  # of a buffer
-METADATA_KIND, VERSION_0_1 = 1, 1 << 32
+FRAME_EXTENSION = 1
+FRAME_ARGUMENTS = 9
+FRAME_RESULT_COUNT = 12
+FRAME_RESULTS = 14
+EXTENSION_KIND = 1
+EXTENSION_METADATA = 3
+METADATA_API_VERSION = 3
+BUFFER_DATA = 3
+BUFFER_DIMENSIONS = 5
+METADATA_KIND = 1
+VERSION_0_1 = 1 << 32
 
-# What threads share, in words that lie some cache lines apart: who asks for work, how many of its
-# parts nobody has taken, how many are done, the work itself, whether to end; and of each kernel the
-# address of the function for a part.
-CALLERS, LEFT, DONE, FUNCTION, FRAME, KEPT_AT, MORE, ENDED, THREADS, FUNCTIONS = (
-    0,
-    16,
-    32,
-    48,
-    49,
-    50,
-    51,
-    64,
-    65,
-    80,
-)
-ATTEND, MULTIPLY_FEW, TURN, MULTIPLY_MANY, MIX, PULL = range(6)
-LOOKS, NAP, LONGEST_NAP = (
-    2_000,
-    20,
-    5_000,
-)  # for work before a thread sleeps, and microseconds that it sleeps
-KEPT: list[Any] = []  # what numba compiled
-BOARD, BOARD_NAME = np.zeros(128, np.int64), "mujica_jax_board"
+# The board holds what threads share, in words of eight bytes. Words that several threads write lie
+# cache lines apart.
+CALLERS = 0  # how many callers ask for work
+PARTS_LEFT = 16  # parts of the work that nobody has taken
+PARTS_DONE = 32
+# The work: the address of the function for a part, and three arguments of it.
+PART_FUNCTION = 48
+CALL_FRAME = 49
+SHARED_ARRAY = 50
+EXTRA = 51
+HAS_ENDED = 64
+THREAD_COUNT = 65
+PART_FUNCTIONS = 80  # from here on the address of the function for each part, by its number below
+
+# Numbers of the functions for a part.
+PAGED_ATTENTION = 0
+PRODUCT_BY_DOTS = 1
+TRANSPOSE_PANEL = 2
+PRODUCT_BY_TILES = 3
+PACKED_ATTENTION = 4
+PACKED_GRADIENT = 5
+
+# How often a thread looks for work before it sleeps, and how long it sleeps.
+LOOKS_BEFORE_NAP = 2_000
+NAP_STEP_MICROSECONDS = 20
+MAX_NAP_MICROSECONDS = 5_000
+
+COMPILED: list[Any] = []  # keeps what numba compiled alive
+BOARD = np.zeros(128, np.int64)
+BOARD_NAME = "mujica_jax_board"
 binding.add_symbol(BOARD_NAME, BOARD.ctypes.data)
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(BOARD))  # never freed: XLA's threads may outlive Python
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
@@ -118,28 +141,33 @@ _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 def compiled(**options) -> Callable[[Callable], Callable]:
-    """numba's decorator, for what stands in the source: a checker of types may have wrapped it."""
+    """Return numba's decorator for the function in the source: a checker of types may have wrapped
+    it."""
     return lambda function: njit(**options)(inspect.unwrap(function))
 
 
-def instruction(result, *given) -> Callable[[Callable], Any]:
-    """What numba's code calls like a function of these types, from what emits it: `emit(builder,
-    *values)`."""
+def instruction(result, *arguments) -> Callable[[Callable], Any]:
+    """Return a decorator for `emit(builder, *values)`, which emits LLVM.
+
+    numba's code calls the decorated function like one with these types of result and arguments."""
 
     def decorate(emit: Callable) -> Any:
         @functools.wraps(emit)  # numba looks at the parameters
-        def found(context, *_):
+        def typed(context, *_):
             del context
-            return result(*given), lambda _, builder, __, values: emit(builder, *values)
+            return result(*arguments), lambda _, builder, __, values: emit(builder, *values)
 
-        return intrinsic(found)
+        return intrinsic(typed)
 
     return decorate
 
 
+# Threads ------------------------------------------------------------------------------------------
+
+
 @instruction(types.float32, types.int32)
 def _float_of_bits(builder, bits):
-    return builder.bitcast(bits, SINGLE)
+    return builder.bitcast(bits, FLOAT32)
 
 
 @instruction(types.voidptr, types.int64)
@@ -147,457 +175,551 @@ def _pointer(builder, address):
     return builder.inttoptr(address, cgutils.voidptr_t)
 
 
-def _on_board(builder, word):
-    """Of the board. By name: an address would be another one when numba's cache is read."""
-    board = builder.module.globals.get(BOARD_NAME) or ir.GlobalVariable(
-        builder.module, LONG, BOARD_NAME
-    )
+def _emit_board_word(builder, word):
+    """Emit the address of a word of the board, by the board's name: a number would be wrong when
+    another process reads numba's cache."""
+    board = builder.module.globals.get(BOARD_NAME)
+    if board is None:
+        board = ir.GlobalVariable(builder.module, INT64, BOARD_NAME)
     return builder.gep(board, [word])
 
 
 @instruction(types.int64, types.int64)
-def _read(builder, word):
-    return builder.load_atomic(_on_board(builder, word), "seq_cst", 8)
+def _read_board(builder, word):
+    return builder.load_atomic(_emit_board_word(builder, word), "seq_cst", 8)
 
 
 @instruction(types.void, types.int64, types.int64)
-def _write(builder, word, value):
-    builder.store_atomic(value, _on_board(builder, word), "seq_cst", 8)
+def _write_board(builder, word, value):
+    builder.store_atomic(value, _emit_board_word(builder, word), "seq_cst", 8)
 
 
 @instruction(types.int64, types.int64, types.int64)
-def _add(builder, word, amount):
-    """What was there before."""
-    return builder.atomic_rmw("add", _on_board(builder, word), amount, "seq_cst")
+def _add_to_board(builder, word, amount):
+    """Add to a word of the board and return what was there before."""
+    return builder.atomic_rmw("add", _emit_board_word(builder, word), amount, "seq_cst")
 
 
 @instruction(types.void, *[types.int64] * 5)
-def _call(builder, function, frame_at, kept_at, more, part):
-    of_type = ir.FunctionType(ir.VoidType(), [LONG] * 4)
-    builder.call(builder.inttoptr(function, of_type.as_pointer()), [frame_at, kept_at, more, part])
+def _call_part(builder, function, frame_address, array_address, extra, part):
+    function_type = ir.FunctionType(ir.VoidType(), [INT64] * 4)
+    pointer = builder.inttoptr(function, function_type.as_pointer())
+    builder.call(pointer, [frame_address, array_address, extra, part])
 
 
 @compiled()
 def _take_parts():
-    """Who finds some left when all are taken gets a number below 0."""
-    while _read(LEFT) > 0:
-        part = _add(LEFT, -1) - 1
+    """Compute parts of the work on the board until none is left.
+
+    A thread that comes too late gets a number below 0."""
+    while _read_board(PARTS_LEFT) > 0:
+        part = _add_to_board(PARTS_LEFT, -1) - 1
         if part >= 0:
-            _call(_read(FUNCTION), _read(FRAME), _read(KEPT_AT), _read(MORE), part)
-            _add(DONE, 1)
+            _call_part(
+                _read_board(PART_FUNCTION),
+                _read_board(CALL_FRAME),
+                _read_board(SHARED_ARRAY),
+                _read_board(EXTRA),
+                part,
+            )
+            _add_to_board(PARTS_DONE, 1)
 
 
 @compiled()
-def _share(kernel, parts, frame_at, kept, more):
-    """Do a kernel's work in so many parts, with the threads that wait; alone, if another caller has
-    them."""
-    function = _read(FUNCTIONS + kernel)
-    if _add(CALLERS, 1) == 0:
-        _write(FUNCTION, function)
-        _write(FRAME, frame_at)
-        _write(KEPT_AT, kept.ctypes.data)
-        _write(MORE, more)
-        _write(DONE, 0)
-        _write(LEFT, parts)
+def _run_parts(function_number, parts, frame_address, array, extra):
+    """Compute all parts of a kernel, with the threads that wait, or alone if another caller has
+    them.
+
+    Each part gets the call frame, the address of `array` and `extra`."""
+    function = _read_board(PART_FUNCTIONS + function_number)
+    if _add_to_board(CALLERS, 1) == 0:
+        _write_board(PART_FUNCTION, function)
+        _write_board(CALL_FRAME, frame_address)
+        _write_board(SHARED_ARRAY, array.ctypes.data)
+        _write_board(EXTRA, extra)
+        _write_board(PARTS_DONE, 0)
+        _write_board(PARTS_LEFT, parts)
         _take_parts()
-        while _read(DONE) < parts:
+        while _read_board(PARTS_DONE) < parts:
             _sched_yield()
     else:
         for part in range(parts):
-            _call(function, frame_at, kept.ctypes.data, more, part)
-    _add(CALLERS, -1)
+            _call_part(function, frame_address, array.ctypes.data, extra, part)
+    _add_to_board(CALLERS, -1)
 
 
-def _help():
-    """What a thread does until the program ends. It gives its core to whoever wants it, at each
-    look."""
-    idle = 0
-    while not _read(ENDED):
-        if _read(LEFT) > 0:
+def _work_until_end():
+    """Take parts until the program ends: the life of a thread.
+
+    It gives its core to whoever wants it, at each look for work."""
+    idle_looks = 0
+    while not _read_board(HAS_ENDED):
+        if _read_board(PARTS_LEFT) > 0:
             _take_parts()
-            idle = 0
-        elif idle < LOOKS:
-            idle += 1
+            idle_looks = 0
+        elif idle_looks < LOOKS_BEFORE_NAP:
+            idle_looks += 1
             _sched_yield()
         else:
-            idle += NAP
-            _usleep(min(idle - LOOKS, LONGEST_NAP))
+            idle_looks += NAP_STEP_MICROSECONDS
+            _usleep(min(idle_looks - LOOKS_BEFORE_NAP, MAX_NAP_MICROSECONDS))
 
 
-def _fetch(builder, address, level=1):
-    """What is to be read soon, into the caches from this level on."""
-    of_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, *[WORD] * 3])
-    fetch = cgutils.get_or_insert_function(builder.module, of_type, "llvm.prefetch.p0")
-    builder.call(
-        fetch,
-        [builder.inttoptr(address, cgutils.voidptr_t), *(WORD(flag) for flag in (0, 4 - level, 1))],
-    )
+# Vectors ------------------------------------------------------------------------------------------
+
+
+def _emit_prefetch(builder, address, level=1):
+    """Fetch what is to be read soon into the caches from this level on."""
+    prefetch_type = ir.FunctionType(ir.VoidType(), [cgutils.voidptr_t, INT32, INT32, INT32])
+    prefetch = cgutils.get_or_insert_function(builder.module, prefetch_type, "llvm.prefetch.p0")
+    # to be read, with this locality, into the caches of data
+    flags = [INT32(0), INT32(4 - level), INT32(1)]
+    builder.call(prefetch, [builder.inttoptr(address, cgutils.voidptr_t), *flags])
 
 
 @instruction(types.void, types.int64)
-def _fetch_line(builder, address):
-    _fetch(builder, address, level=2)
+def _prefetch_line(builder, address):
+    _emit_prefetch(builder, address, level=2)
 
 
 @compiled()
-def _fetch_rows(matrix, rows, columns):
-    """What of a matrix is to be read soon."""
+def _prefetch_rows(matrix, rows, columns):
+    """Prefetch the first columns of the first rows of a matrix."""
     for row in range(rows):
         address = matrix[row].ctypes.data
-        for line in range(0, 4 * columns, LINE):
-            _fetch_line(address + line)
+        for line in range(0, 4 * columns, CACHE_LINE_BYTES):
+            _prefetch_line(address + line)
 
 
-@compiled(fastmath=FAST, inline="always")
+@compiled(fastmath=FAST_MATH, inline="always")
 def _exp(x):
-    """To 2e-7 of itself: 2^k times the polynomial of what is left, so that a loop over it runs in
-    vectors."""
-    x = LEAST if x < LEAST else x
-    k = np.floor(x * LOG2_E + HALF)
+    """Return e^x to 2e-7 of itself: 2^k times a polynomial of the rest, so that a loop over it runs
+    in vectors."""
+    x = MIN_EXPONENT if x < MIN_EXPONENT else x
+    k = np.floor(x * LOG2_E + np.float32(0.5))
     r = x - k * LN_2_HIGH - k * LN_2_LOW
-    series = TERMS[0] + r * (TERMS[1] + r * (TERMS[2] + r * (TERMS[3] + r * TERMS[4])))
-    return (ONE + r * (ONE + r * series)) * _float_of_bits((np.int32(k) + BIAS) << EXPONENT_BITS)
+    series = EXP_FACTORS[3] + r * EXP_FACTORS[4]
+    series = EXP_FACTORS[0] + r * (EXP_FACTORS[1] + r * (EXP_FACTORS[2] + r * series))
+    power_of_two = _float_of_bits((np.int32(k) + EXPONENT_BIAS) << MANTISSA_BITS)
+    return (np.float32(1) + r * (np.float32(1) + r * series)) * power_of_two
 
 
-def _load(builder, address, kind: Any = VECTOR):
-    found = builder.load(builder.inttoptr(address, kind.as_pointer()))
-    found.align = 4
-    return found
+def _emit_load(builder, address, kind: Any = VECTOR):
+    loaded = builder.load(builder.inttoptr(address, kind.as_pointer()))
+    loaded.align = 4
+    return loaded
 
 
-def _multiply_add(builder, left, right, total):
+def _emit_multiply_add(builder, left, right, total):
     """Add left * right to what `total` points to."""
-    of_type = ir.FunctionType(VECTOR, [VECTOR] * 3)
-    both = cgutils.get_or_insert_function(builder.module, of_type, f"llvm.fma.v{LANES}f32")
-    builder.store(builder.call(both, [left, right, builder.load(total)]), total)
+    fma_type = ir.FunctionType(VECTOR, [VECTOR] * 3)
+    fma = cgutils.get_or_insert_function(builder.module, fma_type, f"llvm.fma.v{LANES}f32")
+    builder.store(builder.call(fma, [left, right, builder.load(total)]), total)
 
 
-def _add_up(builder, vector):
-    of_type = ir.FunctionType(SINGLE, [SINGLE, VECTOR])
-    add_up = cgutils.get_or_insert_function(
-        builder.module, of_type, f"llvm.vector.reduce.fadd.v{LANES}f32"
-    )
-    return builder.call(add_up, [SINGLE(0.0), vector], fastmath=("reassoc",))
+def _emit_vector_sum(builder, vector):
+    sum_type = ir.FunctionType(FLOAT32, [FLOAT32, VECTOR])
+    name = f"llvm.vector.reduce.fadd.v{LANES}f32"
+    add_up = cgutils.get_or_insert_function(builder.module, sum_type, name)
+    return builder.call(add_up, [FLOAT32(0.0), vector], fastmath=("reassoc",))
+
+
+def _emit_offset(builder, base, count, distance):
+    """Emit base + count * distance."""
+    count = INT64(count) if isinstance(count, int) else count
+    return builder.add(base, builder.mul(count, distance))
 
 
 @instruction(types.float32, types.int64, types.int64)
-def _sum(builder, address, count):
-    """Of so many floats, pairs of whole vectors."""
-    totals = [cgutils.alloca_once_value(builder, NONE) for _ in range(COLUMNS // LANES)]
-    stop, step = builder.mul(count, LONG(4)), LONG(4 * COLUMNS)
-    with cgutils.for_range_slice(builder, LONG(0), stop, step, inc=True) as (place, _):
+def _sum_floats(builder, address, count):
+    """Return the sum of `count` floats at an address: a multiple of TILE_COLUMNS."""
+    totals = [cgutils.alloca_once_value(builder, ZERO_VECTOR) for _ in range(TILE_COLUMNS // LANES)]
+    stop = builder.mul(count, INT64(4))
+    step = INT64(4 * TILE_COLUMNS)
+    with cgutils.for_range_slice(builder, INT64(0), stop, step, inc=True) as (place, _):
         for number, total in enumerate(totals):
-            found = _load(
-                builder, builder.add(address, builder.add(place, LONG(4 * LANES * number)))
-            )
-            builder.store(builder.fadd(builder.load(total), found), total)
-    return _add_up(builder, functools.reduce(builder.fadd, map(builder.load, totals)))
+            offset = builder.add(place, INT64(4 * LANES * number))
+            loaded = _emit_load(builder, builder.add(address, offset))
+            builder.store(builder.fadd(builder.load(total), loaded), total)
+    vectors = [builder.load(total) for total in totals]
+    return _emit_vector_sum(builder, functools.reduce(builder.fadd, vectors))
 
 
-def _offset(builder, base, count, distance):
-    return builder.add(
-        base, builder.mul(LONG(count) if isinstance(count, int) else count, distance)
-    )
+def _make_dots(rows: int) -> Any:
+    """Return the instruction sums[m, r] = matrix[m] . activations[r], for DOT_OUTPUTS m and this
+    many r.
 
-
-def _dot_adder(rows: int) -> Any:
-    """sums[m, r] = matrix[m] . rows[r] for MATRIX_ROWS and so many vectors of `count` floats, which
-    lie `stride` bytes apart, as an instruction for numba; the others are addresses. Written in
-    vectors, as below: LLVM finds neither the form nor the fetching ahead itself."""
+    The vectors have `count` floats and lie `stride` bytes apart. The other arguments are addresses.
+    It is written in vectors, as the next one is: LLVM finds neither the form nor the prefetching
+    itself."""
 
     @instruction(types.void, *[types.int64] * 5)
-    def add_dots(builder, matrix, activations, sums, count, stride):
-        totals = [cgutils.alloca_once_value(builder, NONE) for _ in range(MATRIX_ROWS * rows)]
-        zero, step, stop = LONG(0), LONG(LINE), builder.mul(count, LONG(4))
-        with cgutils.for_range_slice(builder, zero, stop, step, inc=True) as (line, _):
-            for number in range(MATRIX_ROWS):
-                ahead = _offset(builder, matrix, AHEAD * MATRIX_ROWS + number, stride)
-                _fetch(builder, builder.add(ahead, line), level=2)
-            for part in range(0, LINE, 4 * LANES):
-                place = builder.add(line, LONG(part))
-                matrix_at, rows_at = builder.add(matrix, place), builder.add(activations, place)
-                held = [
-                    _load(builder, _offset(builder, matrix_at, number, stride))
-                    for number in range(MATRIX_ROWS)
+    def compute_dots(builder, matrix, activations, sums, count, stride):
+        totals = [
+            cgutils.alloca_once_value(builder, ZERO_VECTOR) for _ in range(DOT_OUTPUTS * rows)
+        ]
+        stop = builder.mul(count, INT64(4))
+        step = INT64(CACHE_LINE_BYTES)
+        with cgutils.for_range_slice(builder, INT64(0), stop, step, inc=True) as (line, _):
+            for number in range(DOT_OUTPUTS):
+                later_row = PAIRS_AHEAD * DOT_OUTPUTS + number
+                later = _emit_offset(builder, matrix, later_row, stride)
+                _emit_prefetch(builder, builder.add(later, line), level=2)
+            for vector_offset in range(0, CACHE_LINE_BYTES, 4 * LANES):
+                place = builder.add(line, INT64(vector_offset))
+                matrix_place = builder.add(matrix, place)
+                activations_place = builder.add(activations, place)
+                matrix_vectors = [
+                    _emit_load(builder, _emit_offset(builder, matrix_place, number, stride))
+                    for number in range(DOT_OUTPUTS)
                 ]
                 for row in range(rows):
-                    loaded = _load(builder, _offset(builder, rows_at, row, stride))
-                    for number in range(MATRIX_ROWS):
-                        _multiply_add(builder, held[number], loaded, totals[number * rows + row])
+                    address = _emit_offset(builder, activations_place, row, stride)
+                    activation = _emit_load(builder, address)
+                    for number in range(DOT_OUTPUTS):
+                        total = totals[number * rows + row]
+                        _emit_multiply_add(builder, matrix_vectors[number], activation, total)
         for number, total in enumerate(totals):
-            added = _add_up(builder, builder.load(total))
-            builder.store(
-                added, builder.inttoptr(builder.add(sums, LONG(4 * number)), SINGLE.as_pointer())
-            )
+            added = _emit_vector_sum(builder, builder.load(total))
+            home = builder.add(sums, INT64(4 * number))
+            builder.store(added, builder.inttoptr(home, FLOAT32.as_pointer()))
 
-    return add_dots
+    return compute_dots
 
 
-def _tile_adder(rows: int, vectors: int) -> Any:
-    """sums[r, c] += left[r, s] right[s, c] over s, for so many r and vectors of c. All are
-    addresses and distances in bytes, on the left `row_bytes` from r to r and `step_bytes` from s to
-    s. The rows of the left side after the next ones are fetched ahead; steps are a multiple of
-    STEPS."""
+def _make_tile(rows: int, vectors: int) -> Any:
+    """Return the instruction sums[r, c] += left[r, s] right[s, c] over s, for this many r and
+    vectors of c.
+
+    All arguments are addresses and distances in bytes: on the left `row_bytes` from r to r and
+    `step_bytes` from s to s. The rows of the left side after the next ones are prefetched. `steps`
+    is a multiple of TILE_STEPS."""
 
     @instruction(types.void, *[types.int64] * 8)
     def add_tile(builder, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes):
-        everywhere = ir.Constant(ir.VectorType(WORD, LANES), [0] * LANES)
+        first_lane = ir.Constant(ir.VectorType(INT32, LANES), [0] * LANES)
 
-        def vectors_at(base):
-            return [builder.add(base, LONG(4 * LANES * part)) for part in range(vectors)]
+        def vector_addresses(base):
+            return [builder.add(base, INT64(4 * LANES * number)) for number in range(vectors)]
 
-        homes = [
-            home
-            for row in range(rows)
-            for home in vectors_at(_offset(builder, sums, row, sum_bytes))
-        ]
-        totals = [cgutils.alloca_once_value(builder, _load(builder, home)) for home in homes]
-        with cgutils.for_range(builder, builder.udiv(steps, LONG(STEPS))) as outer:
-            begun = builder.mul(outer.index, LONG(STEPS))
+        homes = []
+        for row in range(rows):
+            homes.extend(vector_addresses(_emit_offset(builder, sums, row, sum_bytes)))
+        totals = [cgutils.alloca_once_value(builder, _emit_load(builder, home)) for home in homes]
+        with cgutils.for_range(builder, builder.udiv(steps, INT64(TILE_STEPS))) as outer:
+            first_step = builder.mul(outer.index, INT64(TILE_STEPS))
             for row in range(2 * rows, 3 * rows):
-                _fetch(
-                    builder,
-                    _offset(builder, _offset(builder, left, begun, step_bytes), row, row_bytes),
-                    level=2,
-                )
-            with cgutils.for_range(builder, LONG(STEPS)) as inner:
-                step = builder.add(begun, inner.index)
-                parts = [
-                    _load(builder, part)
-                    for part in vectors_at(_offset(builder, right, step, right_bytes))
+                later = _emit_offset(builder, left, first_step, step_bytes)
+                _emit_prefetch(builder, _emit_offset(builder, later, row, row_bytes), level=2)
+            with cgutils.for_range(builder, INT64(TILE_STEPS)) as inner:
+                step = builder.add(first_step, inner.index)
+                right_row = _emit_offset(builder, right, step, right_bytes)
+                right_vectors = [
+                    _emit_load(builder, address) for address in vector_addresses(right_row)
                 ]
-                from_left = _offset(builder, left, step, step_bytes)
+                left_column = _emit_offset(builder, left, step, step_bytes)
                 for row in range(rows):
-                    one = _load(builder, _offset(builder, from_left, row, row_bytes), SINGLE)
-                    spread = builder.shuffle_vector(
-                        builder.insert_element(NONE, one, LONG(0)), NONE, everywhere
-                    )
-                    for part, total in zip(parts, totals[row * vectors :], strict=False):
-                        _multiply_add(builder, spread, part, total)
+                    address = _emit_offset(builder, left_column, row, row_bytes)
+                    number = _emit_load(builder, address, FLOAT32)
+                    inserted = builder.insert_element(ZERO_VECTOR, number, INT64(0))
+                    spread = builder.shuffle_vector(inserted, ZERO_VECTOR, first_lane)
+                    row_totals = totals[row * vectors : (row + 1) * vectors]
+                    for vector, total in zip(right_vectors, row_totals, strict=True):
+                        _emit_multiply_add(builder, spread, vector, total)
         for total, home in zip(totals, homes, strict=True):
-            builder.store(
-                builder.load(total), builder.inttoptr(home, VECTOR.as_pointer())
-            ).align = 4
+            stored = builder.store(builder.load(total), builder.inttoptr(home, VECTOR.as_pointer()))
+            stored.align = 4
 
     return add_tile
 
 
-_add_four_dots, _add_six_dots = _dot_adder(4), _dot_adder(6)
-_add_tile, _add_low_tile = (
-    _tile_adder(ROWS, COLUMNS // LANES),
-    _tile_adder(FEW_ROWS, 2 * COLUMNS // LANES),
-)
-_add_one_vector, _add_two_vectors, _add_panel = (
-    _tile_adder(PANEL_ROWS, vectors) for vectors in (1, 2, 3)
-)
+_dots_of_four_rows = _make_dots(4)
+_dots_of_six_rows = _make_dots(6)
+_add_tile = _make_tile(TILE_ROWS, TILE_COLUMNS // LANES)
+_add_low_tile = _make_tile(LOW_TILE_ROWS, 2 * TILE_COLUMNS // LANES)
+_add_panel_of_one_vector = _make_tile(PANEL_OUTPUTS, 1)
+_add_panel_of_two_vectors = _make_tile(PANEL_OUTPUTS, 2)
+_add_panel_of_three_vectors = _make_tile(PANEL_OUTPUTS, 3)
+
+
+# XLA's buffers ------------------------------------------------------------------------------------
 
 
 @compiled(inline="always")
 def _words(address, count):
+    """Return `count` integers of eight bytes at an address."""
     return carray(_pointer(address), (count,), np.int64)
 
 
 @compiled(inline="always")
-def _buffer(buffer, rank):
-    """The data of a buffer and its dimensions."""
-    of = _words(buffer, DIMENSIONS + 1)
-    return _pointer(of[DATA]), _words(of[DIMENSIONS], rank)
+def _data_and_dimensions(buffer, rank):
+    words = _words(buffer, BUFFER_DIMENSIONS + 1)
+    return _pointer(words[BUFFER_DATA]), _words(words[BUFFER_DIMENSIONS], rank)
 
 
 @compiled()
-def _matrix(buffer):
-    data, dims = _buffer(buffer, 2)
-    return carray(data, (dims[0], dims[1]), np.float32)
+def _float_matrix(buffer):
+    data, dimensions = _data_and_dimensions(buffer, 2)
+    return carray(data, (dimensions[0], dimensions[1]), np.float32)
 
 
 @compiled()
-def _integers(buffer):
-    data, dims = _buffer(buffer, 2)
-    return carray(data, (dims[0], dims[1]), np.int32)
+def _integer_matrix(buffer):
+    data, dimensions = _data_and_dimensions(buffer, 2)
+    return carray(data, (dimensions[0], dimensions[1]), np.int32)
 
 
 @compiled()
-def _four_dimensions(buffer):
-    data, dims = _buffer(buffer, 4)
-    return carray(data, (dims[0], dims[1], dims[2], dims[3]), np.float32)
+def _float_array_of_rank_4(buffer):
+    data, dimensions = _data_and_dimensions(buffer, 4)
+    shape = (dimensions[0], dimensions[1], dimensions[2], dimensions[3])
+    return carray(data, shape, np.float32)
 
 
 @compiled()
-def _one_row(buffer):
-    return _four_dimensions(buffer)[0]
+def _packed_row(buffer):
+    """Return [tokens, heads, head_dim] of [1, tokens, heads, head_dim]."""
+    return _float_array_of_rank_4(buffer)[0]
 
 
 @compiled()
-def _operands(frame_at):
-    """Of products: how many matrices, buffers of the rows and of these, buffers of the results, how
-    many rows."""
-    frame = _words(frame_at, RESULTS + 1)
-    many = frame[RESULT_COUNT]
-    given = _words(frame[ARGUMENTS], 1 + many)
-    return many, given, _words(frame[RESULTS], many), _matrix(given[0]).shape[0]
+def _is_question_for_version(frame_address):
+    """Answer XLA's question for the version of its interface, which comes once in place of a call.
+    Return whether this is the question."""
+    frame = _words(frame_address, FRAME_RESULTS + 1)
+    if not frame[FRAME_EXTENSION]:
+        return False
+    extension = _words(frame[FRAME_EXTENSION], EXTENSION_METADATA + 1)
+    if extension[EXTENSION_KIND] & 0xFFFFFFFF != METADATA_KIND:
+        return False
+    metadata = _words(extension[EXTENSION_METADATA], METADATA_API_VERSION + 1)
+    metadata[METADATA_API_VERSION] = VERSION_0_1
+    return True
+
+
+# Products -----------------------------------------------------------------------------------------
 
 
 @compiled()
-def _of_part(part, outputs, each):
-    """Which groups of `each` rows of a matrix: no two parts write into one line of a cache."""
-    lines, parts = -(-outputs * 4 // LINE), PARTS_EACH * _read(THREADS)
-    start, stop = (
-        lines * part // parts * LINE // 4 // each,
-        lines * (part + 1) // parts * LINE // 4 // each,
-    )
-    return start, min(stop, -(-outputs // each))
+def _product_buffers(frame_address):
+    """Return how many matrices there are, the buffers of the rows and of the matrices, the buffers
+    of the results, and how many rows there are."""
+    frame = _words(frame_address, FRAME_RESULTS + 1)
+    matrices = frame[FRAME_RESULT_COUNT]
+    arguments = _words(frame[FRAME_ARGUMENTS], 1 + matrices)
+    results = _words(frame[FRAME_RESULTS], matrices)
+    return matrices, arguments, results, _float_matrix(arguments[0]).shape[0]
 
 
 @compiled()
-def _together(count):
-    return 6 if count > 8 else 4
+def _product_parts():
+    return PARTS_PER_THREAD * _read_board(THREAD_COUNT)
 
 
 @compiled()
-def _in_cache(inner):
-    return max(1, CACHED // inner // PANEL) * PANEL
+def _groups_of_part(part, outputs, group_outputs):
+    """Return the first group of outputs of a part and the one after its last. No two parts write
+    into one line of a cache."""
+    lines = -(-outputs * 4 // CACHE_LINE_BYTES)
+    parts = _product_parts()
+    start = lines * part // parts * CACHE_LINE_BYTES // 4 // group_outputs
+    stop = lines * (part + 1) // parts * CACHE_LINE_BYTES // 4 // group_outputs
+    return start, min(stop, -(-outputs // group_outputs))
 
 
-def _multiply_few(frame_at, filled_at, _, part):
-    many, given, results, count = _operands(frame_at)
-    together = _together(count)
-    sums = np.empty(MATRIX_ROWS * together, np.float32)
-    for which in range(many):
-        matrix, products = _matrix(given[1 + which]), _matrix(results[which])
-        outputs, inner = matrix.shape
-        for pair in range(*_of_part(part, outputs, MATRIX_ROWS)):
-            output = min(pair * MATRIX_ROWS, outputs - MATRIX_ROWS)
-            from_matrix, home = matrix[output:].ctypes.data, sums.ctypes.data
+@compiled()
+def _rows_per_dot(rows):
+    return 6 if rows > 8 else 4
+
+
+@compiled()
+def _rows_in_cache(inputs):
+    """Return how many rows stay in a core's cache while the matrix passes: whole panels."""
+    return max(1, CACHED_FLOATS // inputs // PANEL_ROWS) * PANEL_ROWS
+
+
+def _product_by_dots_part(frame_address, padded_address, _, part):
+    """Compute a part of the outputs of a product of few rows. `padded_address` is that of the rows,
+    filled up with zeros."""
+    matrices, arguments, results, count = _product_buffers(frame_address)
+    together = _rows_per_dot(count)
+    sums = np.empty(DOT_OUTPUTS * together, np.float32)
+    sums_address = sums.ctypes.data
+    for which in range(matrices):
+        matrix = _float_matrix(arguments[1 + which])
+        products = _float_matrix(results[which])
+        outputs, inputs = matrix.shape
+        stride = 4 * inputs
+        for pair in range(*_groups_of_part(part, outputs, DOT_OUTPUTS)):
+            output = min(pair * DOT_OUTPUTS, outputs - DOT_OUTPUTS)
+            matrix_address = matrix[output:].ctypes.data
             for row in range(0, count, together):
+                rows_address = padded_address + row * stride
                 if together == 4:
-                    _add_four_dots(from_matrix, filled_at + 4 * row * inner, home, inner, 4 * inner)
+                    _dots_of_four_rows(matrix_address, rows_address, sums_address, inputs, stride)
                 else:
-                    _add_six_dots(from_matrix, filled_at + 4 * row * inner, home, inner, 4 * inner)
-                for number in range(MATRIX_ROWS):
+                    _dots_of_six_rows(matrix_address, rows_address, sums_address, inputs, stride)
+                for number in range(DOT_OUTPUTS):
                     for place in range(min(together, count - row)):
                         products[row + place, output + number] = sums[number * together + place]
 
 
-def _turn(frame_at, turned_at, first, panel):
-    rows = _matrix(_operands(frame_at)[1][0])
-    start, inner = first + panel * PANEL, rows.shape[1]
-    turned = carray(_pointer(turned_at + 4 * PANEL * inner * panel), (inner, PANEL), np.float32)
-    for row in range(min(PANEL, rows.shape[0] - start)):
-        turned[:, row] = rows[start + row]
+def _transpose_panel_part(frame_address, panels_address, first_row, panel):
+    """Write rows of the activations as a panel [inputs, PANEL_ROWS]."""
+    rows = _float_matrix(_product_buffers(frame_address)[1][0])
+    start = first_row + panel * PANEL_ROWS
+    inputs = rows.shape[1]
+    address = panels_address + 4 * PANEL_ROWS * inputs * panel
+    transposed = carray(_pointer(address), (inputs, PANEL_ROWS), np.float32)
+    for row in range(min(PANEL_ROWS, rows.shape[0] - start)):
+        transposed[:, row] = rows[start + row]
 
 
-def _multiply_many(frame_at, turned_at, first, part):
-    many, given, results, count = _operands(frame_at)
-    sums = np.empty((PANEL_ROWS, PANEL), np.float32)
-    for which in range(many):
-        matrix, products = _matrix(given[1 + which]), _matrix(results[which])
-        outputs, inner = matrix.shape
-        for group in range(*_of_part(part, outputs, PANEL_ROWS)):
-            output = min(group * PANEL_ROWS, outputs - PANEL_ROWS)
-            left, home, wide = matrix[output:].ctypes.data, sums.ctypes.data, 4 * PANEL
-            for start in range(first, min(count, first + _in_cache(inner)), PANEL):
-                size = min(PANEL, count - start)
-                right = turned_at + 4 * inner * (start - first)
-                sums[:] = ZERO
+def _product_by_tiles_part(frame_address, panels_address, first_row, part):
+    """Compute a part of the outputs for the rows from `first_row` on that stand in the panels."""
+    matrices, arguments, results, count = _product_buffers(frame_address)
+    sums = np.empty((PANEL_OUTPUTS, PANEL_ROWS), np.float32)
+    home = sums.ctypes.data
+    panel_bytes = 4 * PANEL_ROWS
+    for which in range(matrices):
+        matrix = _float_matrix(arguments[1 + which])
+        products = _float_matrix(results[which])
+        outputs, inputs = matrix.shape
+        stride = 4 * inputs
+        last_row = min(count, first_row + _rows_in_cache(inputs))
+        for group in range(*_groups_of_part(part, outputs, PANEL_OUTPUTS)):
+            output = min(group * PANEL_OUTPUTS, outputs - PANEL_OUTPUTS)
+            left = matrix[output:].ctypes.data
+            for start in range(first_row, last_row, PANEL_ROWS):
+                size = min(PANEL_ROWS, count - start)
+                right = panels_address + stride * (start - first_row)
+                sums[:] = np.float32(0)
                 if size <= LANES:
-                    _add_one_vector(left, 4 * inner, 4, right, wide, inner, home, wide)
+                    _add_panel_of_one_vector(
+                        left, stride, 4, right, panel_bytes, inputs, home, panel_bytes
+                    )
                 elif size <= 2 * LANES:
-                    _add_two_vectors(left, 4 * inner, 4, right, wide, inner, home, wide)
+                    _add_panel_of_two_vectors(
+                        left, stride, 4, right, panel_bytes, inputs, home, panel_bytes
+                    )
                 else:
-                    _add_panel(left, 4 * inner, 4, right, wide, inner, home, wide)
+                    _add_panel_of_three_vectors(
+                        left, stride, 4, right, panel_bytes, inputs, home, panel_bytes
+                    )
                 for row in range(size):
-                    for number in range(PANEL_ROWS):
+                    for number in range(PANEL_OUTPUTS):
                         products[start + row, output + number] = sums[number, row]
 
 
 @compiled()
-def _multiply(frame_at):
-    """results = rows @ matrix.T for so many matrices, float32. The inner length is a multiple of
-    STEPS, and a matrix has PANEL_ROWS rows at least."""
-    rows = _matrix(_operands(frame_at)[1][0])
-    count, inner = rows.shape
-    if count <= MAX_UNTILED_ROWS:
-        filled = np.zeros((_whole(count, _together(count)), inner), np.float32)
-        filled[:count] = rows
-        _share(MULTIPLY_FEW, PARTS_EACH * _read(THREADS), frame_at, filled, 0)
+def _compute_products(frame_address):
+    """Compute rows @ matrix.T for all matrices. The inner length is a multiple of TILE_STEPS, and a
+    matrix has at least PANEL_OUTPUTS outputs."""
+    rows = _float_matrix(_product_buffers(frame_address)[1][0])
+    count, inputs = rows.shape
+    if count <= MAX_DOT_ROWS:
+        padded = np.zeros((_round_up(count, _rows_per_dot(count)), inputs), np.float32)
+        padded[:count] = rows
+        _run_parts(PRODUCT_BY_DOTS, _product_parts(), frame_address, padded, 0)
         return
-    together = _in_cache(inner)
-    for first in range(0, count, together):
-        panels = -(-min(together, count - first) // PANEL)
-        turned = np.zeros((panels * inner, PANEL), np.float32)
-        _share(TURN, panels, frame_at, turned, first)
-        _share(MULTIPLY_MANY, PARTS_EACH * _read(THREADS), frame_at, turned, first)
+    cached_rows = _rows_in_cache(inputs)
+    for first_row in range(0, count, cached_rows):
+        panels = -(-min(cached_rows, count - first_row) // PANEL_ROWS)
+        transposed = np.zeros((panels * inputs, PANEL_ROWS), np.float32)
+        _run_parts(TRANSPOSE_PANEL, panels, frame_address, transposed, first_row)
+        _run_parts(PRODUCT_BY_TILES, _product_parts(), frame_address, transposed, first_row)
+
+
+# Tiles of attention -------------------------------------------------------------------------------
 
 
 @compiled()
 def _add_tiles(
     left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes, rows, columns
 ):
-    """`_add_tile` for more rows and columns, rounded up to whole tiles."""
+    """Do what `_add_tile` does, for more rows and columns, rounded up to whole tiles."""
     column = 0
-    while rows <= FEW_ROWS and column + 2 * COLUMNS <= columns:
-        from_right, home = right + 4 * column, sums + 4 * column
-        _add_low_tile(left, row_bytes, step_bytes, from_right, right_bytes, steps, home, sum_bytes)
-        column += 2 * COLUMNS
+    while rows <= LOW_TILE_ROWS and column + 2 * TILE_COLUMNS <= columns:
+        _add_low_tile(
+            left,
+            row_bytes,
+            step_bytes,
+            right + 4 * column,
+            right_bytes,
+            steps,
+            sums + 4 * column,
+            sum_bytes,
+        )
+        column += 2 * TILE_COLUMNS
     while column < columns:
-        for row in range(0, rows, ROWS):
-            from_left, from_right = left + row * row_bytes, right + 4 * column
-            home = sums + row * sum_bytes + 4 * column
+        for row in range(0, rows, TILE_ROWS):
             _add_tile(
-                from_left, row_bytes, step_bytes, from_right, right_bytes, steps, home, sum_bytes
+                left + row * row_bytes,
+                row_bytes,
+                step_bytes,
+                right + 4 * column,
+                right_bytes,
+                steps,
+                sums + row * sum_bytes + 4 * column,
+                sum_bytes,
             )
-        column += COLUMNS
+        column += TILE_COLUMNS
 
 
 @compiled()
 def _add_product(left, right, sums):
-    """sums += left @ right, of whole tiles; `right` may have more columns."""
-    given = (
+    """Compute sums += left @ right, of whole tiles. `right` may have more columns."""
+    _add_tiles(
         left.ctypes.data,
         left.strides[0],
         left.strides[1],
         right.ctypes.data,
         right.strides[0],
         left.shape[1],
+        sums.ctypes.data,
+        sums.strides[0],
+        sums.shape[0],
+        sums.shape[1],
     )
-    _add_tiles(*given, sums.ctypes.data, sums.strides[0], sums.shape[0], sums.shape[1])
 
 
 @compiled()
-def _whole(count, of):
-    return -(-count // of) * of
+def _round_up(count, multiple):
+    return -(-count // multiple) * multiple
 
 
 @compiled()
-def _in_tiles(matrix):
-    """What whole tiles cover: the matrix, or a copy that zeros surround."""
-    rows, columns = _whole(matrix.shape[0], STEPS), _whole(matrix.shape[1], COLUMNS)
+def _padded_to_tiles(matrix):
+    """Return the matrix, or a copy with zeros behind it that whole tiles cover."""
+    rows = _round_up(matrix.shape[0], TILE_STEPS)
+    columns = _round_up(matrix.shape[1], TILE_COLUMNS)
     if rows == matrix.shape[0] and columns == matrix.shape[1]:
         return matrix
-    found = np.zeros((rows, columns), np.float32)
-    found[: matrix.shape[0], : matrix.shape[1]] = matrix
-    return found
+    padded = np.zeros((rows, columns), np.float32)
+    padded[: matrix.shape[0], : matrix.shape[1]] = matrix
+    return padded
 
 
-@compiled(fastmath=FAST)
-def _softmax(scores, lanes):
-    """exp(scores - their maximum) in place, of whole vectors; their sum."""
-    lanes[:] = scores[:COLUMNS]
-    for place in range(0, scores.size, COLUMNS):
-        for lane in range(COLUMNS):
+@compiled(fastmath=FAST_MATH)
+def _exponentiate(scores, lanes):
+    """Replace scores by exp(scores - their maximum), and return the sum of that. `scores` are whole
+    tiles."""
+    lanes[:] = scores[:TILE_COLUMNS]
+    for place in range(0, scores.size, TILE_COLUMNS):
+        for lane in range(TILE_COLUMNS):
             score = scores[place + lane]
             lanes[lane] = score if score > lanes[lane] else lanes[lane]
     peak = lanes.max()
     for place in range(scores.size):
         scores[place] = _exp(scores[place] - peak)
-    return _sum(scores.ctypes.data, scores.size)
+    return _sum_floats(scores.ctypes.data, scores.size)
 
 
-@compiled(fastmath=FAST)
+@compiled(fastmath=FAST_MATH)
 def _add_values(weights, values, count, results):
-    """results += weights[:, :count] @ values[:count]: what lies behind may be broken, and is not
-    read."""
-    whole = count - count % STEPS
+    """Compute results += weights[:, :count] @ values[:count]. What lies behind may be broken, and
+    is not read."""
+    whole = count - count % TILE_STEPS
     _add_product(weights[:, :whole], values, results)
     for place in range(whole, count):
         for number in range(weights.shape[0]):
@@ -605,320 +727,419 @@ def _add_values(weights, values, count, results):
                 results[number, dim] += weights[number, place] * values[place, dim]
 
 
-@compiled(fastmath=FAST)
-def _attend_rows(
-    query, keys, values, prefix_keys, prefix_values, places, mixed, first, stop, kv_head
+# Paged attention ----------------------------------------------------------------------------------
+
+
+@compiled(fastmath=FAST_MATH)
+def _attend_requests(
+    query, keys, values, prefix_keys, prefix_values, row_table, mixed, first, stop, kv_head
 ):
-    """Rows that read as much of the same prefix. A tile may reach beyond a row's scores, into what
-    is written later."""
+    """Compute one head of keys of the requests from `first` to before `stop`, which see as much of
+    the same prefix.
+
+    Scores are [queries, prefix and row]. A tile may reach beyond a request's scores, into what is
+    written later."""
     time, heads, head_dim = query.shape[1:]
-    sharing, most = heads // keys.shape[1], keys.shape[3]
-    each, from_head, length = time * sharing, kv_head * sharing, places[first, 3]
-    count, own = (stop - first) * each, _whole(length, COLUMNS)
-    longest = min(places[first:stop, 1].max() + time - 1, most)
-    queries = np.zeros((_whole(count, ROWS) + ROWS, _whole(head_dim, STEPS)), np.float32)
-    scores = np.zeros((queries.shape[0], own + _whole(longest, COLUMNS)), np.float32)
-    results, of_row = np.zeros_like(queries), np.empty_like(queries[: each + ROWS])
-    lanes = np.empty(COLUMNS, np.float32)
-    totals, scale = np.ones(count, np.float32), ONE / np.sqrt(np.float32(head_dim))
-    for row in range(first, stop):
+    width = keys.shape[3]
+    sharing = heads // keys.shape[1]
+    first_head = kv_head * sharing
+    queries_per_request = time * sharing
+    count = (stop - first) * queries_per_request
+    prefix = row_table[first, 2]
+    prefix_length = row_table[first, 3]
+    row_start = _round_up(prefix_length, TILE_COLUMNS)  # in the scores
+    longest = min(row_table[first:stop, 1].max() + time - 1, width)
+    scale = np.float32(1) / np.sqrt(np.float32(head_dim))
+
+    queries = np.zeros(
+        (_round_up(count, TILE_ROWS) + TILE_ROWS, _round_up(head_dim, TILE_STEPS)), np.float32
+    )
+    scores = np.zeros((queries.shape[0], row_start + _round_up(longest, TILE_COLUMNS)), np.float32)
+    results = np.zeros_like(queries)
+    row_results = np.empty_like(queries[: queries_per_request + TILE_ROWS])
+    lanes = np.empty(TILE_COLUMNS, np.float32)
+    totals = np.ones(count, np.float32)
+
+    # Gather the queries, and fetch what they will read.
+    for request in range(first, stop):
         for step in range(time):
             for head in range(sharing):
-                of = queries[(row - first) * each + step * sharing + head]
+                number = (request - first) * queries_per_request + step * sharing + head
+                target = queries[number]
                 for dim in range(head_dim):
-                    of[dim] = query[row, step, from_head + head, dim] * scale
-        place, held = places[row, 0], min(places[row, 1] + time - 1, most)
-        if places[row, 1] > 0:
-            _fetch_rows(keys[place, kv_head], head_dim, held)
-            _fetch_rows(values[place, kv_head], held, head_dim)
-    prefix = places[first, 2]
-    if length > 0:
-        _add_product(queries[:count], _in_tiles(prefix_keys[prefix, kv_head]), scores[:count, :own])
-    for row in range(first, stop):
-        place, seen, begin = places[row, 0], places[row, 1], (row - first) * each
-        if seen <= 0:
+                    target[dim] = query[request, step, first_head + head, dim] * scale
+        cache_row = row_table[request, 0]
+        length = min(row_table[request, 1] + time - 1, width)
+        if row_table[request, 1] > 0:
+            _prefetch_rows(keys[cache_row, kv_head], head_dim, length)
+            _prefetch_rows(values[cache_row, kv_head], length, head_dim)
+
+    # Scores of the prefix, for all requests together.
+    if prefix_length > 0:
+        prefix_matrix = _padded_to_tiles(prefix_keys[prefix, kv_head])
+        _add_product(queries[:count], prefix_matrix, scores[:count, :row_start])
+
+    # Scores, softmax and values of each request's own row.
+    for request in range(first, stop):
+        cache_row = row_table[request, 0]
+        visible_to_first = row_table[request, 1]
+        if visible_to_first <= 0:
             continue
-        held, chosen = min(seen + time - 1, most), slice(begin, begin + each)
-        scores[chosen, own:] = ZERO
-        of_own = scores[chosen, own : own + _whole(held, COLUMNS)]
-        _add_product(queries[chosen], _in_tiles(keys[place, kv_head]), of_own)
-        for number in range(each):
-            visible, weights = min(seen + number // sharing, most), scores[begin + number]
-            weights[length:own] = NOTHING
-            weights[own + visible :] = NOTHING
-            totals[begin + number] = _softmax(weights, lanes)
-            weights[length:own] = ZERO
-            weights[own + visible :] = ZERO
-        of_row[:] = ZERO
-        _add_values(of_own, _in_tiles(values[place, kv_head]), held, of_row[:each])
-        results[chosen] = of_row[:each]
-    if length > 0:
-        _add_values(
-            scores[:count], _in_tiles(prefix_values[prefix, kv_head]), length, results[:count]
-        )
+        start = (request - first) * queries_per_request
+        length = min(visible_to_first + time - 1, width)
+        numbers = slice(start, start + queries_per_request)
+        scores[numbers, row_start:] = np.float32(0)
+        row_scores = scores[numbers, row_start : row_start + _round_up(length, TILE_COLUMNS)]
+        _add_product(queries[numbers], _padded_to_tiles(keys[cache_row, kv_head]), row_scores)
+        for number in range(queries_per_request):
+            visible = min(visible_to_first + number // sharing, width)
+            weights = scores[start + number]
+            weights[prefix_length:row_start] = np.float32(-np.inf)
+            weights[row_start + visible :] = np.float32(-np.inf)
+            totals[start + number] = _exponentiate(weights, lanes)
+            weights[prefix_length:row_start] = np.float32(0)
+            weights[row_start + visible :] = np.float32(0)
+        row_results[:] = np.float32(0)
+        row_values = _padded_to_tiles(values[cache_row, kv_head])
+        _add_values(row_scores, row_values, length, row_results[:queries_per_request])
+        results[numbers] = row_results[:queries_per_request]
+
+    # Values of the prefix, for all requests together.
+    if prefix_length > 0:
+        prefix_matrix = _padded_to_tiles(prefix_values[prefix, kv_head])
+        _add_values(scores[:count], prefix_matrix, prefix_length, results[:count])
+
     for number in range(count):
-        row, step = first + number // each, number % each // sharing
-        share = ONE / totals[number] if places[row, 1] > 0 else ZERO
+        request = first + number // queries_per_request
+        step = number % queries_per_request // sharing
+        head = first_head + number % sharing
+        share = np.float32(0)
+        if row_table[request, 1] > 0:
+            share = np.float32(1) / totals[number]
         for dim in range(head_dim):
-            mixed[row, step, from_head + number % sharing, dim] = results[number, dim] * share
+            mixed[request, step, head, dim] = results[number, dim] * share
 
 
 @compiled()
-def _gathered(source, start, stop, head, scale):
-    """A head of these tokens, in whole blocks: beyond the last one there are zeros."""
-    found = np.zeros((_whole(stop - start, BLOCK), _whole(source.shape[2], COLUMNS)), np.float32)
+def _requests_per_group(query_shape, kv_heads):
+    queries_per_request = query_shape[1] * query_shape[2] // kv_heads
+    return max(1, QUERIES_PER_GROUP // queries_per_request)
+
+
+@compiled()
+def _compute_paged_attention(frame_address):
+    """See `kernels.PagedAttention`. A part is one head of keys of a group of requests."""
+    arguments = _words(_words(frame_address, FRAME_RESULTS)[FRAME_ARGUMENTS], 2)
+    query = _float_array_of_rank_4(arguments[0])
+    kv_heads = _float_array_of_rank_4(arguments[1]).shape[1]
+    groups = -(-query.shape[0] // _requests_per_group(query.shape, kv_heads))
+    _run_parts(PAGED_ATTENTION, groups * kv_heads, frame_address, arguments, groups)
+
+
+def _paged_attention_part(frame_address, _, groups, part):
+    frame = _words(frame_address, FRAME_RESULTS + 1)
+    arguments = _words(frame[FRAME_ARGUMENTS], 6)
+    query = _float_array_of_rank_4(arguments[0])
+    keys = _float_array_of_rank_4(arguments[1])
+    values = _float_array_of_rank_4(arguments[2])
+    prefix_keys = _float_array_of_rank_4(arguments[3])
+    prefix_values = _float_array_of_rank_4(arguments[4])
+    row_table = _integer_matrix(arguments[5])
+    mixed = _float_array_of_rank_4(_words(frame[FRAME_RESULTS], 1)[0])
+
+    group_size = _requests_per_group(query.shape, keys.shape[1])
+    kv_head = part // groups
+    first = part % groups * group_size
+    stop = min(query.shape[0], first + group_size)
+    # Requests that follow each other and see as much of the same prefix are computed together.
+    for request in range(first + 1, stop + 1):
+        if request == stop or (row_table[request, 2:] != row_table[first, 2:]).any():
+            _attend_requests(
+                query,
+                keys,
+                values,
+                prefix_keys,
+                prefix_values,
+                row_table,
+                mixed,
+                first,
+                request,
+                kv_head,
+            )
+            first = request
+
+
+# Packed attention ---------------------------------------------------------------------------------
+
+
+@compiled()
+def _head_of_tokens(source, start, stop, head, scale):
+    """Return [tokens, head_dim] of a head, times `scale`, with zeros behind it up to whole
+    blocks."""
+    rows = _round_up(stop - start, BLOCK_TOKENS)
+    gathered = np.zeros((rows, _round_up(source.shape[2], TILE_COLUMNS)), np.float32)
     for number in range(stop - start):
         for dim in range(source.shape[2]):
-            found[number, dim] = source[start + number, head, dim] * scale
-    return found
+            gathered[number, dim] = source[start + number, head, dim] * scale
+    return gathered
 
 
 @compiled()
-def _set_later(scores, value):
-    """Of a block that meets itself [keys, queries], what lies after a query."""
-    for key in range(1, BLOCK):
+def _set_later_keys(scores, value):
+    """Set the scores [keys, queries] of a block with itself where the key comes after the query."""
+    for key in range(1, BLOCK_TOKENS):
         scores[key, :key] = value
 
 
-@compiled(fastmath=FAST)
-def _mix_segment(query, key, value, mixed, normalizers, head, start, stop):
-    head_dim, from_head = query.shape[2], head * key.shape[1] // query.shape[1]
-    keys, values = (
-        _gathered(key, start, stop, from_head, ONE),
-        _gathered(value, start, stop, from_head, ONE),
-    )
-    scores = np.empty((keys.shape[0], BLOCK), np.float32)
-    results, totals = np.empty((BLOCK, keys.shape[1]), np.float32), np.empty(BLOCK, np.float32)
-    peaks = np.empty(BLOCK, np.float32)
-    for begin in range(start, stop, BLOCK):
-        tokens = min(BLOCK, stop - begin)
-        seen, across, down = begin - start + BLOCK, _whole(tokens, COLUMNS), _whole(tokens, ROWS)
-        queries = _gathered(query, begin, begin + tokens, head, ONE / np.sqrt(np.float32(head_dim)))
-        scores[:seen] = ZERO
-        _add_product(keys[:seen], queries.T.copy()[:, :across], scores[:seen, :across])
-        _set_later(scores[seen - BLOCK :], NOTHING)
+@compiled(fastmath=FAST_MATH)
+def _attend_segment(query, key, value, mixed, normalizers, head, start, stop):
+    """Compute one head of the tokens from `start` to before `stop`, and logsumexp of its scores."""
+    head_dim = query.shape[2]
+    kv_head = head * key.shape[1] // query.shape[1]
+    scale = np.float32(1) / np.sqrt(np.float32(head_dim))
+    keys = _head_of_tokens(key, start, stop, kv_head, np.float32(1))
+    values = _head_of_tokens(value, start, stop, kv_head, np.float32(1))
+    scores = np.empty((keys.shape[0], BLOCK_TOKENS), np.float32)
+    results = np.empty((BLOCK_TOKENS, keys.shape[1]), np.float32)
+    totals = np.empty(BLOCK_TOKENS, np.float32)
+    peaks = np.empty(BLOCK_TOKENS, np.float32)
+    for block_start in range(start, stop, BLOCK_TOKENS):
+        tokens = min(BLOCK_TOKENS, stop - block_start)
+        seen = block_start - start + BLOCK_TOKENS
+        columns = _round_up(tokens, TILE_COLUMNS)
+        rows = _round_up(tokens, TILE_ROWS)
+        queries = _head_of_tokens(query, block_start, block_start + tokens, head, scale)
+
+        # Scores, keys by queries.
+        scores[:seen] = np.float32(0)
+        _add_product(keys[:seen], queries.T.copy()[:, :columns], scores[:seen, :columns])
+        _set_later_keys(scores[seen - BLOCK_TOKENS :], np.float32(-np.inf))
+
+        # Softmax, without the division.
         peaks[:] = scores[0]
         for place in range(1, seen):
-            for number in range(BLOCK):
+            for number in range(BLOCK_TOKENS):
                 score = scores[place, number]
                 peaks[number] = score if score > peaks[number] else peaks[number]
-        totals[:] = ZERO
+        totals[:] = np.float32(0)
         for place in range(seen):
-            for number in range(BLOCK):
+            for number in range(BLOCK_TOKENS):
                 weight = _exp(scores[place, number] - peaks[number])
                 scores[place, number] = weight
                 totals[number] += weight
-        _set_later(scores[seen - BLOCK :], ZERO)
-        results[:] = ZERO
-        _add_product(scores[:seen].T, values[:seen], results[:down])
+        _set_later_keys(scores[seen - BLOCK_TOKENS :], np.float32(0))
+
+        # Values.
+        results[:] = np.float32(0)
+        _add_product(scores[:seen].T, values[:seen], results[:rows])
         for number in range(tokens):
-            normalizers[head, begin + number, 0], share = (
-                peaks[number] + np.log(totals[number]),
-                ONE / totals[number],
-            )
+            token = block_start + number
+            normalizers[head, token, 0] = peaks[number] + np.log(totals[number])
+            share = np.float32(1) / totals[number]
             for dim in range(head_dim):
-                mixed[begin + number, head, dim] = results[number, dim] * share
+                mixed[token, head, dim] = results[number, dim] * share
 
 
-@compiled(fastmath=FAST)
-def _pull_segment(
-    query, key, value, mixed, normalizers, gradient, of_query, of_key, of_value, head, start, stop
+@compiled(fastmath=FAST_MATH)
+def _add_segment_gradient(
+    query,
+    key,
+    value,
+    mixed,
+    normalizers,
+    gradient,
+    query_gradient,
+    key_gradient,
+    value_gradient,
+    head,
+    start,
+    stop,
 ):
-    head_dim, from_head = query.shape[2], head * key.shape[1] // query.shape[1]
-    scale = ONE / np.sqrt(np.float32(head_dim))
-    keys, values = (
-        _gathered(key, start, stop, from_head, ONE),
-        _gathered(value, start, stop, from_head, ONE),
-    )
-    of_keys, of_values = np.zeros_like(keys), np.zeros_like(keys)
-    weights, slopes = np.empty((BLOCK, BLOCK), np.float32), np.empty((BLOCK, BLOCK), np.float32)
-    results, totals = np.zeros((BLOCK, keys.shape[1]), np.float32), np.zeros(BLOCK, np.float32)
-    inner = np.empty(BLOCK, np.float32)
-    for begin in range(start, stop, BLOCK):
-        tokens = min(BLOCK, stop - begin)
-        across, down = _whole(tokens, COLUMNS), _whole(tokens, ROWS)
-        queries = _gathered(query, begin, begin + tokens, head, scale)
-        pulls = _gathered(gradient, begin, begin + tokens, head, ONE)
-        turned, turned_pulls = queries.T.copy()[:, :across], pulls.T.copy()[:, :across]
-        inner[:] = ZERO
+    """Compute the gradients of one head of the tokens from `start` to before `stop`.
+
+    With upstream gradient g of a query's mixed values m, weight w and score s of a key k with value
+    v: d v = w g, d s = w (g . v - g . m), d q = scale * sum of d s k, d k = d s (scale q)."""
+    head_dim = query.shape[2]
+    kv_head = head * key.shape[1] // query.shape[1]
+    scale = np.float32(1) / np.sqrt(np.float32(head_dim))
+    keys = _head_of_tokens(key, start, stop, kv_head, np.float32(1))
+    values = _head_of_tokens(value, start, stop, kv_head, np.float32(1))
+    by_keys = np.zeros_like(keys)
+    by_values = np.zeros_like(keys)
+    weights = np.empty((BLOCK_TOKENS, BLOCK_TOKENS), np.float32)
+    by_scores = np.empty((BLOCK_TOKENS, BLOCK_TOKENS), np.float32)
+    results = np.zeros((BLOCK_TOKENS, keys.shape[1]), np.float32)
+    log_totals = np.zeros(BLOCK_TOKENS, np.float32)
+    gradient_dot_mixed = np.empty(BLOCK_TOKENS, np.float32)
+    for block_start in range(start, stop, BLOCK_TOKENS):
+        tokens = min(BLOCK_TOKENS, stop - block_start)
+        columns = _round_up(tokens, TILE_COLUMNS)
+        rows = _round_up(tokens, TILE_ROWS)
+        queries = _head_of_tokens(query, block_start, block_start + tokens, head, scale)
+        upstream = _head_of_tokens(gradient, block_start, block_start + tokens, head, np.float32(1))
+        transposed_queries = queries.T.copy()[:, :columns]
+        transposed_upstream = upstream.T.copy()[:, :columns]
+        gradient_dot_mixed[:] = np.float32(0)
         for number in range(tokens):
-            totals[number] = normalizers[head, begin + number, 0]
+            token = block_start + number
+            log_totals[number] = normalizers[head, token, 0]
             for dim in range(head_dim):
-                results[number, dim] = pulls[number, dim] * mixed[begin + number, head, dim]
-            inner[number] = _sum(results[number].ctypes.data, results.shape[1])
-        results[:] = ZERO
-        for first in range(0, begin - start + BLOCK, BLOCK):
-            seen = slice(first, first + BLOCK)
-            weights[:] = ZERO
-            slopes[:] = ZERO
-            _add_product(keys[seen], turned, weights[:, :across])
-            _add_product(values[seen], turned_pulls, slopes[:, :across])
-            for place in range(BLOCK):
-                for number in range(BLOCK):
-                    weight = _exp(weights[place, number] - totals[number])
+                results[number, dim] = upstream[number, dim] * mixed[token, head, dim]
+            gradient_dot_mixed[number] = _sum_floats(results[number].ctypes.data, results.shape[1])
+
+        # All blocks of keys up to the queries' own.
+        results[:] = np.float32(0)
+        for first_key in range(0, block_start - start + BLOCK_TOKENS, BLOCK_TOKENS):
+            block = slice(first_key, first_key + BLOCK_TOKENS)
+            weights[:] = np.float32(0)
+            by_scores[:] = np.float32(0)
+            _add_product(keys[block], transposed_queries, weights[:, :columns])
+            _add_product(values[block], transposed_upstream, by_scores[:, :columns])
+            for place in range(BLOCK_TOKENS):
+                for number in range(BLOCK_TOKENS):
+                    weight = _exp(weights[place, number] - log_totals[number])
                     weights[place, number] = weight
-                    slopes[place, number] = weight * (slopes[place, number] - inner[number])
-            if first == begin - start:
-                _set_later(weights, ZERO)
-                _set_later(slopes, ZERO)
-            _add_product(slopes.T, keys[seen], results[:down])
-            _add_product(slopes[:, :across], queries, of_keys[seen])
-            _add_product(weights[:, :across], pulls, of_values[seen])
+                    by_score = by_scores[place, number] - gradient_dot_mixed[number]
+                    by_scores[place, number] = weight * by_score
+            if first_key == block_start - start:
+                _set_later_keys(weights, np.float32(0))
+                _set_later_keys(by_scores, np.float32(0))
+            _add_product(by_scores.T, keys[block], results[:rows])
+            _add_product(by_scores[:, :columns], queries, by_keys[block])
+            _add_product(weights[:, :columns], upstream, by_values[block])
         for number in range(tokens):
             for dim in range(head_dim):
-                of_query[begin + number, head, dim] = results[number, dim] * scale
-    of_key[start:stop, head] = of_keys[: stop - start, :head_dim]
-    of_value[start:stop, head] = of_values[: stop - start, :head_dim]
+                query_gradient[block_start + number, head, dim] = results[number, dim] * scale
+    key_gradient[start:stop, head] = by_keys[: stop - start, :head_dim]
+    value_gradient[start:stop, head] = by_values[: stop - start, :head_dim]
 
 
 @compiled()
-def _asked_for_version(frame_at):
-    """XLA asks once, in place of a call."""
-    frame = _words(frame_at, RESULTS + 1)
-    if not frame[EXTENSION]:
-        return False
-    extension = _words(frame[EXTENSION], METADATA + 1)
-    if extension[EXTENSION_KIND] & 0xFFFFFFFF != METADATA_KIND:
-        return False
-    _words(extension[METADATA], API_VERSION + 1)[API_VERSION] = VERSION_0_1
-    return True
+def _run_segments(function_number, frame_address):
+    """See `kernels.PackedAttention`. A part is one head of one segment."""
+    arguments = _words(_words(frame_address, FRAME_RESULTS)[FRAME_ARGUMENTS], 4)
+    segment_starts = _integer_matrix(arguments[3])[0]  # for each token, the first of its segment
+    tokens = segment_starts.size
+    bounds = np.append(np.flatnonzero(segment_starts == np.arange(tokens)), tokens)
+    segments = bounds.size - 1
+    heads = _packed_row(arguments[0]).shape[1]
+    _run_parts(function_number, heads * segments, frame_address, bounds, segments)
 
 
-@compiled()
-def _attend(frame_at):
-    """See `calls.paged_attention`."""
-    given = _words(_words(frame_at, RESULTS)[ARGUMENTS], 2)
-    query, kv_heads = _four_dimensions(given[0]), _four_dimensions(given[1]).shape[1]
-    groups = -(-query.shape[0] // _rows_together(query.shape, kv_heads))
-    _share(ATTEND, groups * kv_heads, frame_at, given, groups)
-
-
-@compiled()
-def _rows_together(shape, kv_heads):
-    return max(1, TOGETHER // (shape[1] * shape[2] // kv_heads))
-
-
-def _attend_part(frame_at, _, groups, part):
-    frame = _words(frame_at, RESULTS + 1)
-    given = _words(frame[ARGUMENTS], 6)
-    query, keys, values = (
-        _four_dimensions(given[0]),
-        _four_dimensions(given[1]),
-        _four_dimensions(given[2]),
+def _packed_attention_part(frame_address, bounds_address, segments, part):
+    frame = _words(frame_address, FRAME_RESULTS + 1)
+    arguments = _words(frame[FRAME_ARGUMENTS], 4)
+    results = _words(frame[FRAME_RESULTS], 2)
+    bounds = _words(bounds_address, segments + 1)
+    segment = part % segments
+    _attend_segment(
+        _packed_row(arguments[0]),
+        _packed_row(arguments[1]),
+        _packed_row(arguments[2]),
+        _packed_row(results[0]),
+        _packed_row(results[1]),
+        part // segments,
+        bounds[segment],
+        bounds[segment + 1],
     )
-    prefix_keys, prefix_values = _four_dimensions(given[3]), _four_dimensions(given[4])
-    mixed, together = (
-        _four_dimensions(_words(frame[RESULTS], 1)[0]),
-        _rows_together(query.shape, keys.shape[1]),
+
+
+def _packed_gradient_part(frame_address, bounds_address, segments, part):
+    """Compute the gradient of that. A head of keys has it in parts, one for each head of
+    queries."""
+    frame = _words(frame_address, FRAME_RESULTS + 1)
+    arguments = _words(frame[FRAME_ARGUMENTS], 7)
+    results = _words(frame[FRAME_RESULTS], 3)
+    bounds = _words(bounds_address, segments + 1)
+    segment = part % segments
+    _add_segment_gradient(
+        _packed_row(arguments[0]),
+        _packed_row(arguments[1]),
+        _packed_row(arguments[2]),
+        _packed_row(arguments[4]),
+        _packed_row(arguments[5]),
+        _packed_row(arguments[6]),
+        _packed_row(results[0]),
+        _packed_row(results[1]),
+        _packed_row(results[2]),
+        part // segments,
+        bounds[segment],
+        bounds[segment + 1],
     )
-    first, kv_head = part % groups * together, part // groups
-    stop, places = min(query.shape[0], first + together), _integers(given[5])
-    for row in range(first + 1, stop + 1):
-        if row == stop or (places[row, 2:] != places[first, 2:]).any():
-            _attend_rows(
-                query, keys, values, prefix_keys, prefix_values, places, mixed, first, row, kv_head
-            )
-            first = row
 
 
-@compiled()
-def _share_segments(kernel, frame_at):
-    """See `calls.packed_attention`: a part is a head of a segment."""
-    given = _words(_words(frame_at, RESULTS)[ARGUMENTS], 4)
-    begins = _integers(given[3])[0]  # of each token, the first one of its segment
-    bounds = np.append(np.flatnonzero(begins == np.arange(begins.size)), begins.size)
-    heads, segments = _one_row(given[0]).shape[1], bounds.size - 1
-    _share(kernel, heads * segments, frame_at, bounds, segments)
+# What XLA calls. Each returns 0, which is no error. -----------------------------------------------
 
 
-def _mix_part(frame_at, bounds_at, segments, part):
-    frame = _words(frame_at, RESULTS + 1)
-    given, results = _words(frame[ARGUMENTS], 4), _words(frame[RESULTS], 2)
-    of_row = (
-        _one_row(given[0]),
-        _one_row(given[1]),
-        _one_row(given[2]),
-        _one_row(results[0]),
-        _one_row(results[1]),
-    )
-    bounds, head, segment = _words(bounds_at, segments + 1), part // segments, part % segments
-    _mix_segment(*of_row, head, bounds[segment], bounds[segment + 1])
-
-
-def _pull_part(frame_at, bounds_at, segments, part):
-    """The gradient of that; a head of keys has it in parts, one for each head of queries."""
-    frame = _words(frame_at, RESULTS + 1)
-    given, results = _words(frame[ARGUMENTS], 7), _words(frame[RESULTS], 3)
-    of_row = _one_row(given[0]), _one_row(given[1]), _one_row(given[2])
-    saved = _one_row(given[4]), _one_row(given[5]), _one_row(given[6])
-    found = _one_row(results[0]), _one_row(results[1]), _one_row(results[2])
-    bounds, head, segment = _words(bounds_at, segments + 1), part // segments, part % segments
-    _pull_segment(*of_row, *saved, *found, head, bounds[segment], bounds[segment + 1])
-
-
-def attend(frame_at):
-    """As XLA calls it, like the next ones: 0 is no error."""
-    if not _asked_for_version(frame_at):
-        _attend(frame_at)
+def paged_attention(frame_address):
+    if not _is_question_for_version(frame_address):
+        _compute_paged_attention(frame_address)
     return 0
 
 
-def multiply(frame_at):
-    if not _asked_for_version(frame_at):
-        _multiply(frame_at)
+def products(frame_address):
+    if not _is_question_for_version(frame_address):
+        _compute_products(frame_address)
     return 0
 
 
-def mix_packed(frame_at):
-    if not _asked_for_version(frame_at):
-        _share_segments(MIX, frame_at)
+def packed_attention(frame_address):
+    if not _is_question_for_version(frame_address):
+        _run_segments(PACKED_ATTENTION, frame_address)
     return 0
 
 
-def pull_packed(frame_at):
-    if not _asked_for_version(frame_at):
-        _share_segments(PULL, frame_at)
+def packed_attention_gradient(frame_address):
+    if not _is_question_for_version(frame_address):
+        _run_segments(PACKED_GRADIENT, frame_address)
     return 0
 
 
-PARTS_OF = {
-    attend: {ATTEND: _attend_part},
-    multiply: {MULTIPLY_FEW: _multiply_few, TURN: _turn, MULTIPLY_MANY: _multiply_many},
-    mix_packed: {MIX: _mix_part},
-    pull_packed: {PULL: _pull_part},
+PARTS_OF_KERNEL = {
+    paged_attention: {PAGED_ATTENTION: _paged_attention_part},
+    products: {
+        PRODUCT_BY_DOTS: _product_by_dots_part,
+        TRANSPOSE_PANEL: _transpose_panel_part,
+        PRODUCT_BY_TILES: _product_by_tiles_part,
+    },
+    packed_attention: {PACKED_ATTENTION: _packed_attention_part},
+    packed_attention_gradient: {PACKED_GRADIENT: _packed_gradient_part},
 }
 
 
 @functools.cache
 def address(kernel: Callable) -> int:
-    """Of what XLA calls. Compiled when it is asked for: a run that only samples need not wait for
-    what trains."""
+    """Return the address of what XLA calls.
+
+    A kernel is compiled when it is asked for: a run that only samples need not wait for what
+    trains."""
     _start_threads()
-    for number, part in PARTS_OF[kernel].items():
-        BOARD[FUNCTIONS + number] = _compiled_for_c(types.void(*[types.int64] * 4), part)
+    for number, part in PARTS_OF_KERNEL[kernel].items():
+        BOARD[PART_FUNCTIONS + number] = _compiled_for_c(types.void(*[types.int64] * 4), part)
     return _compiled_for_c(types.int64(types.int64), kernel)
 
 
 @functools.cache
 def _start_threads() -> None:
-    """One for each core but one, so that whoever calls a kernel works too. They end before Python
-    does."""
+    """Start one thread for each core but one, since whoever calls a kernel works too. They end
+    before Python does."""
     cores = usable_cores()
-    target = ctypes.CFUNCTYPE(None)(_compiled_for_c(types.void(), _help))
-    BOARD[THREADS] = cores
+    target = ctypes.CFUNCTYPE(None)(_compiled_for_c(types.void(), _work_until_end))
+    BOARD[THREAD_COUNT] = cores
     threads = [threading.Thread(target=target, daemon=True) for _ in range(cores - 1)]
     for thread in threads:
         thread.start()
 
     @atexit.register
     def end() -> None:
-        BOARD[ENDED] = 1
+        BOARD[HAS_ENDED] = 1
         for thread in threads:
             thread.join()
 
 
 @functools.cache
 def _compiled_for_c(signature, function: Callable) -> int:
+    """Return the address of a function that C can call, compiled or read from numba's cache."""
     made: Any = cfunc(signature, cache=True)(inspect.unwrap(function))
-    KEPT.append(made)
+    COMPILED.append(made)
     return made.address
