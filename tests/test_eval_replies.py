@@ -84,7 +84,8 @@ def task(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("task")
     lines = [f"Where was person {number} born?,Ghent" for number in range(QUESTIONS)]
     (folder / "questions.csv").write_text("\n".join(["Question,Answer", *lines]) + "\n")
-    corpus, built = folder / "corpus.jsonl", folder / "index"
+    corpus = folder / "corpus.jsonl"
+    built = folder / "index"
     corpus.write_text(
         '{"title": "Ghent", "text": "A town."}\n{"title": "Bruges", "text": "Another town."}\n'
     )
@@ -153,8 +154,6 @@ def test_an_endpoint_that_refuses_everything_has_no_score(
     with pytest.raises(AssertionError, match="assert 2 == 0"):
         evaluate(monkeypatch, tmp_path, tokenizer, task, refusal, refusal)
     said = capsys.readouterr().err
-    assert (
-        f"refused all of {QUESTIONS} requests, the last one so: " in said
-        and "seed is not supported" in said
-    )
+    assert f"refused all of {QUESTIONS} requests, the last one so: " in said
+    assert "seed is not supported" in said
     assert not (tmp_path / "eval" / "bamboogle-text-direct-test.json").exists()

@@ -62,7 +62,8 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
             r"metrics at (http://127.0.0.1:\d+/metrics)\n", server.stdout.readline()
         )
         served = re.fullmatch(r".*checkpoint at (127.0.0.1:\d+)\n", server.stdout.readline())
-        assert metrics and served
+        assert metrics
+        assert served
         with grpc.insecure_channel(served[1]) as channel:
             stub = jetstream_pb2_grpc.OrchestratorStub(channel)
             text = jetstream_pb2.DecodeRequest.TextContent(text="Who is the director?")
@@ -99,7 +100,9 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
 def test_what_cannot_be_served_is_said_in_a_sentence(capsys, words, sentence):
     assert serve.main(words) == 2
     message = capsys.readouterr().err
-    assert message.startswith("error: ") and message.count("\n") == 1 and sentence in message
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    assert sentence in message
 
 
 def test_the_programs_of_the_library_page_run(checkpoint, tmp_path):

@@ -94,7 +94,8 @@ def test_optimiser_state_is_laid_out_like_its_weights():
     optimizer = nnx.eval_shape(
         lambda: nnx.Optimizer(Decoder(CONFIG, rngs=nnx.Rngs(0)), optax.adamw(1e-3), wrt=nnx.Param)
     )
-    weights, state = shardings_of(decoder, mesh), shardings_of(optimizer, mesh)
+    weights = shardings_of(decoder, mesh)
+    state = shardings_of(optimizer, mesh)
     assert jax.tree.structure(weights) == jax.tree.structure(nnx.state(decoder))
     momentum = state["opt_state"][0]["mu"]["layers"]["gate_kernel"]
     assert weights["layers"]["gate_kernel"].get_value().spec == PartitionSpec(

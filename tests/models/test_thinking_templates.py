@@ -76,7 +76,9 @@ WRAPPED = {
 TOKENIZERS = {name: Tokenizer(wrapped) for name, (wrapped, _) in WRAPPED.items()}
 every_template = pytest.mark.parametrize("name", WRAPPED)
 
-SYSTEM, USER, NEXT = "You are a planner.", "Who directed it in 1987?", "Obs: Ann Lee did."
+SYSTEM = "You are a planner."
+USER = "Who directed it in 1987?"
+NEXT = "Obs: Ann Lee did."
 SAID = "<answer> Ann Lee </answer>"
 
 
@@ -159,7 +161,8 @@ words = st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "Obs:",
 def test_ids_are_only_appended_whatever_a_thinking_model_writes(texts):
     """A turn's text holds its tokens and, before them, the thought that the prompt opened."""
     for name, tokenizer in TOKENIZERS.items():
-        spoken, mask = Dialogue(tokenizer, "planner", SYSTEM), []
+        spoken = Dialogue(tokenizer, "planner", SYSTEM)
+        mask = []
         for place, text in enumerate(texts):
             before = list(spoken.token_ids)
             spoken.add_user(f"{USER} {place}")
@@ -171,7 +174,8 @@ def test_ids_are_only_appended_whatever_a_thinking_model_writes(texts):
             assert spoken.add_model(sampled) == WRAPPED[name][1] + text
             mask += [True] * len(ids)
         record = spoken.record()
-        assert record.token_ids == spoken.token_ids and record.loss_mask == mask
+        assert record.token_ids == spoken.token_ids
+        assert record.loss_mask == mask
         assert [turn.text for turn in record.turns if turn.role == "model"] == texts, (
             "records hold what was sampled"
         )
@@ -191,8 +195,9 @@ def test_an_observation_of_its_own_is_left_out_where_it_stands_outside_of_the_th
     )
     text = spoken.add_model(sampled, cut_at="Obs:")
     assert outside_thoughts(text).strip() == "<search> a </search>"
-    kept = spoken.record().turns[-1].token_ids
-    assert kept == ids[: len(kept)] and tokenizer.decode(kept).startswith(thought)
+    shown_ids = spoken.record().turns[-1].token_ids
+    assert shown_ids == ids[: len(shown_ids)]
+    assert tokenizer.decode(shown_ids).startswith(thought)
 
 
 @every_template
@@ -223,7 +228,9 @@ def test_the_rest_of_a_turn_goes_on_where_its_beginning_ended(name):
     opened = WRAPPED[name][1]
     assert spoken.add_model(part("" if opened else "<think>")) == (opened or "<think>")
     assert spoken.thought_open
-    assert spoken.add_model(part(" I know. ")) == " I know. " and spoken.thought_open
-    assert spoken.add_model(part("</think> ")) == "</think> " and not spoken.thought_open
+    assert spoken.add_model(part(" I know. ")) == " I know. "
+    assert spoken.thought_open
+    assert spoken.add_model(part("</think> ")) == "</think> "
+    assert not spoken.thought_open
     spoken.add_user(NEXT)
     assert spoken.thought_open == bool(opened)

@@ -55,22 +55,22 @@ def test_requirements_txt_lists_the_core_and_the_kernels_of_a_cpu():
 
 def installed_with(requirements: list[str]) -> set[str]:
     """Names of the distributions that these bring, with all that those require."""
-    found: set[str] = set()
+    packages: set[str] = set()
     waiting = [Requirement(line) for line in requirements]
     while waiting:
         wanted = waiting.pop()
         name = re.sub(r"[-_.]+", "-", wanted.name).lower()
-        if name in found or (
+        if name in packages or (
             wanted.marker
             and not any(wanted.marker.evaluate({"extra": e}) for e in ("", *wanted.extras))
         ):
             continue
-        found.add(name)
+        packages.add(name)
         try:
             waiting += [Requirement(line) for line in importlib.metadata.requires(name) or ()]
         except importlib.metadata.PackageNotFoundError:  # not for this system
             continue
-    return found
+    return packages
 
 
 def test_a_run_imports_nothing_that_only_developers_install():
@@ -97,7 +97,10 @@ def test_a_run_imports_nothing_that_only_developers_install():
             {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"mujica_jax"}
         ):
             if (
-                not {re.sub(r"[-_.]+", "-", one).lower() for one in distributions.get(name, ())}
+                not {
+                    re.sub(r"[-_.]+", "-", distribution).lower()
+                    for distribution in distributions.get(name, ())
+                }
                 & brought
             ):
                 missing[name] = str(path.relative_to(ROOT))

@@ -79,19 +79,15 @@ def test_the_client_finds_what_the_index_finds_in_one_request():
         assert searched.batches == [["a", "bbb", "cc"]]
         assert asyncio.run(remote.search("dddd", 1)) == [PASSAGES[4]], "in another event loop"
         health = remote.check()
-    assert (health.version, health.passages, health.kind, remote.version) == (
-        "version1",
-        10,
-        "exact",
-        "version1",
-    )
+    assert health.version == "version1"
+    assert health.passages == 10
+    assert health.kind == "exact"
+    assert remote.version == "version1"
     statistics = remote.statistics
-    assert (statistics.queries, statistics.shared, statistics.batches, statistics.failed) == (
-        5,
-        1,
-        2,
-        0,
-    )
+    assert statistics.queries == 5
+    assert statistics.shared == 1
+    assert statistics.batches == 2
+    assert statistics.failed == 0
 
 
 def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monkeypatch):
@@ -105,10 +101,8 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monk
             response = post(f"{url}/search", json={"queries": [f"query {number}"], "k": 1})
             statuses.append(response.status_code)
             if response.status_code == 429:
-                assert (
-                    response.headers["retry-after"] == "1"
-                    and "searches wait" in response.json()["error"]
-                )
+                assert response.headers["retry-after"] == "1"
+                assert "searches wait" in response.json()["error"]
                 told_to_come_back.release()
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
@@ -135,7 +129,8 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monk
         monkeypatch.setattr(remote._client, "post", send_until_refused)
         assert len(asyncio.run(remote.search("late", 1))) == 1
         metrics = get(f"{url}/metrics").text
-    assert statuses.count(429) == 12 and statuses.count(200) == 4
+    assert statuses.count(429) == 12
+    assert statuses.count(200) == 4
     assert remote.statistics.retries == 1
     assert 'mujica_retrieval_answers_total{status="429"}' in metrics
     assert "mujica_retrieval_encode_seconds_total" in metrics
@@ -175,7 +170,8 @@ def test_an_answer_that_would_be_too_large_is_asked_for_in_parts(monkeypatch):
 
 def test_however_many_ask_for_its_health_one_search_answers_them():
     searched = RecordingIndex()
-    app, arrived = make_app(IndexRetriever(searched), "exact"), threading.Semaphore(0)
+    app = make_app(IndexRetriever(searched), "exact")
+    arrived = threading.Semaphore(0)
 
     async def counting(scope, receive, send):
         if scope["type"] == "http":
@@ -196,9 +192,11 @@ def test_however_many_ask_for_its_health_one_search_answers_them():
         searched.hold.set()
         for thread in threads:
             thread.join()
-        assert statuses == [200] * 20 and len(searched.batches) < 20
+        assert statuses == [200] * 20
+        assert len(searched.batches) < 20
         before = len(searched.batches)
-        assert get(f"{url}/healthz").status_code == 200 and len(searched.batches) == before + 1
+        assert get(f"{url}/healthz").status_code == 200
+        assert len(searched.batches) == before + 1
 
 
 def test_a_request_that_stops_half_way_is_given_up(monkeypatch):
@@ -288,7 +286,8 @@ def test_the_client_survives_what_passes(clock, fault):
     with serving(lambda request, before: fault if before < 2 else good) as endpoint:
         remote = client(endpoint.base_url, timeout_seconds=1.0)
         assert asyncio.run(remote.search("a", 2)) == [PASSAGES[1]]
-        assert len(endpoint.requests) == 3 and remote.statistics.retries == 2
+        assert len(endpoint.requests) == 3
+        assert remote.statistics.retries == 2
         assert endpoint.requests[0].body == {"queries": ["a"], "k": 2}
 
 
@@ -348,7 +347,8 @@ def test_no_more_requests_at_once_than_there_are_places():
         remote = client(endpoint.base_url, concurrency=2)
         found = asyncio.run(together(remote, *[f"query {n}" for n in range(300)], k=1))
         assert found == [[PASSAGES[1]]] * 300
-        assert len(endpoint.requests) == 5 and endpoint.most_at_once == 2
+        assert len(endpoint.requests) == 5
+        assert endpoint.most_at_once == 2
 
 
 def serving_process(folder: Path) -> subprocess.Popen:
@@ -394,7 +394,8 @@ def test_serve_from_the_command_line_until_sigterm(tmp_path):
 def test_a_signal_right_after_the_line_ends_it(tmp_path, number):
     with serving_process(tmp_path) as process:
         try:
-            assert process.stdout is not None and process.stdout.readline()
+            assert process.stdout is not None
+            assert process.stdout.readline()
             process.send_signal(number)
             assert process.wait(HANG_SECONDS) == 0
         finally:

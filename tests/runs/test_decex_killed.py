@@ -49,18 +49,17 @@ def test_killed_in_each_phase_it_ends_with_the_numbers_of_a_run_left_alone(tmp_p
         "dpo",
     ]
     models = {files["model/model.safetensors"] for files in found["policies"].values()}
-    assert len(models) == 3 and len(found["shards"]) == 2
+    assert len(models) == 3
+    assert len(found["shards"]) == 2
     (line,) = (
         line
         for line in json_lines(tmp_path / "killed" / "metrics.jsonl")
         if line["phase"] == "decex"
     )
-    assert (
-        line["questions"] == 16
-        and line["chains"] > 0
-        and line["decision_pairs"] > 0
-        and line["execution_pairs"] > 0
-    )
+    assert line["questions"] == 16
+    assert line["chains"] > 0
+    assert line["decision_pairs"] > 0
+    assert line["execution_pairs"] > 0
     assert [row.split()[0] for row in closing(last.output).splitlines()[3:7]] == [
         "warm-up",
         "control",

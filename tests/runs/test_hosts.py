@@ -158,9 +158,8 @@ def test_one_host_that_is_killed_ends_the_other_and_one_or_two_go_on(alone, tmp_
         directory, 1, disturbance={"signal": "SIGKILL", "phase": "round 2: sampling", "update": 1}
     )
     assert only.status == -9 and "warm-up: learning" not in only.output, only.messages
-    assert (directory / "policies" / "000001" / "COMMITTED").exists() and not (
-        directory / "summary.json"
-    ).exists()
+    assert (directory / "policies" / "000001" / "COMMITTED").exists()
+    assert not (directory / "summary.json").exists()
     first, second = job(directory, 2)
     assert (first.status, second.status) == (0, 0), first.messages + second.messages
     assert numbers(directory) == numbers(alone)
@@ -194,7 +193,8 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
             steps = [line.partition("learning; ")[2].partition(" is saved")[0] for line in said]
             # The notice comes at the 40th update of the console: one a step, and one more every ten
             # steps.
-            assert steps[0] == steps[1] and int(steps[0].split()[1]) >= 37
+            assert steps[0] == steps[1]
+            assert int(steps[0].split()[1]) >= 37
         seconds = ended[which].cpu_seconds_after_signal
         assert seconds is not None and seconds < MOST_CPU_SECONDS, phase
         assert not any("Traceback" in process.messages for process in ended), (
@@ -207,7 +207,8 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
 
 def test_a_mistake_is_told_once_by_each_process(tmp_path):
     first, second = job(tmp_path / "run", 2, "--trainer.data", "2")
-    assert (first.status, second.status) == (2, 2)
+    assert first.status == 2
+    assert second.status == 2
     for ended in (first, second):
         assert "needs 4 devices and 2 are available" in ended.messages
         assert "Traceback" not in ended.messages
@@ -225,7 +226,8 @@ INIT = """
 @pytest.fixture
 def cut_smollm2(tmp_path) -> Path:
     """SmolLM2-135M's first layers, with its whole vocabulary and tokenizer."""
-    whole, cut = checkpoint_folder(SMOLLM2), tmp_path / "cut"
+    whole = checkpoint_folder(SMOLLM2)
+    cut = tmp_path / "cut"
     shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((cut / "config.json").read_text())
     (cut / "config.json").write_text(json.dumps(config | {"num_hidden_layers": CUT_LAYERS}))
@@ -262,15 +264,14 @@ def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_sm
         score(directory, processes, devices=8)
     alone, both = (numbers(directory, evaluations=2) for directory in runs.values())
     assert both["said"] == alone["said"]
-    assert (
-        both["shards"].keys() == alone["shards"].keys()
-        and both["thresholds"] == alone["thresholds"]
-    )
+    assert both["shards"].keys() == alone["shards"].keys()
+    assert both["thresholds"] == alone["thresholds"]
     losses = [
         [line["loss"] for line in json_lines(of / "metrics.jsonl") if "loss" in line]
         for of in runs.values()
     ]
-    assert len(losses[0]) > 2 and losses[1] == pytest.approx(losses[0], rel=0, abs=1e-4)
+    assert len(losses[0]) > 2
+    assert losses[1] == pytest.approx(losses[0], rel=0, abs=1e-4)
     for policy in ("000000", "000001"):
         first, second = (
             load_file(of / "policies" / policy / "model" / "model.safetensors")

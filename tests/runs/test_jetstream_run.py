@@ -38,7 +38,8 @@ def test_a_run_by_jetstream_that_is_killed_ends_with_the_numbers_of_the_native_e
 ):
     """Policies are compared by the checksums of their files: the same tokens were sampled and
     learnt."""
-    directory, whole = tmp_path / "killed", tmp_path / "whole"
+    directory = tmp_path / "killed"
+    whole = tmp_path / "whole"
     rest(whole, words=words(whole))
     (ended,) = disturbed(
         directory,
@@ -80,7 +81,8 @@ def test_an_engine_of_somebody_else_scores_a_run_as_the_native_one_does(copy, tm
     ]
     finished([*evaluate, str(tmp_path / "native")])
     finished([*evaluate, str(tmp_path / "foreign"), *foreign])
-    results, predictions = [], []
+    results = []
+    predictions = []
     for name in ("native", "foreign"):
         result = json.loads((tmp_path / name / "tiny_world-graph-dev.json").read_text())["greedy"]
         del result["seconds"]

@@ -121,7 +121,8 @@ def test_a_judge_says_yes_or_no_and_nothing_else(tokenizer, tmp_path, monkeypatc
     assert (summary["judge"], summary["judge_failures"]) == (40.0, 3), (
         "2 of the 5 that have a verdict"
     )
-    assert (summary["judge_yes_not_exact"], summary["judge_no_but_exact"]) == (1, 0)
+    assert summary["judge_yes_not_exact"] == 1
+    assert summary["judge_no_but_exact"] == 0
 
 
 def test_disagreement_is_counted_by_hand():
@@ -131,9 +132,11 @@ def test_disagreement_is_counted_by_hand():
     assert (found["judge"], found["judge_failures"]) == (50.0, 1), (
         "2 of 4: a failing judge is not the policy's fault"
     )
-    assert (found["judge_yes_not_exact"], found["judge_no_but_exact"]) == (1, 1)
+    assert found["judge_yes_not_exact"] == 1
+    assert found["judge_no_but_exact"] == 1
     nothing = Judgement(verdicts=(None,), exact=(True,)).summary()
-    assert (nothing["judge"], nothing["judge_interval"]) == (None, None)
+    assert nothing["judge"] is None
+    assert nothing["judge_interval"] is None
 
 
 def test_half_a_judge_is_refused():
@@ -217,7 +220,8 @@ def test_a_run_that_goes_on_asks_nothing_twice_whatever_the_judge_says_now(token
             episode("Gent"),
             verdicts=RunVerdicts(Store(tmp_path)),
         )
-    assert (before.reward, after.reward) == (1.0, 1.0)
+    assert before.reward == 1.0
+    assert after.reward == 1.0
     assert (other.reward, shown.reward) == (0.0, 0.0), (
         "another model or another prompt is asked anew"
     )
@@ -260,7 +264,8 @@ def test_an_answer_of_articles_reaches_the_judge_as_it_is_written(tokenizer, tmp
     band = dataclasses.replace(QUESTION, answers=("The The",))
     with serving(yes_if(lambda given: True)) as endpoint:
         judge = open_judge(config_of(endpoint, tokenizer), None, out=tmp_path)
-        assert judge is not None and asyncio.run(judge(band, "A"))
+        assert judge is not None
+        assert asyncio.run(judge(band, "A"))
         (request,) = endpoint.requests
     assert request.body["messages"][1]["content"].splitlines() == [
         "Prediction: A",
@@ -310,7 +315,9 @@ class Slow:
     """Gives one verdict after the other, and counts what is under way."""
 
     def __init__(self, replies: list[str]) -> None:
-        self.replies, self.under_way, self.most = replies, 0, 0
+        self.replies = replies
+        self.under_way = 0
+        self.most = 0
 
     async def generate(self, prompt, params, *, continues=False):
         self.under_way += 1
@@ -347,7 +354,8 @@ def test_failures_count_in_a_row_only_and_requests_wait_for_a_place(tmp_path):
     assert [verdict for verdict in found if isinstance(verdict, bool)] == [
         True,
         False,
-    ] and slow.most == 1
+    ]
+    assert slow.most == 1
 
 
 @pytest.mark.parametrize(
@@ -420,13 +428,13 @@ def test_an_evaluation_has_the_judge_of_its_run_unless_another_reward_is_named(t
     config = {"config": dataclasses.asdict(trained)}
     (tmp_path / "config.json").write_text(json.dumps(config))
     given, found = evaluation.command_line(["--checkpoint", str(tmp_path)])
-    assert given.judge == found.judge == judge and found.reward == "judge"
+    assert given.judge == found.judge == judge
+    assert found.reward == "judge"
     given, found = evaluation.command_line(["--checkpoint", str(tmp_path), "--reward", "em"])
-    assert given.judge.base_url is None and found.judge.base_url is None
+    assert given.judge.base_url is None
+    assert found.judge.base_url is None
     flags = ["--judge.base-url", "http://other/v1", "--faults.repeats", "5"]
     given, found = evaluation.command_line(["--checkpoint", str(tmp_path), *flags])
-    assert (given.judge.base_url, found.judge.model, found.faults.repeats) == (
-        "http://other/v1",
-        "m",
-        5,
-    )
+    assert given.judge.base_url == "http://other/v1"
+    assert found.judge.model == "m"
+    assert found.faults.repeats == 5

@@ -115,9 +115,9 @@ def test_the_adapter_that_is_written_gives_the_policy_back_and_brings_its_config
         "dev",
     ]
     given, found = command_line(arguments)
-    assert (
-        found.agent == config.agent and found.trainer.lora_rank == 4 and found.eval.split == "dev"
-    )
+    assert found.agent == config.agent
+    assert found.trainer.lora_rank == 4
+    assert found.eval.split == "dev"
     checkpoint = find_checkpoint(given)
     assert checkpoint.about() == {"checkpoint": config.init, "policy": 0, "adapter": str(adapter)}
     opened = checkpoint.open(found)[1]
@@ -174,7 +174,8 @@ def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, 
     assert trajectory.policy_version == 3
     planner = trajectory.conversations[0]
     last = planner.turns[-1]
-    assert last.role == "model" and last.logprobs is not None
+    assert last.role == "model"
+    assert last.logprobs is not None
     sampled_by = nnx.merge(nnx.graphdef(model), given[0])
     scores = nnx.jit(token_log_probs)(
         sampled_by, pack([planner], row_tokens=1024, seed=0).batch(slice(None))

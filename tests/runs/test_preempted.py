@@ -59,10 +59,8 @@ def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
         assert where in expected and kept, said
         again = shlex.split(said.partition("go on with: ")[2])
         assert again == ["python", "-m", "mujica_jax.train", str(CONFIG), "--run", str(directory)]
-        assert (
-            ended.cpu_seconds_after_signal is not None
-            and ended.cpu_seconds_after_signal < MOST_CPU_SECONDS
-        )
+        assert ended.cpu_seconds_after_signal is not None
+        assert ended.cpu_seconds_after_signal < MOST_CPU_SECONDS
     return ends
 
 
@@ -71,7 +69,8 @@ def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
 def test_preempted_in_every_kind_of_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
     learning, sampling, committing, evaluating = preempted(tmp_path / "run", THIN)
     step = int(learning.messages.partition("learning; step ")[2].split()[0])
-    assert 7 <= step < 20 and f"step {step} of 20 is saved" in learning.messages
+    assert 7 <= step < 20
+    assert f"step {step} of 20 is saved" in learning.messages
     first, second = (json_lines(tmp_path / f"run.rows-{number}") for number in range(2))
     assert first == undisturbed.rows[:step] and second[: 20 - step] == undisturbed.rows[step:20], (
         "it went on from there"
@@ -124,15 +123,15 @@ def test_eval_that_is_asked_to_end_writes_no_result(undisturbed, tmp_path):
         text=True,
     )
     try:
-        assert evaluating.stdout is not None and evaluating.stdout.readline().startswith(
-            "policy 2 from "
-        )
+        assert evaluating.stdout is not None
+        assert evaluating.stdout.readline().startswith("policy 2 from ")
         evaluating.send_signal(signal.SIGTERM)
         _, messages = evaluating.communicate(timeout=SECONDS)
     finally:
         evaluating.kill()
     assert evaluating.returncode == 0, messages
-    assert "preempted" in messages and messages.strip().endswith("the same command goes on")
+    assert "preempted" in messages
+    assert messages.strip().endswith("the same command goes on")
     assert not [
         file for file in (tmp_path / "results").iterdir() if not file.name.startswith(".parts-")
     ]
@@ -174,7 +173,8 @@ def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_pa
     scores = [json.loads(of.pop(name)) for of in results]
     for of in scores:
         del of["greedy"]["seconds"], of["sampled"]["seconds"]
-    assert scores[0] == scores[1] and results[0] == results[1]
+    assert scores[0] == scores[1]
+    assert results[0] == results[1]
     assert not list((tmp_path / "killed").glob(".parts-*")), "what is done is not kept twice"
 
 
@@ -195,9 +195,11 @@ def test_agents_are_compared_and_two_models_play_as_users_ask(undisturbed, tmp_p
     assert [row["agent"] for row in rows] == ["mujica", "direct", "chain_of_thought"]
     for row, name in zip(rows, ("graph", "graph-direct", "graph-chain-of-thought"), strict=True):
         result = json.loads((tmp_path / f"tiny_world-{name}-dev.json").read_text())
-        assert (result["greedy"]["em"], result["greedy"]["tokens"]) == (row["em"], row["tokens"])
+        assert result["greedy"]["em"] == row["em"]
+        assert result["greedy"]["tokens"] == row["tokens"]
         assert result["settings"]["agent"]["kind"] == row["agent"]
-    assert (tmp_path / "comparison-dev.md").exists() and (tmp_path / "comparison-dev.png").exists()
+    assert (tmp_path / "comparison-dev.md").exists()
+    assert (tmp_path / "comparison-dev.png").exists()
     finished([*command, "--worker", str(undisturbed.directory)])
     result = json.loads((tmp_path / "tiny_world-graph-dev.json").read_text())
     assert result["worker"].startswith(str(undisturbed.directory))

@@ -52,7 +52,8 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
         trainer = begin(bucket, tmp_path / "cache", str(CONFIG), *EXTERNAL)
         until = time.monotonic() + SECONDS
         while not bucket.names("bucket", "runs/smoke/config.json"):
-            assert trainer.poll() is None and time.monotonic() < until
+            assert trainer.poll() is None
+            assert time.monotonic() < until
             time.sleep(0.1)
         killed = [sampler(), sampler()]
         while not leases(bucket):
@@ -74,7 +75,8 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
     # compared.
     longest = max(one["takeover_seconds"] for one in told)
     print("taken over after", longest, "seconds")
-    found, alone = outcome(run), undisturbed.outcome
+    found = outcome(run)
+    alone = undisturbed.outcome
     assert {name: found[name] for name in found if name != "metrics"} == {
         name: alone[name] for name in alone if name != "metrics"
     }
@@ -89,7 +91,8 @@ def test_a_worker_samples_through_jetstream_where_the_run_says_so(undisturbed, t
         )
         until = time.monotonic() + SECONDS
         while not bucket.names("bucket", "runs/smoke/config.json"):
-            assert trainer.poll() is None and time.monotonic() < until
+            assert trainer.poll() is None
+            assert time.monotonic() < until
             time.sleep(0.1)
         worker = ended(begin(bucket, tmp_path / "cache", program="sample"))
         of_trainer = ended(trainer)
@@ -138,12 +141,11 @@ def test_a_second_trainer_is_refused_while_the_first_one_trains(tmp_path):
     finally:
         first.kill()
         first.communicate()
-    assert (
-        second.returncode == 2
-        and "trains in" in second.stderr
-        and "already: end it first" in second.stderr
-    )
+    assert second.returncode == 2
+    assert "trains in" in second.stderr
+    assert "already: end it first" in second.stderr
     asked = whole_runs.start(
         [*whole_runs.EVAL[:2], "mujica_jax.sample", "--run", str(tmp_path / "elsewhere")]
     )
-    assert asked.returncode == 2 and "start its trainer first" in asked.stderr
+    assert asked.returncode == 2
+    assert "start its trainer first" in asked.stderr

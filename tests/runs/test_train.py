@@ -37,7 +37,9 @@ from tests.helpers.whole_runs import (
 def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
     value = json.loads((undisturbed.directory / "summary.json").read_text())
     assert set(value) == {"task", "method", "reward", "split", "seed", "phases", "seconds"}
-    assert (value["task"], value["method"], value["seed"]) == ("tiny_world", "mygo", 0)
+    assert value["task"] == "tiny_world"
+    assert value["method"] == "mygo"
+    assert value["seed"] == 0
     assert [phase["name"] for phase in value["phases"]] == [
         "warm-up",
         "control",
@@ -100,10 +102,12 @@ def test_interrupted_it_says_how_to_go_on_and_another_seed_gives_another_run(und
     assert running.returncode == 130
     assert "Traceback" not in messages
     again = shlex.split(messages.strip().splitlines()[-1].partition("go on with: ")[2])
-    assert again[:3] == ["python", "-m", "mujica_jax.train"] and "--run" in again
+    assert again[:3] == ["python", "-m", "mujica_jax.train"]
+    assert "--run" in again
     finished([sys.executable, *again[1:]], cwd=tmp_path)
     (directory,) = tmp_path.glob("runs/smoke-*")
-    found, measure = outcome(directory), undisturbed.outcome
+    found = outcome(directory)
+    measure = undisturbed.outcome
     assert found["summary"]["seed"] == 1
     for key in ("evaluations", "policies"):
         assert all(found[key][name] != value for name, value in measure[key].items()), key
@@ -131,11 +135,9 @@ def test_eval_repeats_what_the_run_found(copy):
     own = json.loads((copy / "eval" / "round-2.json").read_text())
     for of in (result, own):
         del of["greedy"]["seconds"], of["sampled"]["seconds"]
-    assert (result["policy"], result["greedy"], result["sampled"]) == (
-        2,
-        own["greedy"],
-        own["sampled"],
-    )
+    assert result["policy"] == 2
+    assert result["greedy"] == own["greedy"]
+    assert result["sampled"] == own["sampled"]
     lines = json_lines(copy / "eval" / "tiny_world-graph-dev.predictions.jsonl")
     earlier = json_lines(copy / "eval" / "round-2.predictions.jsonl")
     compared = ("id", "prediction", "stop_reason", "searches")
@@ -151,7 +153,8 @@ def test_eval_repeats_what_the_run_found(copy):
 def test_without_demonstrations_the_rounds_begin_with_the_checkpoint(undisturbed, tmp_path):
     """Nothing is played by a script and nothing is sampled with worked examples, as for a task that
     has neither."""
-    model, directory = undisturbed.directory / "policies" / "000002" / "model", tmp_path / "run"
+    model = undisturbed.directory / "policies" / "000002" / "model"
+    directory = tmp_path / "run"
     flags = (
         "--warmup.source few_shot --warmup.steps 0 --pretraining.steps 0 --eval.control False "
         "--method.rounds 1"
@@ -231,7 +234,8 @@ def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp
         "is_supporting": True,
     }
     asked |= {"answer_aliases": [], "answerable": True, "paragraphs": [paragraph]}
-    passages, graphs = tmp_path / "musique", tmp_path / "qald"
+    passages = tmp_path / "musique"
+    graphs = tmp_path / "qald"
     passages.mkdir()
     graphs.mkdir()
     (passages / "musique_ans_v1.0_dev.jsonl").write_text(json.dumps(asked) + "\n")
@@ -271,9 +275,11 @@ def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp
         ("qald10-graph", said[0]["string"], "Ada Moss"),
     ):
         result = json.loads((run / "eval" / f"{task}-test.json").read_text())
-        assert (result["policy"], result["greedy"]["questions"]) == (2, 1)
+        assert result["policy"] == 2
+        assert result["greedy"]["questions"] == 1
         (line,) = json_lines(run / "eval" / f"{task}-test.predictions.jsonl")
-        assert (line["question"], line["answers"]) == (question, [answer])
+        assert line["question"] == question
+        assert line["answers"] == [answer]
 
 
 def documented(heading: str) -> set[str]:
@@ -320,7 +326,8 @@ def test_engine_and_trainer_agree_on_what_was_sampled(undisturbed):
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
         assert line["compared_tokens"] > 100
-        assert line["logprob_difference_max_absolute"] < 1e-4 and abs(line["logprob_kl"]) < 1e-6
+        assert line["logprob_difference_max_absolute"] < 1e-4
+        assert abs(line["logprob_kl"]) < 1e-6
 
 
 @pytest.mark.slow

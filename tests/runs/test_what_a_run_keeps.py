@@ -51,7 +51,8 @@ def learn_phases(run: Run, *names: str) -> list[list[str]]:
     """Learns the phases one after another, from each other, and commits each one's policy. Returns
     the folders with checkpoints after each."""
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
-    state, left = run.initial_state, []
+    state = run.initial_state
+    left = []
     for version, name in enumerate(names):
         state = train(run, name, state, rows, plan=LearningPlan(steps=1, peak=0.1, end_value=0.1))
         commit_policy(run, state, version)

@@ -32,7 +32,8 @@ def test_chips_are_known_by_what_jax_calls_them():
         "TPU7x": "v7x",
     }
     assert {kind: chip_of(kind).name for kind in names} == names
-    assert chip_of("cpu") is None and chip_of("NVIDIA H200") is None
+    assert chip_of("cpu") is None
+    assert chip_of("NVIDIA H200") is None
     assert len({kind for chip in CHIPS for kind in chip.kinds}) == sum(
         len(chip.kinds) for chip in CHIPS
     )

@@ -116,7 +116,8 @@ def test_of_many_writers_behind_a_bad_network_exactly_one_wins(fake, store, monk
     # a row.
     monkeypatch.setattr(gcs, "MAX_ATTEMPTS", 1000)
     monkeypatch.setattr(gcs, "MAX_WAIT_SECONDS", 0.01)
-    draw, lock = random.Random(0), threading.Lock()
+    draw = random.Random(0)
+    lock = threading.Lock()
 
     def faults(request: Request) -> Fault | None:
         with lock:
@@ -195,13 +196,15 @@ def test_a_bucket_that_hangs_for_ever_is_one_sentence_within_the_deadline(fake, 
         match=r"^gs://bucket/run/x could not be written in \d attempts within 1 seconds",
     ) as said:
         store.create("x", b"")
-    assert "start the same command again" in str(said.value) and "\n" not in str(said.value)
+    assert "start the same command again" in str(said.value)
+    assert "\n" not in str(said.value)
 
 
 def test_retries_are_counted_and_many_are_on_the_console(fake, store, caplog):
     fake.faults = once("upload", "503", "429")
     store.create("x", b"")
-    assert store.io_statistics.summary()["repeated_requests"] == 2 and not caplog.text
+    assert store.io_statistics.summary()["repeated_requests"] == 2
+    assert not caplog.text
     store.io_statistics.reset()
     fake.faults = once("upload", "503", "429", "503")
     store.create("y", b"")
@@ -399,7 +402,8 @@ def test_a_resumed_run_adds_only_what_is_new(fake, store):
         assert metrics.write("learn", 2, {"loss": 0.5})
     assert [line["step"] for line in lines(fake)] == [1, 2]
     events = [name for name in fake.names("bucket") if "/events." in name]
-    assert len(events) == 1 and fake.content("bucket", events[0]).count(b"learn/loss") == 2
+    assert len(events) == 1
+    assert fake.content("bucket", events[0]).count(b"learn/loss") == 2
     assert len(fake.names("bucket")) == 2
 
 

@@ -25,10 +25,8 @@ from mujica_jax.tasks.two_wiki import task as two_wiki
 from tests.helpers.shared_data import DATA, needs_data
 
 QUESTION = Question(id="q", text="When was the harbour opened?", answers=("1911",))
-GOLD, OTHER = (
-    "Ferries first called in 1911, says the chronicle.",
-    "The harbour of Lisma was opened; it is a harbour.",
-)
+GOLD = "Ferries first called in 1911, says the chronicle."
+OTHER = "The harbour of Lisma was opened; it is a harbour."
 LISMA = [{"title": "Lisma", "paragraph_text": GOLD, "is_supporting": True}]
 LISMA += [{"title": "Lisma", "paragraph_text": OTHER, "is_supporting": False}]
 
@@ -101,10 +99,14 @@ def test_of_two_paragraphs_with_one_title_only_the_supporting_one_is_gold(
     found = shown(task.environment(question), question.text)
     assert found == [f"Lisma: {OTHER}"], "the other one is found first"
     missed = figures(question, read(*found))
-    assert (missed["gold_found"], missed["support_em"], missed["support_f1"]) == (0.0, 0.0, 0.0)
+    assert missed["gold_found"] == 0.0
+    assert missed["support_em"] == 0.0
+    assert missed["support_f1"] == 0.0
     both = figures(question, read(f"Lisma: {OTHER}", f"Lisma: {GOLD}"))
     # one of one gold passage was found; of the two that were read one is gold
-    assert (both["gold_found"], both["support_em"], both["support_f1"]) == (100.0, 0.0, 66.67)
+    assert both["gold_found"] == 100.0
+    assert both["support_em"] == 0.0
+    assert both["support_f1"] == 66.67
     selected = Search(
         iteration=0, query="x", materials=(f"Lisma: {OTHER}", f"Lisma: {GOLD}"), selected=(1,)
     )
@@ -134,7 +136,8 @@ def test_gold_passages_of_musique_are_its_supporting_paragraphs(setting):
         MusiqueConfig(data_dir=str(DATA / "musique"), top_k=20, setting=setting)
     )
     asked = [*task.questions("dev"), *task.questions("test")]
-    assert len(asked) == 74 and not task.left_out
+    assert len(asked) == 74
+    assert not task.left_out
     for question in asked:
         paragraphs = records[question.id]["paragraphs"]
         supporting = {
@@ -247,11 +250,9 @@ def test_behind_an_address_titles_decide():
     """Nobody knows the texts that are searched there."""
     service = GoldInCorpus([], ["Lisma"], by_title=True)
     found = service.find(GoldPassage(title="Lisma", text="A town."))
-    assert (
-        found is not None
-        and found.is_shown_by("Lisma: Any other text.")
-        and not found.is_shown_by("Kolm: A town.")
-    )
+    assert found is not None
+    assert found.is_shown_by("Lisma: Any other text.")
+    assert not found.is_shown_by("Kolm: A town.")
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -294,7 +295,8 @@ def test_entities_of_hotpotqa_are_read_and_its_gold_passages_found(tmp_path):
         HotpotConfig(data_dir=str(tmp_path), top_k=1, dev_percent=0, setting="distractor")
     )
     (question,) = task.questions("test")
-    assert question.text == "Who founded Marks & Spencer?" and question.answers == ("Tom & Co",)
+    assert question.text == "Who founded Marks & Spencer?"
+    assert question.answers == ("Tom & Co",)
     assert question.gold_passages == (
         GoldPassage(title="Marks & Spencer", text='Founded by "Tom" & Co.'),
     )
@@ -326,7 +328,8 @@ def test_demonstrations_and_syntheses_tell_gold_passages_by_their_texts():
     )
     assert shown(WithAllGoldPassages(world, question, lambda pool: pool), "Lisma?") == [gold.text]
     (piece,) = pieces(question, "text")
-    assert place_in([other, gold], piece) == 1 and place_in([other], piece) is None
+    assert place_in([other, gold], piece) == 1
+    assert place_in([other], piece) is None
 
 
 def test_a_paragraph_without_a_title_is_shown_as_it_is(tmp_path):
@@ -342,4 +345,5 @@ def test_a_paragraph_without_a_title_is_shown_as_it_is(tmp_path):
     )
     (question,) = task.questions("test")
     found = shown(task.environment(question), "mill")
-    assert found == ["The mill."] and figures(question, read(*found))["gold_found"] == 100.0
+    assert found == ["The mill."]
+    assert figures(question, read(*found))["gold_found"] == 100.0

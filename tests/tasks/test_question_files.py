@@ -126,7 +126,8 @@ def test_one_id_for_a_training_question_and_another_is_refused(tmp_path):
 def test_the_same_question_twice_is_one_with_all_of_its_answers(tmp_path, kind, first, second):
     (tmp_path / "dev.jsonl").write_text(lines(first, second))
     ((training, record),) = read_question_files([tmp_path / "dev.jsonl"], kind)
-    assert not training and record.answers == ("Ann Ode", "A. Ode")
+    assert not training
+    assert record.answers == ("Ann Ode", "A. Ode")
 
 
 def test_of_two_files_with_a_question_the_one_with_its_gold_passages_counts(tmp_path):
@@ -276,7 +277,9 @@ def test_half_a_surrogate_pair_in_a_list_is_refused_too(tmp_path, field):
 
 def test_half_a_surrogate_pair_of_a_task_of_ones_own_is_refused_before_anything_is_played():
     class Broken:
-        name, rule, environment_kind = "broken", "musique", "text"
+        name = "broken"
+        rule = "musique"
+        environment_kind = "text"
 
         def questions(self, split: str) -> list[Question]:
             return [Question(id="q", text="Who?", answers=("Ann \ud83d",))]
@@ -309,7 +312,8 @@ def test_a_table_of_a_spreadsheet_is_read(tmp_path, quoted, packed):
     file = tmp_path / ("Bamboogle Prerelease.csv" + ".gz" * packed)
     file.write_bytes(gzip.compress(content) if packed else content)
     (record,) = read_open_records(file, "bamboogle")
-    assert record.answers == ("Ghent",) and record.text.startswith("Where")
+    assert record.answers == ("Ghent",)
+    assert record.text.startswith("Where")
 
 
 def test_columns_stand_in_any_order(tmp_path):
@@ -317,12 +321,10 @@ def test_columns_stand_in_any_order(tmp_path):
     assert one(tmp_path, "bamboogle", swapped, "a.csv").answers == ("Ghent",)
     rows = (["possible_answers", "question", "prop", "id"], ['["Ghent"]', "Where?", "capital", "7"])
     record = one(tmp_path, "popqa", BOM + table(*rows, delimiter="\t"), "popQA.tsv")
-    assert (record.id, record.text, record.answers, record.kind) == (
-        "7",
-        "Where?",
-        ("Ghent",),
-        "capital",
-    )
+    assert record.id == "7"
+    assert record.text == "Where?"
+    assert record.answers == ("Ghent",)
+    assert record.kind == "capital"
 
 
 def test_a_row_with_more_cells_than_columns_is_refused(tmp_path):
@@ -406,7 +408,8 @@ def test_a_blank_file_is_refused_at_once(tmp_path, blank, name):
 def test_a_paragraph_is_a_list_of_sentences_or_one_text(tmp_path, context, text):
     facts = {"title": ["Lisma"], "sent_id": [0]} if isinstance(context, dict) else [["Lisma", 0]]
     record = one(tmp_path, "hotpotqa", lines(hotpot(context=context, supporting_facts=facts)))
-    assert [passage.text for passage in record.context] == [text] and record.gold == record.context
+    assert [passage.text for passage in record.context] == [text]
+    assert record.gold == record.context
     (mine,) = own(tmp_path, hotpot(context=context, supporting_facts=facts))
     assert mine.gold == record.gold
     paragraph = {
@@ -513,7 +516,9 @@ def test_a_mistake_in_a_folder_is_one_sentence_and_status_2(
     words += ["--task.setting", "distractor"] if kind == "hotpotqa" else []
     assert evaluation.main(words) == 2
     complaint = capsys.readouterr().err.strip()
-    assert said in complaint and "Traceback" not in complaint and len(complaint.splitlines()) == 1
+    assert said in complaint
+    assert "Traceback" not in complaint
+    assert len(complaint.splitlines()) == 1
 
 
 @pytest.mark.parametrize("bare", [True, False])
@@ -558,19 +563,17 @@ def test_the_distractor_row_says_how_many_passages_are_shown_and_how_many_questi
         assert evaluation.main([*words, "--remote.base-url", endpoint.base_url, *kept]) == 0
         with_all = " ".join(capsys.readouterr().out.split())
     left_out = "1 of 2 questions have not all gold passages among their own and are left out"
-    assert left_out in without and "a search shows 2 of 3 passages of its question" in without
-    assert (result["greedy"]["questions"], result["left_out"], result["shown"]) == (
-        1,
-        1,
-        "2 of 3 passages",
-    )
+    assert left_out in without
+    assert "a search shows 2 of 3 passages of its question" in without
+    assert result["greedy"]["questions"] == 1
+    assert result["left_out"] == 1
+    assert result["shown"] == "2 of 3 passages"
     assert result["notes"][0].startswith(left_out)
-    assert (
-        "are asked all the same" in with_all
-        and "a search shows 2 of 2 to 3 passages of its question" in with_all
-    )
+    assert "are asked all the same" in with_all
+    assert "a search shows 2 of 2 to 3 passages of its question" in with_all
     result = json.loads((tmp_path / "out" / "hotpotqa-text-distractor-rag-test.json").read_text())
-    assert (result["greedy"]["questions"], result["left_out"]) == (2, 0)
+    assert result["greedy"]["questions"] == 2
+    assert result["left_out"] == 0
 
 
 def test_keeping_incomplete_questions_needs_the_distractor_setting():

@@ -105,7 +105,8 @@ def test_the_store_prints_a_literal_as_an_endpoint_that_keeps_its_text_does(
         write_dump(tmp_path / "dump.nt", [label("Q1", "One"), label("P1", "value"), statement])
     )
     (triple,) = asyncio.run(graph.triples_of("Q1"))
-    assert (triple.object, triple.literal) == (printed, True)
+    assert triple.object == printed
+    assert triple.literal is True
 
 
 @pytest.mark.parametrize(

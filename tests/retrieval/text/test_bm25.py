@@ -94,7 +94,9 @@ def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
     """The index is that of all texts at once, and its words are numbered as the corpus has them,
     whatever Python's hashes are."""
     passages = [*ANIMALS, Passage(id="3", title="!", text="?")] * 3
-    whole, sizes, told = Bm25Index(passages, tokeniser), [], []
+    whole = Bm25Index(passages, tokeniser)
+    sizes = []
+    told = []
 
     def recorded(texts, of):
         sizes.append(len(texts))
@@ -104,7 +106,9 @@ def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
     monkeypatch.setattr(bm25, "indexed_words", recorded)
     monkeypatch.setattr(bm25, "TEXTS_AT_ONCE", 5)
     few = Bm25Index(passages, tokeniser, told.append)
-    assert sizes == [5, 5, 2] and told == [5, 10, 12] and few.version == whole.version
+    assert sizes == [5, 5, 2]
+    assert told == [5, 10, 12]
+    assert few.version == whole.version
     assert few.search(["cat dog", "flies"], 12) == whole.search(["cat dog", "flies"], 12)
     few.save(tmp_path / "few")
     whole.save(tmp_path / "whole")

@@ -164,7 +164,8 @@ def test_what_cannot_be_read_is_one_sentence(bucket, tmp_path, capsys, address, 
     )
     said = capsys.readouterr().err
     assert re.search(sentence, said)
-    assert said.startswith("error: ") and said.count("\n") == 1
+    assert said.startswith("error: ")
+    assert said.count("\n") == 1
     with pytest.raises(UserError):
         read_corpus([address])
 
@@ -186,7 +187,8 @@ def test_triples_are_read_in_pieces_as_from_the_disk(bucket, tmp_path, monkeypat
     bucket.put("mine", f"triples.nt{suffix}", content)
     bucket.faults = every(3, "cut download")
     found = list(pieces(f"gs://mine/triples.nt{suffix}"))
-    assert len(found) > 5 and b"".join(line for piece in found for line in piece.lines) == lines
+    assert len(found) > 5
+    assert b"".join(line for piece in found for line in piece.lines) == lines
     assert found == list(pieces(str(tmp_path / f"triples.nt{suffix}")))
     rest = list(pieces(f"gs://mine/triples.nt{suffix}", found[2].end, found[3].first_line))
     assert [piece.lines for piece in found[3:]] == [piece.lines for piece in rest]

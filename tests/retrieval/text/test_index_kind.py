@@ -51,7 +51,9 @@ def test_without_a_kind_an_index_is_exact_up_to_the_threshold(root, tmp_path, ca
     expected = "60 passages: an exact index (ScaNN above 60; --kind scann builds the other)"
     assert expected in capsys.readouterr().err.splitlines()
     manifest = read_manifest(tmp_path / "index")
-    assert (manifest["kind"], manifest["passages"], "recall" in manifest) == ("exact", 60, False)
+    assert manifest["kind"] == "exact"
+    assert manifest["passages"] == 60
+    assert ("recall" in manifest) is False
     assert isinstance(indexes.open_index(tmp_path / "index")._vectors, ExactSearch)
 
 
@@ -173,15 +175,16 @@ def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, ca
         == 0
     )
     small, large = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert small["kind"] == "exact" and set(small["disk_bytes"]) == {"passages", "embeddings"}
-    assert large["kind"] == "scann" and set(large["disk_bytes"]) == {
+    assert small["kind"] == "exact"
+    assert set(small["disk_bytes"]) == {"passages", "embeddings"}
+    assert large["kind"] == "scann"
+    assert set(large["disk_bytes"]) == {
         "passages",
         "embeddings",
         "scann",
     }
-    assert small["why"].startswith("100,000 passages: an exact") and large["why"].startswith(
-        "100,001 passages: a ScaNN"
-    )
+    assert small["why"].startswith("100,000 passages: an exact")
+    assert large["why"].startswith("100,001 passages: a ScaNN")
 
 
 @pytest.mark.parametrize(
@@ -203,7 +206,8 @@ def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, ca
 def test_a_flag_or_a_file_of_another_kind_names_that_kind(root, tmp_path, capsys, flags, said):
     assert index.main([*words(root, tmp_path / "index"), *flags.split()]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: ") and said in last
+    assert last.startswith("error: ")
+    assert said in last
     assert not (tmp_path / "index").exists()
 
 
@@ -220,7 +224,9 @@ for command in json.loads(sys.argv[1]):
         status = index.main(command["arguments"])
     print(json.dumps({"status": status, "out": out.getvalue(), "lines": err.getvalue().splitlines()}))
 """
-MAC, ARM, LINUX = ("Darwin", "arm64"), ("Linux", "aarch64"), ("Linux", "x86_64")
+MAC = ("Darwin", "arm64")
+ARM = ("Linux", "aarch64")
+LINUX = ("Linux", "x86_64")
 WHERE_IT_WORKS = "build and search a ScaNN index on Linux x86-64, for which it has wheels"
 
 
@@ -237,7 +243,8 @@ def without_scann(*commands: tuple[tuple[str, str], list[str]]) -> list[dict]:
 
 
 def one_sentence(ended: dict) -> str:
-    assert ended["status"] == 2 and ended["out"] == ""
+    assert ended["status"] == 2
+    assert ended["out"] == ""
     (line,) = ended["lines"]
     assert line.startswith("error: ")
     return line
@@ -282,7 +289,8 @@ def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_
     pytest.importorskip(
         "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
     )
-    folder, questions = tmp_path / "scann", tmp_path / "questions.jsonl"
+    folder = tmp_path / "scann"
+    questions = tmp_path / "questions.jsonl"
     assert index.main(words(root, folder, "--kind", "scann")) == 0
     questions.write_text('{"question": "word1?", "supporting_facts": ["title 1"]}\n')
     *opened, taken = without_scann(

@@ -124,9 +124,9 @@ def test_fewer_than_k_in_the_leaves_are_marked(clustered, tmp_path):
     scores, positions = search_over(clustered[0], tmp_path / "scann", narrow, "int8").search(
         clustered[1], 2000
     )
-    assert (
-        (positions[:, 0] >= 0).all() and (positions[:, -1] == -1).all() and (positions < ROWS).all()
-    )
+    assert (positions[:, 0] >= 0).all()
+    assert (positions[:, -1] == -1).all()
+    assert (positions < ROWS).all()
     for row in positions:
         kept = row[row >= 0]
         assert len(set(kept)) == len(kept) < 2000
@@ -150,8 +150,10 @@ def test_a_small_corpus_is_searched_exactly(rows, tmp_path):
 )
 def test_parameters_follow_from_the_size(rows, leaves, searched):
     found = parameters_for(rows, of_length_1=True)
-    assert (found.leaves, found.leaves_searched) == (leaves, searched)
-    assert found.training_rows <= rows and found.spherical == (leaves > 0)
+    assert found.leaves == leaves
+    assert found.leaves_searched == searched
+    assert found.training_rows <= rows
+    assert found.spherical == (leaves > 0)
     assert not parameters_for(rows, of_length_1=False).spherical
 
 

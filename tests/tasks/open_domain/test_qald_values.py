@@ -220,15 +220,14 @@ def test_labels_of_gold_candidates_and_search_are_in_the_questions_language(fold
     materials = asyncio.run(german.environment(asked).search("x", asked.candidates[0]))
     assert "Das violette Ufer, Regie, Ilse Vand" in {material.text for material in materials}
     english = by_name(task(folder))["relation"]
-    assert (english.answers, english.candidates[0].label) == (("value",), "The Purple Shore")
+    assert english.answers == ("value",)
+    assert english.candidates[0].label == "The Purple Shore"
 
 
 def test_a_crowded_entity_is_ranked_by_the_embedder_that_is_named(folder, tmp_path):
     embedder = str(tiny_embedder(tmp_path / "embedder"))
-    plain, dense = (
-        task(folder, top_k=3),
-        task(folder, top_k=3, retriever="dense", embedder=embedder),
-    )
+    plain = task(folder, top_k=3)
+    dense = task(folder, top_k=3, retriever="dense", embedder=embedder)
     asked = by_name(plain)["died"]
 
     def search(of) -> list[str]:
@@ -238,7 +237,8 @@ def test_a_crowded_entity_is_ranked_by_the_embedder_that_is_named(folder, tmp_pa
         ]
 
     assert "The Purple Shore, director, Ilse Vand" in search(plain)
-    assert len(search(dense)) == 3 and search(dense) != search(plain)
+    assert len(search(dense)) == 3
+    assert search(dense) != search(plain)
 
 
 def test_an_embedder_that_is_not_there_is_one_sentence_before_any_label_is_looked_up(folder):

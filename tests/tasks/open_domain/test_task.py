@@ -45,19 +45,20 @@ def found(of: OpenDomain, question: Question, query: str) -> list[str]:
 @needs_data
 def test_hotpotqa_as_it_comes():
     of = task("hotpotqa", DATA / "hotpotqa")
-    assert (
-        len(of.questions("train")) == 100
-        and len(of.questions("dev")) + len(of.questions("test")) == 338
-    )
+    assert len(of.questions("train")) == 100
+    assert len(of.questions("dev")) + len(of.questions("test")) == 338
     assert 70 < len(of.questions("dev")) < 135, "about 30%"
-    assert (of.name, of.rule, of.environment_kind) == ("hotpotqa", "hotpot", "text")
+    assert of.name == "hotpotqa"
+    assert of.rule == "hotpot"
+    assert of.environment_kind == "text"
     by_id = {question.id: question for split in ("dev", "test") for question in of.questions(split)}
     viva = by_id["5a7613c15542994ccc9186bf"]
     assert (
         viva.text
         == "VIVA Media AG changed it's name in 2004. What does their new acronym stand for?"
     )
-    assert viva.answers == ("Gesellschaft mit beschränkter Haftung",) and viva.kind == "bridge"
+    assert viva.answers == ("Gesellschaft mit beschränkter Haftung",)
+    assert viva.kind == "bridge"
     assert [passage.title for passage in viva.gold_passages] == [
         "VIVA Media",
         "Gesellschaft mit beschränkter Haftung",
@@ -68,7 +69,8 @@ def test_hotpotqa_as_it_comes():
     assert len(found(of, viva, viva.text)) == 3
     own = task("hotpotqa", DATA / "hotpotqa", setting="distractor", top_k=20, keep_incomplete=True)
     titles = found(own, viva, viva.text)
-    assert len(titles) == 10 and {"VIVA Media", "VIVA Poland", "WWE One Night Stand"} <= set(titles)
+    assert len(titles) == 10
+    assert {"VIVA Media", "VIVA Poland", "WWE One Night Stand"} <= set(titles)
 
 
 @needs_data
@@ -77,26 +79,26 @@ def test_of_hotpotqa_only_questions_with_their_gold_passages_are_asked_in_the_di
     among their ten."""
     of = task("hotpotqa", DATA / "hotpotqa", setting="distractor")
     asked = [question for split in ("dev", "test") for question in of.questions(split)]
-    assert len(asked) == 92 and len(of.questions("train")) == 100 and len(of.left_out) == 338 - 92
+    assert len(asked) == 92
+    assert len(of.questions("train")) == 100
+    assert len(of.left_out) == 338 - 92
     assert of.shown == "3 of 2 to 10 passages"
     assert of.notes == (
         "246 of 438 questions have not all gold passages among their own and are left out "
         "(--task.keep-incomplete True keeps them)",
     )
     kept = task("hotpotqa", DATA / "hotpotqa", setting="distractor", keep_incomplete=True)
-    assert len(kept.questions("dev")) + len(kept.questions("test")) == 338 and not kept.left_out
-    assert (
-        kept.notes[0].startswith("246 of 438 questions") and "asked all the same" in kept.notes[0]
-    )
+    assert len(kept.questions("dev")) + len(kept.questions("test")) == 338
+    assert not kept.left_out
+    assert kept.notes[0].startswith("246 of 438 questions")
+    assert "asked all the same" in kept.notes[0]
 
 
 @needs_data
 def test_musique_as_it_comes():
     of = task("musique", DATA / "musique", setting="distractor", top_k=30)
-    assert (
-        len(of.questions("train")) == 100
-        and len(of.questions("dev")) + len(of.questions("test")) == 74
-    )
+    assert len(of.questions("train")) == 100
+    assert len(of.questions("dev")) + len(of.questions("test")) == 74
     assert Counter(question.kind[:4] for question in of.questions("test")).keys() <= {
         "2hop",
         "3hop",
@@ -105,7 +107,8 @@ def test_musique_as_it_comes():
     by_id = {question.id: question for split in ("dev", "test") for question in of.questions(split)}
     common = by_id["2hop__269766_43945"]
     first = "crystallized the rebellious demand for independence from Great Britain"
-    assert common.answers == (first, "Great Britain") and of.rule == "musique"
+    assert common.answers == (first, "Great Britain")
+    assert of.rule == "musique"
     assert [passage.title for passage in common.gold_passages] == [
         "The Age of Reason",
         "Thomas Paine",
@@ -120,9 +123,8 @@ def test_musique_as_it_comes():
     titles = found(
         of, common, "the independence of Great Britain, a father and a mother of this island"
     )
-    assert titles[0] == "Common sense" and set(titles) <= {
-        passage.title for passage in given["2hop__269766_43945"]
-    }
+    assert titles[0] == "Common sense"
+    assert set(titles) <= {passage.title for passage in given["2hop__269766_43945"]}
 
 
 @needs_data
@@ -137,7 +139,8 @@ def test_natural_questions_need_an_index():
         for record in records
         if record.text == "when was the last time anyone was on the moon"
     )
-    assert len(records) == 500 and moon.answers == ("14 December 1972 UTC", "December 1972")
+    assert len(records) == 500
+    assert moon.answers == ("14 December 1972 UTC", "December 1972")
 
 
 OTHERS = {  # a record in its official form, question, answers
@@ -200,7 +203,8 @@ def test_the_other_sets_as_they_come(kind, packed, tmp_path):
     file = tmp_path / (name + ".gz" * packed)
     file.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
     (record,) = read_open_records(file, kind)
-    assert (record.text, record.answers) == (text, answers)
+    assert record.text == text
+    assert record.answers == answers
     if kind == "ambigqa":
         assert record.answer_sets == ((("1961", "In 1961"), ("1972",)), (("1961",),))
 
@@ -258,7 +262,8 @@ def test_a_subset_is_the_same_on_every_machine():
             :5
         ]
     everything = task("hotpotqa", DATA / "hotpotqa", dev_percent=0)
-    assert not everything.questions("dev") and len(everything.questions("test")) == 338
+    assert not everything.questions("dev")
+    assert len(everything.questions("test")) == 338
 
 
 def test_a_question_in_both_files_is_not_trained_on(tmp_path):
@@ -342,7 +347,8 @@ except builders.UserError as error:
 
 @pytest.mark.slow
 def test_builders_download_what_has_a_checksum_and_refuse_what_differs(tmp_path):
-    served, folder = tmp_path / "served", tmp_path / "data"
+    served = tmp_path / "served"
+    folder = tmp_path / "data"
     served.mkdir()
     lines = {"train": ["who is it", "what is it"], "dev": ["where is it"]}
     with zipfile.ZipFile(served / "light.zip", "w") as archive:

@@ -91,7 +91,9 @@ def fingerprint(world: TinyWorld) -> tuple:
 
 def test_it_is_a_task_over_a_graph(world):
     task: Task = world  # a type checker compares it with the protocol
-    assert (task.name, task.rule, task.environment_kind) == ("tiny_world", "two_wiki", "graph")
+    assert task.name == "tiny_world"
+    assert task.rule == "two_wiki"
+    assert task.environment_kind == "graph"
     assert isinstance(task, FromScratchTask)
     environment = task.environment(task.questions("dev")[0])
     assert environment.kind == task.environment_kind
@@ -197,10 +199,8 @@ def test_copies_ask_the_same_of_other_names(world):
 def test_question_ids_are_unique_and_stable(world):
     ids = [question.id for question in all_questions(world)]
     assert len(ids) == len(set(ids))
-    assert (world.questions("train")[123].id, world.questions("test")[-1].id) == (
-        "tiny-train-000123",
-        "tiny-test-000149",
-    )
+    assert world.questions("train")[123].id == "tiny-train-000123"
+    assert world.questions("test")[-1].id == "tiny-test-000149"
 
 
 def test_no_question_is_asked_twice(world):
@@ -248,7 +248,8 @@ def test_the_next_hop_is_among_the_entities_of_the_triple(world):
 
 
 def test_search_returns_two_to_facts_per_entity_triples_gold_not_always_first(world):
-    first_places, sizes = [], set()
+    first_places = []
+    sizes = set()
     for question in world.questions("train"):
         for evidence in question.evidences:
             found = asyncio.run(
@@ -296,7 +297,8 @@ def test_missing_facts_are_gone_from_both_ends_and_the_questions_stay(world):
         for of in (poorer, world)
     )
     assert own == others, "but for their passages, which say what the graph says"
-    lost, kept = 0, 0
+    lost = 0
+    kept = 0
     for question in world.questions("test"):
         for evidence in question.evidences:
             text = f"{evidence.subject}, {evidence.relation}, {evidence.object}"
@@ -308,7 +310,8 @@ def test_missing_facts_are_gone_from_both_ends_and_the_questions_stay(world):
                 material.text for material in poorer.graph.materials(evidence.subject_id)
             }
             assert found == found_from_subject
-            lost, kept = lost + (not found), kept + found
+            lost = lost + (not found)
+            kept = kept + found
     assert 0.2 < lost / (lost + kept) < 0.4
 
 
@@ -381,7 +384,8 @@ def test_lives_are_possible(world):
     }
     compared = Counter()
     for number, facts in enumerate(part.facts):
-        born, died = year.get((number, "date of birth")), year.get((number, "date of death"))
+        born = year.get((number, "date of birth"))
+        died = year.get((number, "date of death"))
         if born and died:
             compared["life"] += 1
             assert born < died
@@ -402,7 +406,8 @@ def test_lives_are_possible(world):
             assert director_born + 20 <= released
         if released and director_died:
             assert released < director_died
-    assert min(compared.values()) > 100 and len(compared) == 3
+    assert min(compared.values()) > 100
+    assert len(compared) == 3
 
 
 def test_tokenizer_text_is_bounded_and_free_of_test_names(world):
@@ -490,10 +495,8 @@ def test_any_world_is_answerable_and_disjoint(
 def test_common_knowledge_is_read_in_pretraining_and_asked_about_in_every_split(world):
     common = build(dataclasses.replace(CONFIG, common_knowledge=0.5, augmented_copies=1))
     demonstrations = [question for question, _ in common.demonstrations()]
-    originals, copies = (
-        demonstrations[: CONFIG.demonstrations],
-        demonstrations[CONFIG.demonstrations :],
-    )
+    originals = demonstrations[: CONFIG.demonstrations]
+    copies = demonstrations[CONFIG.demonstrations :]
     assert copies and not any(question.is_known for question in copies), (
         "no document states their facts"
     )

@@ -102,16 +102,15 @@ def test_train_is_trained_on_and_dev_is_held_out_whatever_the_share(official, ho
     task = two_wiki.build(config(official, hold_out_percent=hold_out_percent))
     assert ids(task, "train") == {f"t{n}" for n in range(30)}
     assert ids(task, "dev", "test") == {f"d{n}" for n in range(40)}
-    assert (
-        len(ids(task, "dev")) > 5
-        and len(ids(task, "test")) > 5
-        and not ids(task, "dev") & ids(task, "test")
-    )
+    assert len(ids(task, "dev")) > 5
+    assert len(ids(task, "test")) > 5
+    assert not ids(task, "dev") & ids(task, "test")
 
 
 def test_all_of_the_dev_file_can_be_the_test(official):
     task = two_wiki.build(config(official, test_percent=100))
-    assert len(task.questions("test")) == 40 and not task.questions("dev")
+    assert len(task.questions("test")) == 40
+    assert not task.questions("dev")
 
 
 def test_dev_files_alone_train_nothing_unless_a_sample_is_to_be_split(official):
@@ -141,11 +140,9 @@ def test_a_split_of_the_record_wins_and_a_question_of_both_files_is_of_dev(offic
     write(official, "train.json", [record("t1", split="test"), record("d1"), record("t2")])
     write(official, "dev.json", [record("d1"), record("d2", split="train")])
     task = two_wiki.build(config(official))
-    assert (
-        ids(task, "train") == {"t2", "d2"}
-        and "t1" in ids(task, "test")
-        and "d1" in ids(task, "dev", "test")
-    )
+    assert ids(task, "train") == {"t2", "d2"}
+    assert "t1" in ids(task, "test")
+    assert "d1" in ids(task, "dev", "test")
 
 
 def test_a_hash_decides_about_questions_of_no_official_file(official):
@@ -160,7 +157,8 @@ def test_a_hash_decides_about_questions_of_no_official_file(official):
     assert {id for id in ids(task, "train") if id in own} == {
         id for id, split in own.items() if split == "train"
     }
-    assert "t3" in ids(task, "train") and "d3" in ids(task, "dev", "test")
+    assert "t3" in ids(task, "train")
+    assert "d3" in ids(task, "dev", "test")
 
 
 def test_several_files_of_one_split_packed_or_not(tmp_path):
@@ -170,7 +168,8 @@ def test_several_files_of_one_split_packed_or_not(tmp_path):
     write(tmp_path, "dev_2.jsonl.gz", [record("d2")], lines=True)
     write(tmp_path, "id_aliases.json.gz", ALIASES, lines=True)
     task = two_wiki.build(config(tmp_path))
-    assert ids(task, "train") == {"t1", "t2"} and ids(task, "dev", "test") == {"d1", "d2"}
+    assert ids(task, "train") == {"t1", "t2"}
+    assert ids(task, "dev", "test") == {"d1", "d2"}
     assert "Motor City" in task.questions("train")[0].answers
 
 
@@ -272,10 +271,8 @@ def test_what_counts_as_gold_is_said(official):
     )
     (official / "id_aliases.json").unlink()
     (said,) = about_questions(two_wiki.build(config(official)))
-    assert (
-        said.startswith("70 answers have an id and ")
-        and "the official script counts aliases too" in said
-    )
+    assert said.startswith("70 answers have an id and ")
+    assert "the official script counts aliases too" in said
 
 
 @pytest.mark.parametrize("flags", [[], ["--eval.split", "test"]])
@@ -308,9 +305,11 @@ def test_a_flag_still_caps_what_eval_scores_and_other_tasks_are_not_capped_eithe
     given, chosen = evaluation.command_line(
         [*words, "--task.test-questions", "4", "--tasks", "two_wiki_kg_v5e"]
     )
-    assert (chosen.task.dev_questions, chosen.task.test_questions) == (None, 4)
+    assert chosen.task.dev_questions is None
+    assert chosen.task.test_questions == 4
     _, other = evaluation.all_configs(given, chosen)
-    assert (other.task.dev_questions, other.task.test_questions) == (None, None)
+    assert other.task.dev_questions is None
+    assert other.task.test_questions is None
 
 
 @pytest.mark.parametrize("field", ["dev_questions", "test_questions"])

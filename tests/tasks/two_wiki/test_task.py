@@ -259,12 +259,14 @@ def test_text_questions_are_those_whose_passages_the_corpus_has(folder):
     assert questions["d4"].answers == ("Roy Del Ruth", "Del Ruth")
     assert questions["d4"].candidates == ()
     (found,) = search(world_of(task), "Who died in 1961?", None)
-    assert (found.title, found.text) == ("Roy Del Ruth", "Roy Del Ruth: He died in 1961.")
+    assert found.title == "Roy Del Ruth"
+    assert found.text == "Roy Del Ruth: He died in 1961."
 
 
 def test_an_index_with_prefixes_of_its_own_is_searched_with_them(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    embedder, out = str(tiny_embedder(tmp_path / "embedder")), str(tmp_path / "index")
+    embedder = str(tiny_embedder(tmp_path / "embedder"))
+    out = str(tmp_path / "index")
     made = ["--corpus", str(folder / "corpus.json"), "--kind", "exact", "--embedder", embedder]
     assert index.main(["build", *made, "--prefixes", "e5", "--out", out]) == 0
     task = two_wiki.build(
@@ -337,7 +339,8 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
 
 def test_passages_are_searched_at_the_service_that_is_named(folder):
     """`index serve` in a process of its own finds for the task what its index finds here."""
-    corpus, words = str(folder / "corpus.json"), str(folder / "words")
+    corpus = str(folder / "corpus.json")
+    words = str(folder / "words")
     assert index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words]) == 0
     command = [sys.executable, "-m", "mujica_jax.index", "serve", "--index", words, "--port", "0"]
     environment = os.environ | {
@@ -405,17 +408,16 @@ def test_in_the_distractor_setting_a_question_is_answered_from_its_own_passages(
         for of in read_questions(data_files(TWO_WIKI, ("dev_with_context*.jsonl",), "questions"))
     }
     asked = all_questions(task)
-    assert len(asked) > 100 and {question.id for question in asked} <= given.keys()
+    assert len(asked) > 100
+    assert {question.id for question in asked} <= given.keys()
     for question in asked[:20]:
         found = {
             material.title for material in search(task.environment(question), question.text, None)
         }
         own = {passage.title for passage in given[question.id].context}
-        assert (
-            found <= own
-            and {gold.title for gold in question.gold_passages} <= own
-            and 4 <= len(own) <= 10
-        )
+        assert found <= own
+        assert {gold.title for gold in question.gold_passages} <= own
+        assert 4 <= len(own) <= 10
 
 
 def test_evidences_are_the_graph_where_there_are_no_triples(folder):
@@ -548,7 +550,8 @@ def copies(demonstrations):
 def test_splits_share_no_question_and_keep_their_order(real):
     sizes = {split: len(real.questions(split)) for split in ("train", "dev", "test")}
     assert sizes["train"] > 2500
-    assert 150 < sizes["dev"] <= 300 and 150 < sizes["test"] <= 300
+    assert 150 < sizes["dev"] <= 300
+    assert 150 < sizes["test"] <= 300
     ids = {split: {question.id for question in real.questions(split)} for split in sizes}
     assert len(set.union(*ids.values())) == sum(sizes.values())
     assert all(two_wiki.split_of(id, 15) == split for split, found in ids.items() for id in found)
@@ -666,7 +669,8 @@ def test_text_task_on_the_real_corpus():
     task = two_wiki.build(config(TWO_WIKI, environment="text", top_k=5))
     asked = [record["id"] for _, record in read_records(TWO_WIKI / "questions_visible.jsonl.gz")]
     questions = all_questions(task)
-    assert {question.id for question in questions} > set(asked) and len(asked) == 685
+    assert {question.id for question in questions} > set(asked)
+    assert len(asked) == 685
     assert {question.id for question in held_out(task)} < set(asked), "others are learnt from only"
     assert len(search(world_of(task), questions[0].text, None)) == 5
     own = next(
