@@ -80,8 +80,8 @@ def refused_by_tyro(capsys, program, *arguments: str) -> str:
     with pytest.raises(SystemExit) as ended:
         program.main(list(arguments))
     assert ended.value.code == 2
-    said = capsys.readouterr()
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", said.out + said.err).split())
+    output = capsys.readouterr()
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", output.out + output.err).split())
 
 
 @pytest.fixture
@@ -104,16 +104,16 @@ def written(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("program", [train, evaluation])
 def test_a_mistyped_flag_is_answered_with_the_nearest(capsys, program):
     checkpoint = ["--checkpoint", "nowhere"] if program is evaluation else []
-    said = refused_by_tyro(capsys, program, SMOKE, *checkpoint, "--engine.slot", "3")
-    assert "--engine.slot" in said
-    assert "--engine.slots" in said
+    message = refused_by_tyro(capsys, program, SMOKE, *checkpoint, "--engine.slot", "3")
+    assert "--engine.slot" in message
+    assert "--engine.slots" in message
 
 
 def test_an_unknown_choice_is_answered_with_the_choices(capsys):
-    said = refused_by_tyro(capsys, train, TWO_WIKI, "--task.environment", "web")
-    assert "web" in said
-    assert "graph" in said
-    assert "text" in said
+    message = refused_by_tyro(capsys, train, TWO_WIKI, "--task.environment", "web")
+    assert "web" in message
+    assert "graph" in message
+    assert "text" in message
 
 
 def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, monkeypatch):
@@ -166,10 +166,10 @@ def test_mistakes_of_a_task_of_ones_own_are_named(monkeypatch, mistake, sentence
 
 
 def test_eval_refuses_what_only_training_reads(capsys):
-    said = refused_by_tyro(
+    message = refused_by_tyro(
         capsys, evaluation, SMOKE, "--checkpoint", "nowhere", "--method.rounds", "2"
     )
-    assert "--method.rounds" in said
+    assert "--method.rounds" in message
 
 
 @pytest.mark.parametrize("program", [train, evaluation])
@@ -382,7 +382,7 @@ def warming_up(**changes) -> Any:
     config = dataclasses.replace(config, **sections)
     task: Any = start.build_task(config)
     tokenizer = Tokenizer.train(task.tokenizer_text(), 768)
-    progress = types.SimpleNamespace(said=[], line=lambda text: progress.said.append(text))
+    progress = types.SimpleNamespace(lines=[], line=lambda text: progress.lines.append(text))
     run = types.SimpleNamespace(
         config=config, task=task, tokenizer=tokenizer, progress=progress, preemption=Preemption()
     )
@@ -405,24 +405,24 @@ def test_rows_too_short_or_limits_too_small_for_any_demonstration_are_said():
 
 
 def test_rows_too_short_for_some_conversations_are_said():
-    said = []
+    lines = []
     run: Any = types.SimpleNamespace(
-        config=load_config(SMOKE), progress=types.SimpleNamespace(line=said.append)
+        config=load_config(SMOKE), progress=types.SimpleNamespace(line=lines.append)
     )
     assert run.config.trainer.row_tokens == 384
 
     def conversation(tokens: int) -> Conversation:
-        given = Turn(role="context", token_ids=(1,), text="")
+        context = Turn(role="context", token_ids=(1,), text="")
         written = (2,) * (tokens - 1)
         return Conversation(
             role="planner",
-            turns=(given, Turn(role="model", token_ids=written, text="", trained=True)),
+            turns=(context, Turn(role="model", token_ids=written, text="", trained=True)),
         )
 
     short = conversation(384)
     long = conversation(385)
     assert rows_that_fit(run, [short, long, short]) == [short, short]
-    assert said == ["1 of 3 conversations exceed 384 tokens and are left out"]
+    assert lines == ["1 of 3 conversations exceed 384 tokens and are left out"]
 
 
 GROUPS = ("--method.rounds-per-phase", "1", "--method.group-attempts", "2")
@@ -466,8 +466,8 @@ def test_worked_examples_without_room_are_refused_by_an_evaluation_too(refused, 
 
 def test_a_worker_joins_only_a_run_of_its_own_program(refused, monkeypatch):
     words = [str(SMOKE), "--run", "run", "--sampling.workers", "external"]
-    about = dataclasses.asdict(command_line(words, default="tiny_world"))
-    assert Leases(open_run(Path("run"), about), seconds=30.0, revision="a" * 40).claim(TRAINER)
+    described = dataclasses.asdict(command_line(words, default="tiny_world"))
+    assert Leases(open_run(Path("run"), described), seconds=30.0, revision="a" * 40).claim(TRAINER)
     monkeypatch.setattr(provenance, "git_revision", lambda: "b" * 40)
     assert f"revision {'a' * 40} and this program is {'b' * 40}" in refused(sample, "--run", "run")
     grpo = command_line([str(GRPO), "--run", "other"], default="tiny_world")
@@ -667,18 +667,18 @@ def test_eval_takes_the_latest_policy(tmp_path):
     open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
     for version in (0, 1, 2):
         store.commit_policy(version, lambda folder: (folder / "weights").write_text("some"))
-    given, _ = evaluation.command_line(["--checkpoint", "run"])
-    found = evaluation.find_checkpoint(given)
-    assert found.version == 2
-    assert found.model == Path("run/policies/000002/model")
+    options, _ = evaluation.command_line(["--checkpoint", "run"])
+    checkpoint = evaluation.find_checkpoint(options)
+    assert checkpoint.version == 2
+    assert checkpoint.model == Path("run/policies/000002/model")
 
 
 def test_eval_joins_no_job_that_trained_the_run(tmp_path):
     where = DistributedConfig(coordinator="10.0.0.2:8476", processes=4)
     trained = dataclasses.replace(load_config(SMOKE), distributed=where)
     open_run(tmp_path / "run", dataclasses.asdict(trained))
-    given, _ = evaluation.command_line(["--checkpoint", "run"])
-    assert given.distributed == DistributedConfig()
+    options, _ = evaluation.command_line(["--checkpoint", "run"])
+    assert options.distributed == DistributedConfig()
 
 
 def test_eval_that_may_not_write_says_so_before_it_evaluates(refused, checkpoint):

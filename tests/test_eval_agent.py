@@ -64,8 +64,10 @@ def test_the_documented_command_plays_decex_on_the_other_sets_of_its_paper(run, 
 
 
 def test_further_agents_are_compared_with_the_agent_that_it_was_trained_as(run):
-    given, config = evaluation.command_line([*NQ, "--checkpoint", run, "--agents", "direct", "rag"])
-    kinds = [one.agent.kind for one in evaluation.all_configs(given, config)]
+    options, config = evaluation.command_line(
+        [*NQ, "--checkpoint", run, "--agents", "direct", "rag"]
+    )
+    kinds = [evaluated.agent.kind for evaluated in evaluation.all_configs(options, config)]
     assert kinds == ["decex", "direct", "rag"]
 
 

@@ -187,9 +187,9 @@ def test_the_commands_of_the_document_are_taken(monkeypatch):
         for line in block.replace("\\\n", " ").splitlines()
         if line.startswith("python -m mujica_jax.eval")
     ]
-    found = [evaluation.command_line(shlex.split(line)[3:]) for line in lines]
-    assert [given.remote.mode for given, _ in found] == ["chat", "completions"]
-    assert {config.agent.prompt for _, config in found} == {"few_shot"}
+    command_lines = [evaluation.command_line(shlex.split(line)[3:]) for line in lines]
+    assert [options.remote.mode for options, _ in command_lines] == ["chat", "completions"]
+    assert {config.agent.prompt for _, config in command_lines} == {"few_shot"}
 
 
 @pytest.fixture

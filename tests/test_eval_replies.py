@@ -153,7 +153,7 @@ def test_an_endpoint_that_refuses_everything_has_no_score(
     refusal = Answer(status=400, content={"error": {"message": "seed is not supported"}})
     with pytest.raises(AssertionError, match="assert 2 == 0"):
         evaluate(monkeypatch, tmp_path, tokenizer, task, refusal, refusal)
-    said = capsys.readouterr().err
-    assert f"refused all of {QUESTIONS} requests, the last one so: " in said
-    assert "seed is not supported" in said
+    messages = capsys.readouterr().err
+    assert f"refused all of {QUESTIONS} requests, the last one so: " in messages
+    assert "seed is not supported" in messages
     assert not (tmp_path / "eval" / "bamboogle-text-direct-test.json").exists()

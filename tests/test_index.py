@@ -73,21 +73,21 @@ def test_recall_is_the_share_of_gold_titles(folder, capsys):
         "--questions",
         str(folder / "questions.jsonl"),
     )
-    (found,) = printed(capsys, *asked, "--k", "1", "40")
-    assert found["recall@40"] == 50.0, "one of two gold titles exists"
-    assert 0 < found["recall@1"] <= 50.0
-    assert found["questions"] == 4
-    assert found["passages"] == PASSAGES
+    (recall,) = printed(capsys, *asked, "--k", "1", "40")
+    assert recall["recall@40"] == 50.0, "one of two gold titles exists"
+    assert 0 < recall["recall@1"] <= 50.0
+    assert recall["questions"] == 4
+    assert recall["passages"] == PASSAGES
     (dense,) = printed(capsys, "recall", "--index", str(folder / "dense"), *asked[3:], "--k", "40")
     assert dense["recall@40"] == 50.0
 
 
 @pytest.mark.parametrize("kind", ["bm25", "dense"])
 def test_a_query_prints_its_passages_best_first(folder, capsys, kind):
-    found = printed(capsys, "query", "--index", str(folder / kind), "--k", "3", "title 7 word5")
-    assert len(found) == 3
-    assert set(found[0]) == {"score", "position", "id", "title", "text"}
-    assert [hit["score"] for hit in found] == sorted((hit["score"] for hit in found), reverse=True)
+    hits = printed(capsys, "query", "--index", str(folder / kind), "--k", "3", "title 7 word5")
+    assert len(hits) == 3
+    assert set(hits[0]) == {"score", "position", "id", "title", "text"}
+    assert [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
 
 
 def test_a_query_is_a_list_on_a_terminal(folder, capsys, monkeypatch):
@@ -127,10 +127,10 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
         == 0
     )
     asked = ("query", "--k", "3", "word5", "--index")
-    found = printed(capsys, *asked, str(built))
+    hits = printed(capsys, *asked, str(built))
     for named in ([], ["--prefixes", "e5"], ["--embedder", str(folder / "tiny")]):
-        for of in (built, taken):
-            assert printed(capsys, *asked, str(of), *named) == found
+        for place in (built, taken):
+            assert printed(capsys, *asked, str(place), *named) == hits
     assert "was built with the embedder" in refused(capsys, *asked, str(built), "--prefixes", "bge")
     nowhere = refused(capsys, *asked, str(built), "--embedder", str(folder / "nowhere"))
     assert f"was built with {folder / 'tiny'}, and the embedder" in nowhere
@@ -138,7 +138,7 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
     assert manifest.pop("prefixes") == "e5"
     (built / "manifest.json").write_text(json.dumps(manifest))  # as it was before they stood there
     assert "its prefixes as well" in refused(capsys, *asked, str(built))
-    assert printed(capsys, *asked, str(built), "--prefixes", "e5") == found
+    assert printed(capsys, *asked, str(built), "--prefixes", "e5") == hits
 
 
 def test_an_embedder_that_was_named_from_another_folder_is_found(
@@ -234,8 +234,8 @@ def test_recall_on_2wiki_is_the_published_one(
     questions = TWO_WIKI / "questions_visible.jsonl.gz"
     made = ["--kind", "bm25", "--tokenizer", tokenizer, "--out", str(tmp_path / "index")]
     assert index.main(["build", "--corpus", str(corpus), *made]) == 0
-    (found,) = printed(
+    (recall,) = printed(
         capsys, "recall", "--index", str(tmp_path / "index"), "--questions", str(questions)
     )
-    assert found["recall@2"] == pytest.approx(recall_at_2, abs=0.1)
-    assert found["recall@5"] == pytest.approx(recall_at_5, abs=0.1)
+    assert recall["recall@2"] == pytest.approx(recall_at_2, abs=0.1)
+    assert recall["recall@5"] == pytest.approx(recall_at_5, abs=0.1)

@@ -27,7 +27,8 @@ def folder(tmp_path_factory) -> Path:
 
 def shown(capsys, *words: str) -> list[tuple[str, str, str]]:
     return [
-        (found["subject"], found["relation"], found["object"]) for found in printed(capsys, *words)
+        (triple["subject"], triple["relation"], triple["object"])
+        for triple in printed(capsys, *words)
     ]
 
 
@@ -51,8 +52,10 @@ def test_on_a_terminal_triples_are_a_list_and_a_graph_is_served_by_its_store(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert index.main(["query", "--index", str(folder / "index"), "Q2"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "  1. Ilse Vand | place of birth | Ghent"
-    said = refused(capsys, "serve", "--index", str(folder / "index"))
-    assert f"oxigraph serve-read-only --location {folder}/index/graph --bind 127.0.0.1:8600" in said
+    message = refused(capsys, "serve", "--index", str(folder / "index"))
+    assert (
+        f"oxigraph serve-read-only --location {folder}/index/graph --bind 127.0.0.1:8600" in message
+    )
 
 
 def test_a_name_of_several_entities_says_so(folder, capsys):
@@ -108,21 +111,21 @@ def test_properties_and_languages_reach_the_build(folder, capsys, tmp_path):
 
 
 def test_an_estimate_is_one_line(folder, capsys):
-    (found,) = printed(
+    (estimate,) = printed(
         capsys, "estimate", "--corpus", str(folder / "dump.nt.gz"), "--kind", "graph"
     )
-    assert (found["triples"], found["names"]) == (8, 14)
-    assert found["disk_bytes"]["graph"] > 0
+    assert (estimate["triples"], estimate["names"]) == (8, 14)
+    assert estimate["disk_bytes"]["graph"] > 0
 
 
 def test_an_estimate_leaves_out_what_a_build_leaves_out(folder, capsys, tmp_path):
     (tmp_path / "bad.tsv").write_text(
         "subject\trelation\tobject\tsubject_qid\tobject_qid\nA\tr\tB\tQ1\tQ2\nbroken line\n"
     )
-    estimate = ("estimate", "--kind", "graph", "--corpus", str(tmp_path / "bad.tsv"))
-    assert "bad.tsv, line 3: 1 columns where 5 belong" in refused(capsys, *estimate)
-    (found,) = printed(capsys, *estimate, "--skip")
-    assert found["triples"] == 1
+    command = ("estimate", "--kind", "graph", "--corpus", str(tmp_path / "bad.tsv"))
+    assert "bad.tsv, line 3: 1 columns where 5 belong" in refused(capsys, *command)
+    (estimate,) = printed(capsys, *command, "--skip")
+    assert estimate["triples"] == 1
 
 
 def test_mistakes_are_one_sentence(folder, capsys, tmp_path):

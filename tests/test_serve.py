@@ -70,7 +70,9 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
             answers = stub.Decode(
                 jetstream_pb2.DecodeRequest(text_content=text, max_tokens=5), timeout=HANG_SECONDS
             )
-            tokens = [token for one in answers for token in one.stream_content.samples[0].token_ids]
+            tokens = [
+                token for chunks in answers for token in chunks.stream_content.samples[0].token_ids
+            ]
         assert 0 < len(tokens) <= 5
         with urllib.request.urlopen(metrics[1]) as page:
             assert b"generated_tokens" in page.read()

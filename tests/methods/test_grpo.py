@@ -43,7 +43,8 @@ COMMON: dict[str, Any] = {
 DAPO_METHOD = DapoConfig(**COMMON, max_sampled_batches=3, importance_cap=0.0)
 GRPO_METHOD = GrpoConfig(**COMMON, importance_cap=0.0)
 QUESTIONS = [Question(id=f"q{number}", text="?", answers=("yes",)) for number in range(8)]
-GIVEN, SAID = (5, 6, 7), (1, 2)  # tokens of a context and of a model's turn
+CONTEXT_TOKENS = (5, 6, 7)
+MODEL_TOKENS = (1, 2)
 FAILED = None  # in the place of a reward: a search of the attempt failed
 
 
@@ -60,18 +61,18 @@ def conversation(attempt: Attempt, role: str) -> Conversation:
     """What was given, said, found and said again; the first token says which question it is of."""
     number = 100 + int(attempt.question.id[1:])
     turns = [
-        Turn(role="context", token_ids=(number, *GIVEN), text=""),
-        Turn(role="model", token_ids=SAID, text="", logprobs=(-0.5, -1.5), trained=True),
-        Turn(role="context", token_ids=GIVEN, text=""),
-        Turn(role="model", token_ids=SAID, text="", logprobs=(-1.0, -1.0), trained=True),
+        Turn(role="context", token_ids=(number, *CONTEXT_TOKENS), text=""),
+        Turn(role="model", token_ids=MODEL_TOKENS, text="", logprobs=(-0.5, -1.5), trained=True),
+        Turn(role="context", token_ids=CONTEXT_TOKENS, text=""),
+        Turn(role="model", token_ids=MODEL_TOKENS, text="", logprobs=(-1.0, -1.0), trained=True),
     ]
     return Conversation(role=role, turns=tuple(turns))
 
 
-def with_last_turn_cut(conversation: Conversation) -> Conversation:
-    *turns, last = conversation.turns
+def with_last_turn_cut(whole: Conversation) -> Conversation:
+    *turns, last = whole.turns
     return dataclasses.replace(
-        conversation, turns=(*turns, dataclasses.replace(last, trained=False, cut=True))
+        whole, turns=(*turns, dataclasses.replace(last, trained=False, cut=True))
     )
 
 
@@ -92,7 +93,7 @@ class Played:
         self.cut = cut
         self.asked: list[str] = []
         self.learnt: list[tuple[str, PackedRows, LearningPlan]] = []
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.figures: dict[int, dict[str, Any]] = {}
         self.phases: list[tuple[Any, Any, dict[str, int]]] = []
         self.scorings = 0
@@ -107,7 +108,7 @@ class Played:
         self.clock = StageClock()
         stage = types.SimpleNamespace(update=lambda *values, **figures: None)
         self.progress: Any = types.SimpleNamespace(
-            stage=lambda *names, **figures: contextlib.nullcontext(stage), line=self.said.append
+            stage=lambda *names, **figures: contextlib.nullcontext(stage), line=self.messages.append
         )
         self.preemption: Any = types.SimpleNamespace(enter=lambda *names, **options: None)
         self.counters: Any = types.SimpleNamespace(figures=dict)
@@ -156,7 +157,7 @@ class Played:
         reward = self.rewards[attempt.question.id][attempt.number]
         conversations = [conversation(attempt, role) for role in self.roles]
         if self.cut and not reward:
-            conversations = [with_last_turn_cut(conversation) for conversation in conversations]
+            conversations = [with_last_turn_cut(spoken) for spoken in conversations]
         return episode(
             *conversations,
             question_id=attempt.question.id,
@@ -182,9 +183,11 @@ class Played:
     def finished_state(self, name: str, *, plan: LearningPlan) -> str:
         return f"after {name}"
 
-    def left(self) -> list[tuple[Any, Any, dict[str, int]]]:
-        """What the phases left. The state of a round of an earlier start is read from its
-        checkpoint."""
+    def phases_left(self) -> list[tuple[Any, Any, dict[str, int]]]:
+        """Return the phases, their states and counts.
+
+        The state of a round of an earlier start is read from its checkpoint.
+        """
         return [
             (phase, state() if isinstance(state, PhaseState) else state, counts)
             for phase, state, counts in self.phases
@@ -244,7 +247,7 @@ def test_groups_that_teach_nothing_are_dropped_and_others_sampled_until_the_batc
     assert phase.name == "round 2"
     assert phase.step == 2
     assert state == "after round 2"
-    tokens = len(SAID) * 2 + len(GIVEN) * 2 + 1
+    tokens = len(MODEL_TOKENS) * 2 + len(CONTEXT_TOKENS) * 2 + 1
     assert counts == {
         "trajectories": 12,
         "accepted": 8,
@@ -265,7 +268,7 @@ def test_with_equal_rewards_alone_sampling_stops_at_its_bound_and_nothing_is_lea
     assert run.learnt == []
     assert run.phases[0][1] is start, "the very state that it began with"
     assert [
-        f"round {n}: no update, for at each of 4 questions all attempts" in run.said[n - 1]
+        f"round {n}: no update, for at each of 4 questions all attempts" in run.messages[n - 1]
         for n in (1, 2)
     ] == [
         True,
@@ -273,7 +276,7 @@ def test_with_equal_rewards_alone_sampling_stops_at_its_bound_and_nothing_is_lea
     ]
     assert (
         "(on average 0.000): raise method.group_attempts 2 or sampling.temperature 1.0"
-        in run.said[0]
+        in run.messages[0]
     )
     assert run.figures[2]["steps"] == 0
     assert run.figures[2]["learnt_groups"] == 0
@@ -287,7 +290,7 @@ def test_a_batch_that_stays_short_is_learnt_and_said(tmp_path):
     )
     assert len(run.asked) == 6
     assert questions_in(run.learnt[0][1]) == {"q0"}
-    assert "1 groups of 2 wanted teach anything after 6 questions" in run.said[0]
+    assert "1 groups of 2 wanted teach anything after 6 questions" in run.messages[0]
 
 
 def test_no_question_comes_twice_in_a_round(tmp_path):
@@ -315,7 +318,7 @@ def test_all_conversations_of_a_trajectory_have_its_advantage(tmp_path):
 
 def test_tokens_of_observations_carry_no_loss(tmp_path):
     rows = play(tmp_path, TABLE).learnt[0][1]
-    sampled_tokens = np.isin(rows.tokens, SAID) & (rows.segment_ids > 0)
+    sampled_tokens = np.isin(rows.tokens, MODEL_TOKENS) & (rows.segment_ids > 0)
     np.testing.assert_array_equal(rows.loss_mask, sampled_tokens)
     loss = DAPO(clip_low=0.2, clip_high=0.28)
     now = jnp.asarray(rows.columns["sampled_log_probs"] + 0.1 * rows.columns["advantages"])
@@ -360,13 +363,13 @@ def test_attempts_whose_search_failed_are_no_members_of_their_group(tmp_path, ki
     assert figures["trajectories"] == (9 if refilled else 6)
     assert (
         f"round 1: 3 of {figures['trajectories']} attempts are left out because a search"
-        in run.said[0]
+        in run.messages[0]
     )
-    assert "1 of" in run.said[0]
-    assert "groups have fewer than two attempts left and are dropped" in run.said[0]
+    assert "1 of" in run.messages[0]
+    assert "groups have fewer than two attempts left and are dropped" in run.messages[0]
     second_run = play(tmp_path, table, method)
     assert second_run.asked == []
-    assert second_run.left() == run.left()
+    assert second_run.phases_left() == run.phases_left()
 
 
 def test_a_round_of_failures_alone_learns_nothing(tmp_path):
@@ -384,7 +387,7 @@ def test_a_turn_that_a_length_limit_cut_is_learnt_with_the_advantage_of_its_atte
     """Also by the stored record; maximum likelihood does not learn it (`training_rows`)."""
     run = play(tmp_path, TABLE, dataclasses.replace(kind, rounds=1), cut=True)
     rows = run.learnt[0][1]
-    sampled_tokens = np.isin(rows.tokens, SAID) & (rows.segment_ids > 0)
+    sampled_tokens = np.isin(rows.tokens, MODEL_TOKENS) & (rows.segment_ids > 0)
     np.testing.assert_array_equal(rows.loss_mask, sampled_tokens)
     assert (rows.columns["sampled_log_probs"][sampled_tokens] < 0).all()
     stored = [t for entry in run.store.shards() for t in run.store.read_shard(entry)]
@@ -438,7 +441,7 @@ def test_a_round_that_is_over_is_not_played_again(tmp_path):
     second_run = play(tmp_path, TABLE, method)
     assert second_run.asked == []
     assert second_run.learnt == []
-    assert second_run.left() == whole.left()
+    assert second_run.phases_left() == whole.phases_left()
     assert len(whole.phases) == 2
 
 

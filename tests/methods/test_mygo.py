@@ -38,8 +38,13 @@ def recipes_call_the_fake(monkeypatch):
 
 def trajectory(attempt: Attempt, reward: float, token: int) -> Trajectory:
     turn = Turn(role="model", token_ids=(token,), text=str(token), trained=True)
-    identity = {"question_id": attempt.question.id, "attempt": attempt.number, "seed": attempt.seed}
-    return episode(Conversation(role="planner", turns=(turn,)), **identity, reward=reward)
+    return episode(
+        Conversation(role="planner", turns=(turn,)),
+        question_id=attempt.question.id,
+        attempt=attempt.number,
+        seed=attempt.seed,
+        reward=reward,
+    )
 
 
 class Played:
@@ -50,7 +55,7 @@ class Played:
         self, rewards: Mapping[str, Sequence[float | None]], token_of: Callable[[Attempt], int]
     ) -> None:
         self.rewards = rewards
-        self.said = token_of
+        self.token_of = token_of
         self.asked: list[tuple[str, int]] = []
         self.done: dict[int, Any] = {}
         self.config = types.SimpleNamespace(
@@ -86,7 +91,7 @@ class Played:
     def _play(self, attempt: Attempt) -> Trajectory:
         self.asked.append((attempt.question.id, attempt.number))
         reward = self.rewards[attempt.question.id][attempt.number]
-        played = trajectory(attempt, reward or 0.0, self.said(attempt))
+        played = trajectory(attempt, reward or 0.0, self.token_of(attempt))
         return (
             dataclasses.replace(played, stop_reason=StopReason.RETRIEVER_FAILED)
             if reward is None

@@ -213,14 +213,14 @@ def test_less_is_kept_the_more_is_recomputed(decoder):
     """Residuals of the layers: all activations, only the products with weights, only each layer's
     input."""
 
-    def kept(remat) -> int:
+    def numbers_kept(remat) -> int:
         def loss(decoder):
             return jnp.square(_logits(decoder, scan=True, remat=remat)).mean()
 
         _, backward = jax.vjp(loss, decoder)
         return sum(leaf.size for leaf in jax.tree.leaves(backward))
 
-    assert kept("none") > kept("dots") > kept("full")
+    assert numbers_kept("none") > numbers_kept("dots") > numbers_kept("full")
 
 
 def test_packed_rows_equal_separate_rows(decoder):

@@ -16,7 +16,7 @@ from mujica_jax.models.thoughts import (
     within_opened_thought,
 )
 
-SAID = {
+OUTSIDE_OF_THOUGHTS = {
     "all of it is said": "all of it is said",
     "": "",
     "a <think> b </think> c": "a  c",
@@ -36,9 +36,9 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("text", SAID)
+@pytest.mark.parametrize("text", OUTSIDE_OF_THOUGHTS)
 def test_what_stands_outside_of_thoughts(text):
-    assert outside_thoughts(text) == SAID[text]
+    assert outside_thoughts(text) == OUTSIDE_OF_THOUGHTS[text]
 
 
 def test_the_first_thought_is_the_one_that_is_closed_first():

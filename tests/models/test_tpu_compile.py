@@ -32,7 +32,8 @@ WHOLE_ROWS = ("two_wiki_text_v5e", "two_wiki_text_qwen3_8b_v5e", "two_wiki_text_
 # configurations whose methods learn by another loss than maximum likelihood
 OTHER_LOSSES = {"two_wiki_kg_grpo_v5e": ("qwen2.5-7b", "v5e:4x8")}
 HOST = "v5e:2x2"  # of these topologies: where an engine lies
-COMPUTE_BYTES, PARAMETER_BYTES = 2, 4  # of a number that is multiplied, and of one that is added up
+COMPUTE_BYTES = 2  # of a number that is multiplied
+PARAMETER_BYTES = 4  # of a number that is added up
 LANES = 128  # columns of a TPU's tile: parts that are narrower are summed whole and cut afterwards
 ROWS_BYTES = 2e6  # token ids, segments and positions of a batch are less
 
@@ -51,17 +52,22 @@ def test_the_training_step_of_a_configuration_compiles_and_fits(config):
     assert trained(config)["bytes"] < memory_bytes(topology)
 
 
+def documented_phases(config: str) -> dict[str, list[str]]:
+    """Return the cells of a configuration's rows in docs/memory.md, by phase."""
+    phases = {}
+    for line in (ROOT / "docs" / "memory.md").read_text().splitlines():
+        cells = [cell.strip(" `") for cell in line.split("|")]
+        if len(cells) > 3 and cells[1] == f"{config}.py":
+            phases[cells[2]] = cells[3:]
+    return phases
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_phase_of_a_configuration_fits(config):
     """What docs/memory.md says, with an engine over chips of one host."""
     plan = memory(config)
     assert plan["chips_a_host"] % plan["tensor"] == 0
-    documented = {
-        cells[2]: cells[3:]
-        for line in (ROOT / "docs" / "memory.md").read_text().splitlines()
-        if len(cells := [cell.strip(" `") for cell in line.split("|")]) > 3
-        and cells[1] == f"{config}.py"
-    }
+    documented = documented_phases(config)
     assert documented.keys() == plan["phases"].keys()
     for phase, parts in plan["phases"].items():
         total = sum(parts.values())

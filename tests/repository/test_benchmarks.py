@@ -223,10 +223,12 @@ def test_searching_is_measured_and_indexes_are_found_again(tmp_path):
         "scann",
         "exact",
     ]
-    first, second = (
-        [json.loads(line) for line in printed("retrieval.py", *words).splitlines()]
-        for _ in range(2)
-    )
+
+    def rows_printed() -> list[dict]:
+        return [json.loads(line) for line in printed("retrieval.py", *words).splitlines()]
+
+    first = rows_printed()
+    second = rows_printed()
     by_the_rule = first[0]
     exact = first[-1]
     assert by_the_rule["engine"] == "scann"

@@ -27,7 +27,7 @@ from tests.models.test_tpu_compile import memory_bytes
 OF_CHIPS = [name for name in CONFIGS if topology_of(name)]
 TRAINED = [name for name in OF_CHIPS if CONFIGS[name].trainer.fsdp > 1]
 EVALUATED = [name for name in OF_CHIPS if name not in TRAINED]
-OF_ROWS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b")  # what these are evaluated with
+CONFIGS_OF_ROWS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b")  # what these are evaluated with
 EMBEDDERS = {"BAAI/bge-large-en-v1.5": 335_141_888, "intfloat/e5-base-v2": 109_482_240}  # numbers
 BFLOAT16_BYTES = 2
 DENSE_ROWS = [
@@ -124,7 +124,7 @@ def test_a_row_out_of_domain_is_scored_with_the_policy_of_another_run(tmp_path):
 def planned() -> dict[str, dict[str, dict[str, int]]]:
     """By configuration and checkpoint: phases, their parts, bytes on each chip."""
     words = [f"{name}={checkpoint_of(CONFIGS[name])}" for name in TRAINED]
-    words += [f"{name}={model}" for name in EVALUATED for model in OF_ROWS]
+    words += [f"{name}={model}" for name in EVALUATED for model in CONFIGS_OF_ROWS]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.helpers.memory_of_configurations", *words]
     return json.loads(
@@ -147,7 +147,7 @@ def test_every_phase_of_training_fits_its_chips(name, planned):
 
 @pytest.mark.parametrize("name", EVALUATED)
 def test_an_evaluation_fits_its_chips_with_each_model_of_its_rows(name, planned):
-    for model in OF_ROWS:
+    for model in CONFIGS_OF_ROWS:
         parts = planned[f"{name}={model}"]["sampling"]
         held_bytes = (
             parts[memory.ENGINE]

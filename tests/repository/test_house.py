@@ -167,11 +167,8 @@ def packages_loaded_by(module: str) -> frozenset[str]:
 
 def rooms_imported_by(path: Path) -> set[str]:
     names = imports(ast.walk(ast.parse(path.read_text())), path)
-    return {
-        parts[1]
-        for name in names
-        if (parts := name.split("."))[0] == "mujica_jax" and len(parts) > 1
-    }
+    parts_of_names = [name.split(".") for name in names]
+    return {parts[1] for parts in parts_of_names if parts[0] == "mujica_jax" and len(parts) > 1}
 
 
 def test_every_module_stands_on_a_floor():

@@ -46,10 +46,9 @@ def test_requirements_txt_lists_the_core_and_the_kernels_of_a_cpu():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = project["dependencies"] + project["optional-dependencies"]["cpu"]
     lines = (ROOT / "requirements.txt").read_text().splitlines()
-    listed = [text for line in lines if (text := line.partition("#")[0].strip())]
-    assert sorted(map(str, map(Requirement, listed))) == sorted(
-        map(str, map(Requirement, declared))
-    )
+    without_comments = [line.partition("#")[0].strip() for line in lines]
+    listed = [str(Requirement(text)) for text in without_comments if text]
+    assert sorted(listed) == sorted(str(Requirement(text)) for text in declared)
     assert "numba" not in {Requirement(line).name for line in project["dependencies"]}
 
 

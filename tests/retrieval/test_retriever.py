@@ -48,7 +48,10 @@ class RecordingIndex:
 
     def search_encoded(self, queries, k):
         self.answered.set()
-        return [[(len(query) + n, 1.0 / (1 + n)) for n in range(k)] for query in queries]
+        return [self._hits(query, k) for query in queries]
+
+    def _hits(self, query, k):
+        return [(len(query) + n, 1.0 / (1 + n)) for n in range(k)]
 
     def search(self, queries, k):
         return self.search_encoded(self.encode(queries), k)
@@ -68,13 +71,10 @@ async def together(retriever, *queries, k=2):
 @pytest.mark.parametrize("inline", [True, False])
 def test_queries_that_arrive_together_are_searched_together_and_each_gets_its_own(index, inline):
     retriever = IndexRetriever(index, inline=inline)
-    found = asyncio.run(together(retriever, "a", "bbb", "cc", "a"))
-    assert [[passage.id for passage in of] for of in found] == [
-        ["1", "2"],
-        ["3", "4"],
-        ["2", "3"],
-        ["1", "2"],
-    ]
+    answers = asyncio.run(together(retriever, "a", "bbb", "cc", "a"))
+    expected = [["1", "2"], ["3", "4"], ["2", "3"], ["1", "2"]]
+    for answer, expected_ids in zip(answers, expected, strict=True):
+        assert [passage.id for passage in answer] == expected_ids
     assert index.batches == [["a", "bbb", "cc"]]
     statistics = retriever.statistics
     assert statistics.queries == 4
@@ -101,13 +101,13 @@ def test_what_arrives_during_a_search_is_the_next_batch(index):
 
 def test_results_are_kept_on_disk_for_the_version_of_the_index(index, tmp_path):
     first = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
-    found = asyncio.run(together(first, "a", "bb"))
-    again = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
-    assert asyncio.run(together(again, "bb", "a", "ccc"))[:2] == [found[1], found[0]]
-    assert again.statistics.cached == 2
-    assert again.statistics.batches == 1
+    answers = asyncio.run(together(first, "a", "bb"))
+    reopened = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
+    assert asyncio.run(together(reopened, "bb", "a", "ccc"))[:2] == [answers[1], answers[0]]
+    assert reopened.statistics.cached == 2
+    assert reopened.statistics.batches == 1
     assert index.batches == [["a", "bb"], ["ccc"]]
-    asyncio.run(together(again, "a", k=3))
+    asyncio.run(together(reopened, "a", k=3))
     assert index.batches[-1] == ["a"], "another k is another search"
     other = IndexRetriever(index, cache=SearchCache(tmp_path, "version2"))
     asyncio.run(together(other, "a"))
@@ -133,7 +133,7 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "stored",
     [
         "[[10, 0.5]]",
         "[[-1, 0.5]]",
@@ -144,11 +144,11 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
         "[3]",
         "[" * 10**5,
     ],
-    ids=lambda kept: kept[:20],
+    ids=lambda stored: stored[:20],
 )
-def test_what_is_no_result_of_the_index_is_searched_again(index, tmp_path, kept):
+def test_what_is_no_result_of_the_index_is_searched_again(index, tmp_path, stored):
     cache = SearchCache(tmp_path, index.version)
-    cache.write([("a", 1, kept)])
+    cache.write([("a", 1, stored)])
     retriever = IndexRetriever(index, cache=cache)
     assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]]
     assert retriever.statistics.cached == 0 and cache.read("a", 1) == "[[1, 1.0]]", "and kept"
@@ -166,11 +166,11 @@ def test_the_cache_is_bounded(tmp_path, monkeypatch, caplog):
         cache.write([(query, 1, "x")])
     assert not caplog.records
     assert cache.path.stat().st_size <= 200_000
-    found = [cache.read(query, 1) is not None for query in queries]
-    assert found[-1]
-    assert not found[0]
-    assert 10 < sum(found) < 100
-    assert found == sorted(found), "the older ones went"
+    is_cached = [cache.read(query, 1) is not None for query in queries]
+    assert is_cached[-1]
+    assert not is_cached[0]
+    assert 10 < sum(is_cached) < 100
+    assert is_cached == sorted(is_cached), "the older ones went"
 
 
 def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, caplog):
@@ -180,10 +180,10 @@ def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, ca
     retriever = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
     for _ in range(2):
         assert [passage.id for passage in asyncio.run(retriever.search("a", 1))] == ["1"]
-    (said,) = [
+    (message,) = [
         record.getMessage() for record in caplog.records if record.name.endswith("search_cache")
     ]
-    assert "version1.sqlite is not used" in said
+    assert "version1.sqlite is not used" in message
     caplog.clear()
     (tmp_path / "file").write_text("")
     SearchCache(tmp_path / "file" / "folder", "v")

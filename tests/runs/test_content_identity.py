@@ -219,8 +219,8 @@ def test_questions_that_were_read_are_found_again(cache, monkeypatch, tmp_path):
 def test_a_damaged_cache_of_questions_is_read_anew_and_replaced(damage, cache, caplog, tmp_path):
     folder = nq(tmp_path / "a", "who built it", "Ann Ode")
     before = read_set(folder, "nq")
-    (kept,) = (cache / "mujica_jax" / "questions").glob("*.parquet")
-    kept.write_bytes(damage)
+    (cached,) = (cache / "mujica_jax" / "questions").glob("*.parquet")
+    cached.write_bytes(damage)
     assert read_set(folder, "nq") == before
     assert "is damaged" in caplog.text
     caplog.clear()
@@ -268,6 +268,6 @@ def test_a_part_of_an_evaluation_that_is_damaged_is_played_again(damage, caplog,
     assert _read_or_play(parts, "greedy.parquet", lambda: played) == played
     assert "greedy.parquet" in caplog.text
     assert "it is played again" in caplog.text
-    assert [one.answer for one in _read_or_play(parts, "greedy.parquet", lambda: [])] == [
-        "Ghent"
-    ], "and kept"
+    assert [
+        trajectory.answer for trajectory in _read_or_play(parts, "greedy.parquet", lambda: [])
+    ] == ["Ghent"], "and kept"

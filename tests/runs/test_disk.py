@@ -18,9 +18,9 @@ SMALL_FILE_BYTES = 40_000  # enough for a shard, and not for a model
 
 def refused(ended: Ended, words: str) -> None:
     assert ended.status == 2, f"{ended.output}{ended.messages}"
-    said = ended.messages.strip().splitlines()[-1]
-    assert said.startswith("error: cannot use ")
-    assert words in said
+    message = ended.messages.strip().splitlines()[-1]
+    assert message.startswith("error: cannot use ")
+    assert words in message
     assert "Traceback" not in ended.messages
 
 

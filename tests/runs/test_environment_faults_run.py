@@ -81,8 +81,10 @@ def test_a_run_whose_retriever_is_down_ends_with_a_sentence_and_goes_on_when_it_
     (ended,) = disturbed(directory, flags)
     assert ended.status == 2
     assert "Traceback" not in ended.messages
-    said = " ".join(ended.messages.split())
-    assert "5 attempts in a row ended because a search failed, each of them played 2 times" in said
+    message = " ".join(ended.messages.split())
+    assert (
+        "5 attempts in a row ended because a search failed, each of them played 2 times" in message
+    )
     monkeypatch.delitem(ENVIRONMENT, FAILING_SHARE)
     rest(directory, **words(directory))
     assert outcome(directory) == outcome(undisturbed[0])

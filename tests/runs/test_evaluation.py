@@ -65,11 +65,11 @@ def trajectories() -> list[Trajectory]:
         dataclasses.replace(
             searched,
             question_id=str(number),
-            answer=said,
+            answer=reply,
             stop_reason=reason,
             searches=searched.searches * (number % 3),  # 0, 1, 2, 0, 1, 2
         )
-        for number, (_, _, said, reason, _, _) in enumerate(EPISODES)
+        for number, (_, _, reply, reason, _, _) in enumerate(EPISODES)
     ]
 
 
@@ -93,7 +93,9 @@ def test_scores_by_kind(evaluation):
         "other": 1,
     }
     for kind in ("comparison", "compositional", ""):
-        expected = [(em, f1) for of, _, _, _, em, f1 in EPISODES if of == kind]
+        expected = [
+            (em, f1) for kind_of_episode, _, _, _, em, f1 in EPISODES if kind_of_episode == kind
+        ]
         score = by_kind[kind or "other"]
         assert score.em == pytest.approx(sum(em for em, _ in expected) / len(expected))
         assert score.f1 == pytest.approx(sum(f1 for _, f1 in expected) / len(expected))
@@ -179,10 +181,10 @@ def evaluation_of(*played: Trajectory) -> Evaluation:
 def test_scores_shown_do_not_depend_on_the_reward():
     """Under f1_format the half-right and the silent episode earn something else; the console and
     both files show the same EM and F1."""
-    said = {"0": answer("Ghent"), "1": answer("Ghent, Belgium"), "2": "Hm."}
+    replies = {"0": answer("Ghent"), "1": answer("Ghent, Belgium"), "2": "Hm."}
     questions = [
         dataclasses.replace(QUESTION, id=number, text=f"Question {number}?", kind="one")
-        for number in said
+        for number in replies
     ]
     task: Any = types.SimpleNamespace(
         rule="two_wiki",
@@ -201,10 +203,10 @@ def test_scores_shown_do_not_depend_on_the_reward():
 
         async def generate(self, prompt, params, *, continues=False):
             shown = tokenizer().decode(prompt)
-            number = next(number for number in said if f"Question {number}?" in shown)
+            number = next(number for number in replies if f"Question {number}?" in shown)
             asked.append((params.temperature, number))
             is_right = number == "1" and params.temperature > 0  # sampled it is, greedily it is not
-            return completion(answer("Ghent") if is_right else said[number])
+            return completion(answer("Ghent") if is_right else replies[number])
 
     def shown(reward: str, samples: int = 1) -> tuple[list[str], dict, list[dict], list[float]]:
         console = io.StringIO()
@@ -223,8 +225,8 @@ def test_scores_shown_do_not_depend_on_the_reward():
                 samples=samples,
             ).run()
             summary = scores.summary()
-            for found in summary.values():
-                del found["seconds"]
+            for scores in summary.values():
+                del scores["seconds"]
             lines = [
                 *console.getvalue().splitlines(),
                 plain(score_table(summary["greedy"], summary.get("sampled"))),
@@ -234,7 +236,7 @@ def test_scores_shown_do_not_depend_on_the_reward():
 
     *by_f1, f1_rewards = shown("f1")
     *by_format, format_rewards = shown("f1_format")
-    assert asked == [(temperature, number) for temperature in (0.0, 1.0) for number in said] * 2
+    assert asked == [(temperature, number) for temperature in (0.0, 1.0) for number in replies] * 2
     assert by_f1 == by_format
     assert by_f1[1]["greedy"]["em"] == 33.33
     assert [(row["em"], row["sampled"]["em"]) for row in by_f1[2]] == [
@@ -246,7 +248,7 @@ def test_scores_shown_do_not_depend_on_the_reward():
     assert format_rewards == pytest.approx([1.0, 0.7, 0.0])
     asked.clear()
     lines, summary, rows, _ = shown("f1", samples=0)
-    assert asked == [(0.0, number) for number in said]
+    assert asked == [(0.0, number) for number in replies]
     assert "sampled" not in lines[-1]
     assert summary == {"greedy": by_f1[1]["greedy"]}
     assert [
@@ -255,7 +257,7 @@ def test_scores_shown_do_not_depend_on_the_reward():
     asked.clear()
     _, summary, rows, _ = shown("f1", samples=2)
     passes = (0.0, 1.0, 1.0)
-    assert asked == [(temperature, number) for temperature in passes for number in said]
+    assert asked == [(temperature, number) for temperature in passes for number in replies]
     one_sample: Any = by_f1[1]
     two_samples: Any = summary
     assert two_samples["greedy"] == one_sample["greedy"]
@@ -269,9 +271,13 @@ def test_what_was_read_is_compared_with_the_gold_passages():
         QUESTION, gold_passages=gold, answer_sets=((("Ghent",), ("Bruges",)),)
     )
     materials = ("Amber Tide: A film.", "Tin Orchard: A film.")
-    found = Search(iteration=0, query="a", materials=materials, selected=(0,))
-    more = Search(iteration=1, query="b", materials=("Ilse Vand: Born in Ghent.",), selected=())
-    told = dataclasses.replace(play(ToldPolicy([answer("Ghent")])), searches=(found, more))
+    read_search = Search(iteration=0, query="a", materials=materials, selected=(0,))
+    unread_search = Search(
+        iteration=1, query="b", materials=("Ilse Vand: Born in Ghent.",), selected=()
+    )
+    told = dataclasses.replace(
+        play(ToldPolicy([answer("Ghent")])), searches=(read_search, unread_search)
+    )
     summary = summarise([asked], [told], "two_wiki").summary()
     # all gold ones were found; the one that was selected is one of two
     assert summary["gold_found"] == 100.0
@@ -279,7 +285,8 @@ def test_what_was_read_is_compared_with_the_gold_passages():
     assert summary["support_f1"] == 66.67
     assert summary["set_f1"] == 66.67
     unread = dataclasses.replace(
-        told, searches=tuple(dataclasses.replace(of, selected=()) for of in told.searches)
+        told,
+        searches=tuple(dataclasses.replace(searched, selected=()) for searched in told.searches),
     )
     assert summarise([asked], [unread], "two_wiki").summary()["support_f1"] == 80.0, (
         "2 of 3 and 2 of 2"

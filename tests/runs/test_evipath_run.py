@@ -40,11 +40,11 @@ def test_killed_in_synthesis_and_in_learning_it_ends_as_if_it_had_not_been(tmp_p
     assert "evipath: synthesis:" not in output, "what was done is not done again"
     assert outcome(killed) == outcome(tmp_path / "undisturbed")
     (line,) = (line for line in json_lines(killed / "metrics.jsonl") if line["phase"] == "evipath")
-    kept = int(wanted) or 16
+    kept_trajectories = int(wanted) or 16
     assert line["right"] == 16
-    assert line["kept"] == kept
-    assert line["planner_rows"] == kept
-    assert line["worker_rows"] > kept
+    assert line["kept"] == kept_trajectories
+    assert line["planner_rows"] == kept_trajectories
+    assert line["worker_rows"] > kept_trajectories
 
 
 @pytest.mark.slow

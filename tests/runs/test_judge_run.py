@@ -91,7 +91,7 @@ def test_a_run_whose_judge_never_answers_ends_before_it_begins(tokenizer, tmp_pa
         (ended,) = disturbed(tmp_path / "run", flags)
     assert ended.status == 2
     assert "Traceback" not in ended.messages
-    said = " ".join(ended.messages.split())
-    assert "the judge judge gives no verdict" in said
-    assert "within the deadline of 1 s" in said
+    messages = " ".join(ended.messages.split())
+    assert "the judge judge gives no verdict" in messages
+    assert "within the deadline of 1 s" in messages
     assert not (tmp_path / "run").exists()

@@ -102,7 +102,7 @@ def test_a_configuration_for_pods_from_create_to_delete(cloud, tmp_path):
     (cloud.folder / "workers").write_text("1")
     cloud.done("create.sh")
     long(cloud, "setup.sh")
-    said = long(
+    messages = long(
         cloud,
         "index.sh",
         "two_wiki",
@@ -113,7 +113,7 @@ def test_a_configuration_for_pods_from_create_to_delete(cloud, tmp_path):
         "--embedder",
         "embedder",
     )
-    assert "recall" in said, "ScaNN's recall beside exact search is printed"
+    assert "recall" in messages, "ScaNN's recall beside exact search is printed"
     cloud.done("delete.sh", "--yes")
     manifest = [
         name

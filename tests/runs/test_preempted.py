@@ -50,15 +50,15 @@ def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
     ]
     ends = disturbed(directory, *starts)
     for phase, ended in zip(phases, ends, strict=True):
-        said = ended.messages.strip().splitlines()[-1]
+        message = ended.messages.strip().splitlines()[-1]
         assert ended.status == 0, f"{phase}: {ended.output}{ended.messages}"
-        where, _, kept = said.removeprefix("preempted ").partition("; ")
+        where, _, what_is_kept = message.removeprefix("preempted ").partition("; ")
         expected = [f"in {phase}", f"in {next_phase(phase)}"]
         if phase == next(iter(PHASES)):  # asked as it begins, that is before it has
             expected.append("before anything began")
-        assert where in expected and kept, said
-        again = shlex.split(said.partition("go on with: ")[2])
-        assert again == ["python", "-m", "mujica_jax.train", str(CONFIG), "--run", str(directory)]
+        assert where in expected and what_is_kept, message
+        command = shlex.split(message.partition("go on with: ")[2])
+        assert command == ["python", "-m", "mujica_jax.train", str(CONFIG), "--run", str(directory)]
         assert ended.cpu_seconds_after_signal is not None
         assert ended.cpu_seconds_after_signal < MOST_CPU_SECONDS
     return ends
@@ -137,13 +137,22 @@ def test_eval_that_is_asked_to_end_writes_no_result(undisturbed, tmp_path):
     ]
 
 
+def results_in(folder: Path) -> dict[str, bytes]:
+    """Return the files of results in a folder, by name."""
+    return {
+        file.name: file.read_bytes()
+        for file in folder.iterdir()
+        if file.suffix in (".json", ".jsonl")
+    }
+
+
 @pytest.mark.slow
 def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_path):
     """After each of the first three of four parts: greedy and sampled, 64 and 36 questions."""
     asked = ["--eval.questions", "100", "--task.dev-questions", "100"]
     command = [*EVAL, "--checkpoint", str(undisturbed.directory), *asked, "--out"]
     finished([*command, str(tmp_path / "whole")])
-    for kept in (1, 2, 3):
+    for parts in (1, 2, 3):
         evaluating = subprocess.Popen(
             [*command, str(tmp_path / "killed")],
             cwd=ROOT,
@@ -152,27 +161,21 @@ def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_pa
         )
         until = time.monotonic() + SECONDS
         while (
-            len(list((tmp_path / "killed").glob(".parts-*/*.parquet"))) < kept
+            len(list((tmp_path / "killed").glob(".parts-*/*.parquet"))) < parts
             and time.monotonic() < until
         ):
             assert evaluating.poll() is None, "it ended before it was killed"
             time.sleep(0.01)
         evaluating.kill()
         assert evaluating.wait() == -signal.SIGKILL
-    said = finished([*command, str(tmp_path / "killed")])
-    assert "sampled: 100/100 episodes" in said
-    results = [
-        {
-            file.name: file.read_bytes()
-            for file in (tmp_path / folder).iterdir()
-            if file.suffix in (".json", ".jsonl")
-        }
-        for folder in ("whole", "killed")
-    ]
+    output = finished([*command, str(tmp_path / "killed")])
+    assert "sampled: 100/100 episodes" in output
+    results = [results_in(tmp_path / folder) for folder in ("whole", "killed")]
     (name,) = [name for name in results[0] if name.endswith(".json")]
-    scores = [json.loads(of.pop(name)) for of in results]
-    for of in scores:
-        del of["greedy"]["seconds"], of["sampled"]["seconds"]
+    scores = [json.loads(scores_of_run.pop(name)) for scores_of_run in results]
+    for scores_of_run in scores:
+        del scores_of_run["greedy"]["seconds"]
+        del scores_of_run["sampled"]["seconds"]
     assert scores[0] == scores[1]
     assert results[0] == results[1]
     assert not list((tmp_path / "killed").glob(".parts-*")), "what is done is not kept twice"
@@ -189,8 +192,8 @@ def test_agents_are_compared_and_two_models_play_as_users_ask(undisturbed, tmp_p
         "--out",
         str(tmp_path),
     ]
-    said = finished([*command, "--agents", "direct", "chain_of_thought", "--plot", "True"])
-    assert "comparison: " in said
+    output = finished([*command, "--agents", "direct", "chain_of_thought", "--plot", "True"])
+    assert "comparison: " in output
     rows = json.loads((tmp_path / "comparison-dev.json").read_text())
     assert [row["agent"] for row in rows] == ["mujica", "direct", "chain_of_thought"]
     for row, name in zip(rows, ("graph", "graph-direct", "graph-chain-of-thought"), strict=True):

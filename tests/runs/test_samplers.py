@@ -31,9 +31,9 @@ def begin(bucket, cache, *words: str, **options) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> dict:
-    said, errors = process.communicate(timeout=SECONDS)
+    output, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, errors
-    return json.loads(said.splitlines()[-1])
+    return json.loads(output.splitlines()[-1])
 
 
 def leases(bucket) -> list[str]:
@@ -59,10 +59,10 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
         while not leases(bucket):
             assert time.monotonic() < until
             time.sleep(0.05)
-        for one in killed:
+        for process in killed:
             time.sleep(random.Random(7).uniform(0.0, 1.0))
-            os.killpg(one.pid, signal.SIGKILL)
-            one.communicate()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
         last = ended(sampler())
         of_trainer = ended(trainer)
         run = fetched(bucket, tmp_path / "run")
@@ -73,11 +73,11 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
     told = [json.loads(file.read_text()) for file in (run / "samplers").glob("*.json")]
     # Whether a unit was under way when its worker was killed is chance: seconds are told, not
     # compared.
-    longest = max(one["takeover_seconds"] for one in told)
+    longest = max(processord["takeover_seconds"] for processord in told)
     print("taken over after", longest, "seconds")
-    found = outcome(run)
+    numbers = outcome(run)
     alone = undisturbed.outcome
-    assert {name: found[name] for name in found if name != "metrics"} == {
+    assert {name: numbers[name] for name in numbers if name != "metrics"} == {
         name: alone[name] for name in alone if name != "metrics"
     }
 
@@ -116,11 +116,11 @@ def test_asynchronous_rounds_by_a_worker_are_those_of_one_program(tmp_path):
             time.sleep(0.1)
         worker = ended(begin(bucket, tmp_path / "cache", program="sample"))
         of_trainer = ended(trainer)
-        found = outcome(fetched(bucket, tmp_path / "run"))
+        numbers = outcome(fetched(bucket, tmp_path / "run"))
     assert worker["status"] == 0 and of_trainer["status"] == 0, (
         of_trainer["messages"] + worker["messages"]
     )
-    assert {name: found[name] for name in found if name != "metrics"} == {
+    assert {name: numbers[name] for name in numbers if name != "metrics"} == {
         name: of_one[name] for name in of_one if name != "metrics"
     }
     assert "sampled by policy 1, 1 behind" in of_trainer["output"]

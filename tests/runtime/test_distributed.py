@@ -277,9 +277,9 @@ def test_the_first_notice_counts_and_its_sender_does_not_hear_it(job, service):
     heard = []
     distributed._announce(PREEMPTED, 15)
     distributed._announce(PREEMPTED, 2)
-    distributed._wait_for_notice(PREEMPTED, lambda sender, what: heard.append((sender, what)))
+    distributed._wait_for_notice(PREEMPTED, lambda sender, notice: heard.append((sender, notice)))
     job.process = 0
-    distributed._wait_for_notice(PREEMPTED, lambda sender, what: heard.append((sender, what)))
+    distributed._wait_for_notice(PREEMPTED, lambda sender, notice: heard.append((sender, notice)))
     assert heard == [(1, 15)]
 
 

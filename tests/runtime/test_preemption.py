@@ -160,9 +160,9 @@ def test_ctrl_c_ends_with_130_and_a_second_one_at_once(preemption, ends, capsys)
     signal.raise_signal(signal.SIGINT)
     assert until(lambda: bool(ends))
     assert ends == [130]
-    said = capsys.readouterr().err
-    assert "Ctrl-C again ends at once" in said
-    assert "interrupted in warm-up: learning; all is kept; go on" in said
+    message = capsys.readouterr().err
+    assert "Ctrl-C again ends at once" in message
+    assert "interrupted in warm-up: learning; all is kept; go on" in message
 
 
 def test_many_sigterms_are_one(preemption, ends):
@@ -249,10 +249,10 @@ def program(source: str, *words: str) -> subprocess.Popen[str]:
 def test_a_compilation_cannot_be_interrupted_and_is_ended():
     compiling = program(COMPILING)
     try:
-        said, messages = compiling.communicate(timeout=HANG_SECONDS)
+        output, messages = compiling.communicate(timeout=HANG_SECONDS)
     finally:
         compiling.kill()
-    assert (compiling.returncode, said) == (0, ""), "it ended before the program was compiled"
+    assert (compiling.returncode, output) == (0, ""), "it ended before the program was compiled"
     assert messages.strip().endswith(
         "preempted in warm-up: learning; what was finished is kept; go on"
     )
@@ -263,11 +263,11 @@ class Others:
 
     def __init__(self, monkeypatch) -> None:
         self.announced: list[int] = []
-        self.left: list[tuple[str, int]] = []
+        self.aborts: list[tuple[str, int]] = []
         self.answer: list[object] | None = None  # None: this is process 0
         monkeypatch.setattr(distributed, "announce_preemption", self.announced.append)
         monkeypatch.setattr(
-            distributed, "abort", lambda sentence, status: self.left.append((sentence, status))
+            distributed, "abort", lambda sentence, status: self.aborts.append((sentence, status))
         )
         monkeypatch.setattr(distributed, "broadcast", lambda name, decide: self.answer or decide())
 
@@ -291,7 +291,7 @@ def test_a_notice_of_another_process_is_heard_as_a_signal_and_not_told_again(
     preemption.on_notice(signal.SIGTERM)
     assert until(lambda: preemption.requested)
     assert preemption.at_step()
-    assert (preemption.status, ends, others.left, others.announced) == (
+    assert (preemption.status, ends, others.aborts, others.announced) == (
         0,
         [],
         [],
@@ -327,7 +327,7 @@ def test_a_process_that_is_ended_in_the_middle_tells_the_others(ends, others):
         preemption.enter("round 1: sampling", kept="shards are kept")
         signal.raise_signal(signal.SIGTERM)
         assert until(lambda: bool(ends))
-    assert others.left == [("preempted in round 1: sampling; shards are kept", 0)]
+    assert others.aborts == [("preempted in round 1: sampling; shards are kept", 0)]
 
 
 def said_by_processes(count: int, source: str, word: str) -> list[tuple[str, str]]:
@@ -335,21 +335,21 @@ def said_by_processes(count: int, source: str, word: str) -> list[tuple[str, str
     address = f"localhost:{free_port()}"
     running = [program(source, str(process), address, word) for process in range(count)]
     try:
-        said = [process.communicate(timeout=HANG_SECONDS) for process in running]
+        outputs = [process.communicate(timeout=HANG_SECONDS) for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0] * count, said
-    assert not any("Traceback" in messages for _, messages in said), said
-    return said
+    assert [process.returncode for process in running] == [0] * count, outputs
+    assert not any("Traceback" in messages for _, messages in outputs), outputs
+    return outputs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["learning", "sampling", "waiting"])
 def test_the_processes_of_a_run_end_together(where):
     """By one SIGTERM to one of them: in training before the same step, elsewhere where each is."""
-    said = said_by_processes(2, TWO_PROCESSES, where)
-    (first, reasons), (second, _) = said
+    outputs = said_by_processes(2, TWO_PROCESSES, where)
+    (first, reasons), (second, _) = outputs
     if where == "learning":
         assert first == second
         assert int(first.partition(";")[0].split()[-1]) > 20
@@ -362,8 +362,8 @@ def test_the_processes_of_a_run_end_together(where):
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_all_read_of_an_end_before_the_process_that_holds_the_store_is_gone(leaver):
     """Also one that reads it seconds later: a machine may be that busy."""
-    said = said_by_processes(3, THREE_PROCESSES, str(leaver))
-    for process, (_, messages) in enumerate(said):
+    outputs = said_by_processes(3, THREE_PROCESSES, str(leaver))
+    for process, (_, messages) in enumerate(outputs):
         assert (f"process {leaver} on" in messages and "ended: preempted" in messages) == (
             process != leaver
-        ), said
+        ), outputs

@@ -91,7 +91,10 @@ def test_a_gold_passage_of_an_index_is_found_by_its_title():
 
 def test_evidence_stands_where_its_text_stands_and_not_at_a_namesake():
     gold, birth = pieces(QUESTION, "text")
-    pool = [Material(text=f"{of.title}: {of.text}", title=of.title) for of in (TWIN, NOISE, GOLD)]
+    pool = [
+        Material(text=f"{passage.title}: {passage.text}", title=passage.title)
+        for passage in (TWIN, NOISE, GOLD)
+    ]
     assert place_in(pool, gold) == 2
     assert place_in(pool, birth) is None
     cut = [Material(text="Ilse Vand: Born", title="Ilse Vand")]
@@ -182,5 +185,5 @@ def test_two_wiki_brings_the_contexts_of_its_records(tmp_path: Path):
         top_k=2,
     )
     task = build_two_wiki(config)
-    (question,) = [of for split in ("train", "dev", "test") for of in task.questions(split)]
+    (question,) = [asked for split in ("train", "dev", "test") for asked in task.questions(split)]
     assert task.own_paragraphs(question) == (GOLD, NOISE)

@@ -304,11 +304,12 @@ def test_a_prepared_set_gives_what_its_official_files_give(prepared, name):
 
 def test_the_official_splits_and_aliases_of_2wiki_are_kept(prepared):
     questions, _, notes = prepared.results["2wiki"]["loaded"]["text False"]
-    ids = {
-        split: {question["id"] for question in of_split} for split, of_split in questions.items()
-    }
-    assert ids["train"] == {"t0", "t2", "t3", "t4", "t5"}, "t1 stands in dev.json too"
-    assert ids["dev"] | ids["test"] == {"t1", *(f"d{n}" for n in range(6))}
+
+    def ids_of(split: str) -> set[str]:
+        return {question["id"] for question in questions[split]}
+
+    assert ids_of("train") == {"t0", "t2", "t3", "t4", "t5"}, "t1 stands in dev.json too"
+    assert ids_of("dev") | ids_of("test") == {"t1", *(f"d{n}" for n in range(6))}
     answers = ["Detroit", "Motor City", "Detroit & suburbs", "Detroiter"]
     assert all(
         question["answers"] == answers for of_split in questions.values() for question in of_split
@@ -333,9 +334,9 @@ def test_the_command_says_how_to_load_and_a_second_time_that_the_set_is_there(pr
         if isinstance(result, dict)
     )
     folder = prepared.folder / "sets" / "mujica_hotpotqa" / VERSION
-    said = "(4 in train, 5 in validation): --task.kind hotpotqa --task.data-dir tfds:hotpotqa"
-    assert f"{folder} is prepared {said}" in lines
-    assert f"{folder} is there already {said}" in lines
+    loading = "(4 in train, 5 in validation): --task.kind hotpotqa --task.data-dir tfds:hotpotqa"
+    assert f"{folder} is prepared {loading}" in lines
+    assert f"{folder} is there already {loading}" in lines
     assert (
         sum(f"--task.data-dir tfds:{prepared.folder}/other/two_wiki" in line for line in lines) == 2
     )
@@ -639,11 +640,11 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
 def command_error(capsys, *words: str) -> str:
     """Return the one line that the command says before it ends with status 2."""
     assert prepare.main(words) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("error: ")
-    assert said.err.count("\n") == 1
-    return said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1
+    return output.err
 
 
 def test_the_command_refuses_what_it_cannot_prepare(sets, prepared, tmp_path, capsys):

@@ -50,8 +50,8 @@ def crowded() -> TripleGraph:
         for part in range(8)
     ]
     triples += [
-        Triple(subject="Mara Lind", relation=name, object=found, subject_id="Q1")
-        for name, found in FACTS
+        Triple(subject="Mara Lind", relation=name, object=value, subject_id="Q1")
+        for name, value in FACTS
     ]
     return TripleGraph(triples)
 
@@ -134,9 +134,16 @@ def test_both_tasks_choose_the_ranking_by_the_same_flags(kind, tmp_path):
     def chosen(**changes):
         if kind == "qald10":
             return ranking(QaldConfig(data_dir="x", top_k=5, **changes))
-        sizes = {"hold_out_percent": 15, "dev_questions": 1, "test_questions": 1}
         return ranking(
-            TwoWikiConfig(environment="graph", data_dir="x", top_k=5, **sizes, **changes)
+            TwoWikiConfig(
+                environment="graph",
+                data_dir="x",
+                top_k=5,
+                hold_out_percent=15,
+                dev_questions=1,
+                test_questions=1,
+                **changes,
+            )
         )
 
     assert isinstance(chosen(), WordRanking)

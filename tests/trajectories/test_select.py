@@ -26,7 +26,7 @@ def trajectory(
 
 
 def attempts(selected: list[Trajectory]) -> list[tuple[str, int]]:
-    return [(trajectory.question_id, trajectory.attempt) for trajectory in selected]
+    return [(chosen.question_id, chosen.attempt) for chosen in selected]
 
 
 @pytest.mark.parametrize(

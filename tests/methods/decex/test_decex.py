@@ -202,7 +202,11 @@ def pairs_of(tree: Tree) -> list[tuple]:
 
 
 def searches_of_leaves(tree: Tree) -> list[list[str]]:
-    return [[search.query for search in leaf.searches] for leaf in tree.finished[: tree.leaves]]
+    return [queries_of(leaf) for leaf in tree.finished[: tree.leaves]]
+
+
+def queries_of(leaf: Trajectory) -> list[str]:
+    return [search.query for search in leaf.searches]
 
 
 # Sub-question a is worth 1/2 and b nothing; from memory m1 is worth nothing and m2 1/2; q1 is worth
@@ -553,11 +557,9 @@ def test_layers_grow_linearly_and_by_two_and_by_all_executions():
 def test_an_unpruned_tree_keeps_both_branches_of_each_decision():
     tree = grow(Table(TURNS), expansion="unpruned")
     assert tree.leaves == 3, "gold and wrong after m2, gold after q1"
-    assert [[search.query for search in leaf.searches] for leaf in tree.finished[:3]] == [
-        ["q1"],
-        [],
-        [],
-    ]
+    assert queries_of(tree.finished[0]) == ["q1"]
+    assert queries_of(tree.finished[1]) == []
+    assert queries_of(tree.finished[2]) == []
     assert ("final_answer", "gold", "wrong", (1.0, 0.0)) in pairs_of(tree), "after m2"
 
 
@@ -772,19 +774,23 @@ class TreeRun(RecordedRun):
         return [record for entry in entries for record in self.store.read_shard(entry)]
 
 
+def without_seconds(figures: dict) -> dict:
+    return {name: value for name, value in figures.items() if name != "seconds"}
+
+
 @pytest.fixture
 def played(tmp_path):
-    """What a run would be asked for under a configuration."""
+    """Return a function that plays a configuration and returns the events of its run."""
     numbers = iter(range(1000))
 
     def play(config: Config) -> list:
         own: Any = TreeRun(config, tmp_path / str(next(numbers)))
         own.asked.append([result.row.name for result in decex.decex(own)])
-        return [str(event) for event in own.asked if "seconds" not in str(event)] + [
-            str({name: value for name, value in event[2].items() if name != "seconds"})
-            for event in own.asked
-            if event[0] == "decex"
-        ]
+        events = [str(event) for event in own.asked if "seconds" not in str(event)]
+        for event in own.asked:
+            if event[0] == "decex":
+                events.append(str(without_seconds(event[2])))
+        return events
 
     return play
 

@@ -172,7 +172,7 @@ def test_prefixes_by_name_by_folder_and_by_default(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model_type": "roberta"}, "model_type='roberta'.*'bert'"),
         ({"hidden_act": "relu"}, "hidden_act='relu'.*'gelu'"),
@@ -186,8 +186,8 @@ def test_prefixes_by_name_by_folder_and_by_default(folder, tmp_path):
     ],
     ids=str,
 )
-def test_a_configuration_that_does_not_fit_is_refused(folder, tmp_path, changes, said):
-    with pytest.raises(UserError, match=said):
+def test_a_configuration_that_does_not_fit_is_refused(folder, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
         load_encoder(variant(folder, tmp_path / "model", **changes))
 
 

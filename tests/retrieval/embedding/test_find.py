@@ -41,18 +41,20 @@ def hub(tmp_path, monkeypatch, folder):
 
 
 def test_a_folder_is_an_embedder(folder):
-    found = find_embedder(str(folder))
-    assert found.folder == folder
-    assert found.dimension == 16
-    assert found.config.query_prefix == ""
-    assert found.load().embed(["word1"], "query").shape == (1, 16)
+    embedder = find_embedder(str(folder))
+    assert embedder.folder == folder
+    assert embedder.dimension == 16
+    assert embedder.config.query_prefix == ""
+    assert embedder.load().embed(["word1"], "query").shape == (1, 16)
 
 
 def test_a_hugging_face_name_is_taken_from_the_cache_with_its_prefixes(hub):
-    found = find_embedder("someone/bge-small-en-v1.5")
-    assert found.folder.name == "abc"
+    embedder = find_embedder("someone/bge-small-en-v1.5")
+    assert embedder.folder.name == "abc"
     assert hub == []
-    assert found.config.query_prefix == "Represent this sentence for searching relevant passages: "
+    assert (
+        embedder.config.query_prefix == "Represent this sentence for searching relevant passages: "
+    )
     assert find_embedder("someone/bge-small-en-v1.5", "none").config.query_prefix == ""
 
 
@@ -88,8 +90,8 @@ def test_a_snapshot_without_weights_is_downloaded(hub, tmp_path):
     ],
 )
 def test_prefixes_follow_from_the_name(folder, tmp_path, name, prefix):
-    found = find_embedder(str(shutil.copytree(folder, tmp_path / name)))
-    assert found.config.query_prefix[: len(prefix or " ")] == prefix
+    embedder = find_embedder(str(shutil.copytree(folder, tmp_path / name)))
+    assert embedder.config.query_prefix[: len(prefix or " ")] == prefix
 
 
 def test_minilm_is_the_installed_package(monkeypatch):
@@ -99,10 +101,10 @@ def test_minilm_is_the_installed_package(monkeypatch):
     if importlib.util.find_spec(MINILM_PACKAGE) is None:
         pytest.skip("the package with MiniLM's weights is not installed")
     monkeypatch.undo()
-    found = find_embedder("minilm")
-    assert found.dimension == 384
-    assert found.config.max_tokens == 256
-    assert found.config.normalised is True
+    embedder = find_embedder("minilm")
+    assert embedder.dimension == 384
+    assert embedder.config.max_tokens == 256
+    assert embedder.config.normalised is True
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/nowhere/at/all", "a b/c"])

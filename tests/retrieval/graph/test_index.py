@@ -134,19 +134,19 @@ def test_only_chosen_properties_and_languages_are_kept(tmp_path):
     assert named(directors, "Q2") == [("The Purple Shore", "director", "Ilse Vand")]
     assert not any("P19>" in quad and "direct/" in quad for quad in everything(directors))
     german = graph_in_memory(dump, languages=("de",))
-    kept = everything(german)
-    assert any("@de" in quad for quad in kept)
-    assert not any("@en" in quad or "@mul" in quad for quad in kept)
-    about = graph_in_memory(dump, properties=("http://schema.org/about",))
-    assert named(about, "Q3") == [("Ghent", "about", "Ghent")], (
+    quads = everything(german)
+    assert any("@de" in quad for quad in quads)
+    assert not any("@en" in quad or "@mul" in quad for quad in quads)
+    with_about = graph_in_memory(dump, properties=("http://schema.org/about",))
+    assert named(with_about, "Q3") == [("Ghent", "about", "Ghent")], (
         "an address that is left out unless it is asked for"
     )
 
 
 def test_what_describes_and_what_nobody_knows_is_left_out(tmp_path):
-    kept = everything(graph_in_memory(write_dump(tmp_path / "dump.nt")))
+    quads = everything(graph_in_memory(write_dump(tmp_path / "dump.nt")))
     for word in ("schema.org", "rdf-syntax-ns", "direct-normalized", "genid", "dbpedia", "_:"):
-        assert not any(word in quad for quad in kept), word
+        assert not any(word in quad for quad in quads), word
 
 
 def test_tables_and_dumps_are_one_graph(tmp_path):
@@ -168,12 +168,12 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size)
         b"the last"
     ]
     (tmp_path / "file.nt.gz").write_bytes(gzip.compress(b"".join(lines)))
-    found = list(pieces(str(tmp_path / "file.nt.gz")))
-    assert [line for piece in found for line in piece.lines] == lines
-    assert (len(found) > 1) == (size < 10**6)
-    assert found[-1].first_line + len(found[-1].lines) == 42
-    assert found[-1].end == sum(map(len, lines))
-    for piece, following in itertools.pairwise(found):
+    parts = list(pieces(str(tmp_path / "file.nt.gz")))
+    assert [line for piece in parts for line in piece.lines] == lines
+    assert (len(parts) > 1) == (size < 10**6)
+    assert parts[-1].first_line + len(parts[-1].lines) == 42
+    assert parts[-1].end == sum(map(len, lines))
+    for piece, following in itertools.pairwise(parts):
         assert following.first_line == piece.first_line + len(piece.lines)
         after = list(pieces(str(tmp_path / "file.nt.gz"), piece.end, following.first_line))
         assert [line for rest in after for line in rest.lines] == lines[following.first_line - 1 :]
@@ -184,7 +184,7 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size)
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "said"),
+    ("name", "content", "message"),
     [
         ("a.nt", b"", "there is no triple in it; give a graph"),
         ("a.nt", f"{label('Q1', 'A')}\n".encode(), "there is no triple in it; give a graph"),
@@ -220,9 +220,9 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size)
         ("a.json", b"{}", r"a\.json is no file of triples: expected triples as \.tsv or \.nt"),
     ],
 )
-def test_a_bad_file_is_one_sentence(tmp_path, name, content, said):
+def test_a_bad_file_is_one_sentence(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         build(tmp_path / "index", spec(tmp_path / name), Silent())
     with pytest.raises(UserError, match=r"is half-built|there is no index"):
         open_graph(tmp_path / "index")
@@ -380,15 +380,15 @@ def killed(folder: Path, files: tuple[Path, ...], where: str, ready) -> None:
 
 
 PLACES = {  # where a load is killed, by what it last said
-    "before the first chunk": lambda found: found["stage"] == "",
-    "names": lambda found: found["stage"] == "names" and found["lines"] > 100,
-    "the dump": lambda found: (
-        found["stage"] == "statements" and found["file"] == 0 and found["lines"] > 100
+    "before the first chunk": lambda progress: progress["stage"] == "",
+    "names": lambda progress: progress["stage"] == "names" and progress["lines"] > 100,
+    "the dump": lambda progress: (
+        progress["stage"] == "statements" and progress["file"] == 0 and progress["lines"] > 100
     ),
-    "the table": lambda found: (
-        found["stage"] == "statements" and found["file"] == 1 and found["lines"] > 150
+    "the table": lambda progress: (
+        progress["stage"] == "statements" and progress["file"] == 1 and progress["lines"] > 150
     ),
-    "closing": lambda found: found["stage"] == "done",
+    "closing": lambda progress: progress["stage"] == "done",
 }
 
 

@@ -154,10 +154,10 @@ def test_other_addresses_than_wikidatas_read_as_their_last_part(tmp_path):
         f"<{home}resource/Ilse_Vand_%28director%29> .",
         f'<{home}resource/Purple_Shore> <{LABEL}> "The Purple Shore" .',
     )
-    (found,) = asked(graph.triples_of(f"{home}resource/Ilse_Vand_%28director%29"))
-    assert found.text == "The Purple Shore, director, Ilse Vand (director)"
-    assert found.subject_id == f"{home}resource/Purple_Shore"
-    assert asked(graph.find("The Purple Shore")) == [found.subject_id]
+    (triple,) = asked(graph.triples_of(f"{home}resource/Ilse_Vand_%28director%29"))
+    assert triple.text == "The Purple Shore, director, Ilse Vand (director)"
+    assert triple.subject_id == f"{home}resource/Purple_Shore"
+    assert asked(graph.find("The Purple Shore")) == [triple.subject_id]
 
 
 @pytest.mark.parametrize(
@@ -211,9 +211,9 @@ def test_a_hub_is_bounded_and_quick(tmp_path, monkeypatch):
         lines += [label(f"Q{number}", f"person {number}"), fact(f"Q{number}", "P31", "Q5")]
     graph = small(tmp_path, *lines)
     cpu_seconds = time.process_time()
-    found = asked(graph.triples_of("Q5"))
-    assert len(found) == 50 == len(set(found))
-    assert found == asked(graph.triples_of("Q5"))
+    triples = asked(graph.triples_of("Q5"))
+    assert len(triples) == 50 == len(set(triples))
+    assert triples == asked(graph.triples_of("Q5"))
     assert time.process_time() - cpu_seconds < 10.0
 
 
@@ -304,9 +304,9 @@ def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(
             await asyncio.sleep(0)
             under_way[0].exception(HANG_SECONDS)  # this holds up the event loop, as a compiler does
             turned_clock.turn(0.31)
-            found = await asking
+            answer = await asking
             monkeypatch.setattr(loop, "run_in_executor", submit)
-        return found
+        return answer
 
     assert texts(asked(held_up())) == FILM
 
@@ -350,12 +350,17 @@ def test_the_2wiki_graph_says_what_it_says_in_memory():
     memory = TripleGraph(triples)
     store = graph_in_memory(TWO_WIKI / "triples.tsv.gz")
     ids = sorted(
-        {key for one in triples for key in (one.subject_id, one.object_id) if key.startswith("Q")}
+        {
+            key
+            for triple in triples
+            for key in (triple.subject_id, triple.object_id)
+            if key.startswith("Q")
+        }
     )[::9]
 
-    def ends(found) -> set[tuple[bool, str, str]]:
+    def ends(neighbours) -> set[tuple[bool, str, str]]:
         keys = set()
-        for triple, as_object, *_ in found:
+        for triple, as_object, *_ in neighbours:
             other = memory.subject_key(triple) if as_object else memory.object_key(triple)
             keys.add((as_object, triple.relation, normalise_label(other or triple.object)))
         return keys
@@ -372,7 +377,9 @@ def test_the_2wiki_graph_says_what_it_says_in_memory():
     equal = asked(compared())
     assert len(ids) > 700
     assert sum(equal) >= 0.99 * len(ids)
-    dates = [one for one in triples if one.relation in LITERAL_RELATIONS and one.subject_id]
+    dates = [
+        triple for triple in triples if triple.relation in LITERAL_RELATIONS and triple.subject_id
+    ]
     assert all(
         triple.object_is_literal for triple in asked(store.triples_of(dates[0].subject_id))[:1]
     )

@@ -51,9 +51,9 @@ def test_elasticsearch_scores_by_hand():
         (0, idf * 3 / (3 + 1.2 * (0.25 + 0.75 * 8 / (22 / 3)))),
         (2, idf * 2 / (2 + 1.2 * (0.25 + 0.75 * 10 / (22 / 3)))),
     ]
-    found = Bm25Index(ANIMALS, "elasticsearch").search(["cat"], 3)[0]
-    assert [position for position, _ in found] == [position for position, _ in expected]
-    assert [score for _, score in found] == pytest.approx([score for _, score in expected])
+    hits = Bm25Index(ANIMALS, "elasticsearch").search(["cat"], 3)[0]
+    assert [position for position, _ in hits] == [position for position, _ in expected]
+    assert [score for _, score in hits] == pytest.approx([score for _, score in expected])
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
     sizes = []
     told = []
 
-    def recorded(texts, of):
+    def recorded(texts, tokeniser_name):
         sizes.append(len(texts))
-        return tokens(texts, of)
+        return tokens(texts, tokeniser_name)
 
     tokens = bm25.indexed_words
     monkeypatch.setattr(bm25, "indexed_words", recorded)
@@ -161,7 +161,8 @@ SCRIPTS = {
 def test_text_of_scripts_without_spaces_is_found(tokeniser, text):
     texts = [*SCRIPTS, "The cat purrs."]
     index = Bm25Index(
-        [Passage(id=str(n), title="", text=one) for n, one in enumerate(texts)], tokeniser
+        [Passage(id=str(n), title="", text=passage_text) for n, passage_text in enumerate(texts)],
+        tokeniser,
     )
     (best, *_), *_ = index.search([SCRIPTS[text]], 1)
     assert texts[best[0]] == text

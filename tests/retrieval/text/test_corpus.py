@@ -108,11 +108,8 @@ def test_a_missing_or_truncated_file_is_a_users_error(tmp_path):
 def test_an_array_gives_what_json_gives(tmp_path_factory, records, indent):
     path = tmp_path_factory.mktemp("array") / "records.json"
     path.write_text(json.dumps(records, indent=indent), encoding="utf-8")
-    in_one_form = [
-        {key: corpus_records.in_one_form(text) for key, text in record.items()}
-        for record in records
-    ]
-    assert [record for _, record in read_records(path)] == in_one_form
+    for (_, record), written in zip(read_records(path), records, strict=True):
+        assert record == {key: corpus_records.in_one_form(text) for key, text in written.items()}
 
 
 def test_parquet_rows_are_passages_and_bad_ones_have_their_row(tmp_path):
@@ -157,8 +154,8 @@ def test_the_hotpotqa_abstracts(tmp_path):
     ):
         read_corpus([path])
     skipped = Skipped()
-    found = list(stream_corpus([path], skipped))
-    assert [(passage.id, passage.text) for passage in found] == [
+    passages = list(stream_corpus([path], skipped))
+    assert [(passage.id, passage.text) for passage in passages] == [
         ("12", "Cats purr. They sleep."),
         ("13", "Cats purr. They sleep."),
     ]
@@ -189,8 +186,10 @@ def test_an_array_is_read_in_parts(tmp_path, monkeypatch):
     path.write_text("\n" + json.dumps([CAT, 12345, DOG, [1, {"a": None}]], indent=1))
     assert list(read_records(path)) == [(3, CAT), (7, 12345), (8, DOG), (12, [1, {"a": None}])]
     path.write_text('[{"title": oops' + "x" * 1000)
-    said = r"line 1: no JSON record that ends within 100 characters \(Expecting value in line 1\)"
-    with open_text(path) as file, pytest.raises(UserError, match=said):
+    message = (
+        r"line 1: no JSON record that ends within 100 characters \(Expecting value in line 1\)"
+    )
+    with open_text(path) as file, pytest.raises(UserError, match=message):
         list(corpus_records._text_records(path, file))
 
 
@@ -272,16 +271,16 @@ def test_a_lone_surrogate_is_refused_or_skipped(tmp_path, field):
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "problem"),
     [("1" * 5000, "a number with too many digits"), ("[" * 200_000, "nested too deeply")],
 )
-def test_json_that_python_does_not_take_is_refused_with_its_line(tmp_path, value, said):
+def test_json_that_python_does_not_take_is_refused_with_its_line(tmp_path, value, problem):
     for name, content in (
         ("a.jsonl", '{"title": "Cat"}\n{"id": %s}\n'),
         ("a.json", '[{"title": "Cat"},\n{"id": %s}]'),
     ):
         (tmp_path / name).write_text(content % value)
-        with pytest.raises(UserError, match=rf"line 2: not a JSON record \({said}\)"):
+        with pytest.raises(UserError, match=rf"line 2: not a JSON record \({problem}\)"):
             list(read_records(tmp_path / name))
 
 

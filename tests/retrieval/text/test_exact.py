@@ -94,9 +94,9 @@ def test_eight_devices_find_what_numpy_finds():
         timeout=HANG_SECONDS,
     )
     assert finished.returncode == 0, finished.stderr
-    found = json.loads(finished.stdout)
-    assert found["devices"] == 8
-    assert found["rows_on_each"] == 256
-    assert found["searches"] == 4
-    assert found["differing_positions"] == 0
-    assert found["largest_difference"] < 1e-5
+    measured = json.loads(finished.stdout)
+    assert measured["devices"] == 8
+    assert measured["rows_on_each"] == 256
+    assert measured["searches"] == 4
+    assert measured["differing_positions"] == 0
+    assert measured["largest_difference"] < 1e-5

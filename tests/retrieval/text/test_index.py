@@ -89,13 +89,15 @@ def test_a_dense_index_finds_what_numpy_finds(tmp_path, corpus, embedder, storag
     assert reporter.told["embedding"][-1] == PASSAGES
     index = indexes.open_index(tmp_path / "index")
     model = find_embedder(str(embedder)).load()
-    kept = compressed(
+    embeddings = compressed(
         model.embed([passage.contents for passage in read_corpus([corpus])], "passage"), storage
     )
-    scores, positions = best_rows(model.embed(QUERIES, "query"), kept.float32(), 4)
-    for hits, expected, of in zip(index.search(QUERIES, 4), positions, scores, strict=True):
+    scores, positions = best_rows(model.embed(QUERIES, "query"), embeddings.float32(), 4)
+    for hits, expected, expected_scores in zip(
+        index.search(QUERIES, 4), positions, scores, strict=True
+    ):
         assert [position for position, _ in hits] == list(expected)
-        assert [score for _, score in hits] == pytest.approx(list(of), rel=1e-4)
+        assert [score for _, score in hits] == pytest.approx(list(expected_scores), rel=1e-4)
     assert index.passages[3] == read_corpus([corpus])[3]
 
 
@@ -135,10 +137,12 @@ def test_a_corpus_without_words_is_an_index_that_finds_nothing(tmp_path):
 def test_eight_bits_are_near_and_a_row_of_zeros_stays_one():
     vectors = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
     vectors[3] = 0
-    kept = compressed(vectors, "int8")
-    assert kept.vectors.dtype == np.int8
-    assert not kept.float32(3, 4).any()
-    assert (np.abs(kept.float32() - vectors) <= np.abs(vectors).max(1, keepdims=True) / 253).all()
+    rounded = compressed(vectors, "int8")
+    assert rounded.vectors.dtype == np.int8
+    assert not rounded.float32(3, 4).any()
+    assert (
+        np.abs(rounded.float32() - vectors) <= np.abs(vectors).max(1, keepdims=True) / 253
+    ).all()
 
 
 def test_the_same_build_again_finds_the_index_there(copy, corpus, embedder):
@@ -171,8 +175,8 @@ def test_a_damaged_file_is_named(copy, file, damage):
         (copy / file).unlink()
     else:
         (copy / file).write_bytes(content if damage == "flipped" else content[:-3])
-    said = {"flipped": "is damaged", "cut": "the manifest says", "gone": "is missing"}[damage]
-    with pytest.raises(UserError, match=rf"{file} .*{said}|{file} {said}"):
+    complaint = {"flipped": "is damaged", "cut": "the manifest says", "gone": "is missing"}[damage]
+    with pytest.raises(UserError, match=rf"{file} .*{complaint}|{file} {complaint}"):
         indexes.open_index(copy)
 
 
@@ -325,8 +329,8 @@ def test_a_few_texts_are_ranked_without_an_index(embedder):
 
 
 def test_embeddings_are_read_back_as_they_were_written(built):
-    kept = open_embeddings(built, PASSAGES, 16, "bfloat16")
+    embeddings = open_embeddings(built, PASSAGES, 16, "bfloat16")
     assert isinstance(indexes.open_index(built), DenseIndex)
-    assert kept.float32(10, 20).shape == (10, 16)
-    assert len(kept) == PASSAGES
-    assert kept.dimension == 16
+    assert embeddings.float32(10, 20).shape == (10, 16)
+    assert len(embeddings) == PASSAGES
+    assert embeddings.dimension == 16

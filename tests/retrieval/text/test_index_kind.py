@@ -188,7 +188,7 @@ def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, ca
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "complaint"),
     [
         ("--tokenizer default", (
             "--tokenizer is default and an index of kind auto does not read it: leave it out, or "
@@ -203,11 +203,11 @@ def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, ca
         ("--corpus a.jsonl b.nt", "b.nt holds triples"),
     ],
 )  # fmt: skip
-def test_a_flag_or_a_file_of_another_kind_names_that_kind(root, tmp_path, capsys, flags, said):
+def test_a_flag_or_a_file_of_another_kind_names_that_kind(root, tmp_path, capsys, flags, complaint):
     assert index.main([*words(root, tmp_path / "index"), *flags.split()]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("error: ")
-    assert said in last
+    assert complaint in last
     assert not (tmp_path / "index").exists()
 
 
@@ -232,11 +232,12 @@ WHERE_IT_WORKS = "build and search a ScaNN index on Linux x86-64, for which it h
 
 def without_scann(*commands: tuple[tuple[str, str], list[str]]) -> list[dict]:
     """Return what each command, with its platform, ended with and printed."""
-    given = [
-        {"system": of[0], "machine": of[1], "arguments": arguments} for of, arguments in commands
+    runs = [
+        {"system": machine[0], "machine": machine[1], "arguments": arguments}
+        for machine, arguments in commands
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", WITHOUT_SCANN, json.dumps(given)]
+    command = [sys.executable, "-c", WITHOUT_SCANN, json.dumps(runs)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
@@ -257,13 +258,13 @@ def test_where_scann_is_missing_its_kind_is_refused_before_anything_is_read_and_
     on_mac, on_linux, auto = without_scann(
         (MAC, scann), (LINUX, scann), (ARM, words(root, tmp_path / "index"))
     )
-    said = one_sentence(on_mac)
-    assert "ScaNN cannot be imported on Darwin arm64 with Python 3." in said
+    message = one_sentence(on_mac)
+    assert "ScaNN cannot be imported on Darwin arm64 with Python 3." in message
     assert (
         "use --kind exact, which searches on any platform (approximately on an accelerator with "
-        "--recall-target" in said
+        "--recall-target" in message
     )
-    assert said.endswith(f", or {WHERE_IT_WORKS}")
+    assert message.endswith(f", or {WHERE_IT_WORKS}")
 
     # Where ScaNN has wheels, they are named as requirements.txt has them.
     assert f"install ScaNN (`pip install {REQUIREMENT} 'tensorflow~=2.20.0'`)" in one_sentence(
@@ -310,11 +311,11 @@ def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_
             ],
         ),
     )
-    for said in map(one_sentence, opened):
-        assert f"the index {folder} is of kind scann and ScaNN cannot be imported on " in said
+    for message in map(one_sentence, opened):
+        assert f"the index {folder} is of kind scann and ScaNN cannot be imported on " in message
         assert (
             f"`python -m mujica_jax.index build --embeddings {folder} --kind exact --out DIR`"
-            in said
+            in message
         )
 
     # What the sentence says helps.

@@ -73,9 +73,9 @@ def test_what_was_learned_for_something_else_is_learned_again(embeddings, tmp_pa
     trained: list[int] = []
     train = scann._train
 
-    def counted(*given):
+    def counted(*arguments):
         trained.append(1)
-        train(*given)
+        train(*arguments)
 
     monkeypatch.setattr(scann, "_train", counted)
     folder = tmp_path / "scann"
@@ -139,9 +139,10 @@ def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(
     kill_at(function, call, command(exact, folder))
     with pytest.raises(UserError, match="is half-built"):
         indexes.open_index(folder)
-    said = folder / ".scann.new" / "hashed.json"
+    progress = folder / ".scann.new" / "hashed.json"
     assert (
-        hashed is None or (json.loads(said.read_text())["rows"] if said.exists() else 0) == hashed
+        hashed is None
+        or (json.loads(progress.read_text())["rows"] if progress.exists() else 0) == hashed
     )
     assert index.main(command(exact, folder)) == 0
     assert not (folder / ".scann.new").exists()

@@ -18,8 +18,8 @@ from mujica_jax.tasks.two_wiki.chains import (
 
 def question(kind: str, text: str, answer: str, *evidences: tuple[str, str, str]) -> Question:
     chain = tuple(
-        Evidence(subject=subject, relation=relation, object=found)
-        for subject, relation, found in evidences
+        Evidence(subject=subject, relation=relation, object=value)
+        for subject, relation, value in evidences
     )
     return Question(id="q", text=text, answers=(answer,), evidences=chain, kind=kind)
 
