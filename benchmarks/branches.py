@@ -71,7 +71,9 @@ class Written:
     version = 0
 
     def __init__(self, generator: BatchedGenerator, tokenizer: Tokenizer, branches: int) -> None:
-        self._generator, self._tokenizer, self._branches = generator, tokenizer, branches
+        self._generator = generator
+        self._tokenizer = tokenizer
+        self._branches = branches
         self.tokens = 0
 
     async def generate(
@@ -118,7 +120,8 @@ def play(
     began = time.perf_counter()
     found = asyncio.run(agent.run(attempt, Passages(), policy))
     seconds = time.perf_counter() - began
-    assert found.stop_reason is StopReason.ANSWERED and len(found.searches) == branches
+    assert found.stop_reason is StopReason.ANSWERED
+    assert len(found.searches) == branches
     return seconds, policy.tokens
 
 

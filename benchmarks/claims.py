@@ -59,7 +59,9 @@ EVIPATH_DATA = (
 # for runs that begin with a taught policy
 EVIPATH_TAUGHT = f"{EVIPATH_DATA} --method.teacher-prompt brief"
 AT_START = "@start"
-STAGED, EVIPATH, DECEX = "tiny_world_dapo_staged", "tiny_world_evipath", "tiny_world_decex"
+STAGED = "tiny_world_dapo_staged"
+EVIPATH = "tiny_world_evipath"
+DECEX = "tiny_world_decex"
 STAGED_PARTS = ("stage-one", "stage-two", "search", "format", "answer")
 EXPERIMENTS = {
     "start": Experiment("tiny_world", START),
@@ -161,7 +163,9 @@ entities that no training text names, but for what is common knowledge; a cell i
 the most). Minutes are those of sampling, scoring, learning and saving, without the start, evaluations and
 compilation, with which they are "in all". Searches are counted in greedy evaluation where nothing else is said."""
 VERDICTS = "## Verdicts"
-MYGO, PARTS, TREES = "MyGO", "Planner and workers, and asking at once", "DecEx-RAG"
+MYGO = "MyGO"
+PARTS = "Planner and workers, and asking at once"
+TREES = "DecEx-RAG"
 GROUPS = "MyGO beside GRPO and DAPO"
 SECTIONS = {  # of each table: its heading, and what stands before it
     "mygo": (
@@ -322,7 +326,8 @@ def points(run: Path) -> list[Point]:
         seconds = sum(
             v for key, v in spent.items() if key.endswith("_seconds") and key not in TIME_LEFT_OUT
         )
-        before, last = found[-1], spent["step"]
+        before = found[-1]
+        last = spent["step"]
         found.append(
             Point(
                 phase=phase["name"],
@@ -363,7 +368,8 @@ def to_reach(curve: Sequence[Point], level: float, what: Callable[[Point], float
     """What it took until sampled F1 first reached `level`, on the straight line between two
     evaluations."""
     for before, after in itertools.pairwise(curve):
-        low, high = before.scores["f1_sampled"], after.scores["f1_sampled"]
+        low = before.scores["f1_sampled"]
+        high = after.scores["f1_sampled"]
         if low >= level:
             return what(before)
         if high >= level:
@@ -382,7 +388,8 @@ class Runs:
         for name, seed in itertools.product(
             (name for name in EXPERIMENTS if "tune-" not in name), seeds
         ):
-            run, roles = folder(place, name, seed), EXPERIMENTS[name].roles
+            run = folder(place, name, seed)
+            roles = EXPERIMENTS[name].roles
             if not result(name, run).exists():
                 continue
             if roles is None:
@@ -500,7 +507,8 @@ class Runs:
             of_seeds = self.curves.get(name, {})
             if not of_seeds:
                 continue
-            contexts, calls = [], []
+            contexts = []
+            calls = []
             for seed, curve in of_seeds.items():
                 line = _line(folder(self.place, name, seed), "evaluating")
                 contexts.append(line["prompt_tokens"] / line["requests"])
@@ -693,10 +701,8 @@ def write(found: Runs, page: Path, machine: str) -> None:
     parts += [pictures] * ("mygo" in found.curves or pictures in before)
     rows = {line.split(" | ")[0]: line for line in before[-1].splitlines()[2:]} if before else {}
     for name, curves in found.curves.items():
-        revisions, words = (
-            ", ".join(sorted(found.revisions[name])),
-            command(Path("runs/claims"), name, min(curves)),
-        )
+        revisions = ", ".join(sorted(found.revisions[name]))
+        words = command(Path("runs/claims"), name, min(curves))
         rows[f"| {name}"] = f"| {name} | {revisions} | `{' '.join(words)}` |"
     order = [f"| {name}" for name in EXPERIMENTS]
     lines = [

@@ -18,8 +18,14 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-DIMENSION, QUERIES, K = 384, 2000, 10
-ROWS_A_CLUSTER, OF_CLUSTER, MEAN_LENGTH, AXIS_POWER, QUERY_COSINE = 100, 0.5, 0.27, -0.8, 0.75
+DIMENSION = 384
+QUERIES = 2000
+K = 10
+ROWS_A_CLUSTER = 100
+OF_CLUSTER = 0.5
+MEAN_LENGTH = 0.27
+AXIS_POWER = -0.8
+QUERY_COSINE = 0.75
 BLOCK_ROWS = 50_000  # at once
 
 
@@ -66,7 +72,8 @@ def recall(found: np.ndarray, exact: np.ndarray) -> float:
 
 
 def _nearest(queries: np.ndarray, vectors: np.ndarray) -> np.ndarray:
-    scores, positions = [], []
+    scores = []
+    positions = []
     for start in range(0, len(vectors), BLOCK_ROWS):
         of_block = queries @ vectors[start : start + BLOCK_ROWS].T
         best = np.argpartition(-of_block, K, axis=1)[:, :K]

@@ -28,7 +28,8 @@ from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
 from mujica_jax.retrieval.graph.tables import read_triples
 from mujica_jax.retrieval.graph.triples import TripleGraph
 
-WD, WDT = "http://www.wikidata.org/entity/", "http://www.wikidata.org/prop/direct/"
+WD = "http://www.wikidata.org/entity/"
+WDT = "http://www.wikidata.org/prop/direct/"
 LABEL = "<http://www.w3.org/2000/01/rdf-schema#label>"
 PROPERTIES = 60
 AT_ONCE = 16

@@ -56,7 +56,8 @@ import numpy as np
 from clustered_vectors import DIMENSION, K, make_vectors, recall, save_queries
 
 PEERS = Path(__file__).parent / "peers"
-OURS, THEIRS = ("scann", "exact"), ("faiss-flat", "faiss-hnsw", "hnswlib")
+OURS = ("scann", "exact")
+THEIRS = ("faiss-flat", "faiss-hnsw", "hnswlib")
 EVERY_ROW = ("exact", "faiss-flat")
 CANDIDATES = (32, 64, 128, 256, 512, 768, 1024)
 SETTINGS: dict[str, Sequence[float | None]] = {
@@ -195,7 +196,8 @@ def engine(given: argparse.Namespace) -> None:
     queries = np.load(given.folder / "queries.npy")
     rows = (given.folder / "embeddings.bfloat16").stat().st_size // (2 * DIMENSION)
     embeddings = open_embeddings(given.folder, rows, DIMENSION, "bfloat16")
-    parameters, place = parameters_for(rows, of_length_1=True), given.folder / "scann"
+    parameters = parameters_for(rows, of_length_1=True)
+    place = given.folder / "scann"
     began = time.perf_counter()
     if given.build:
         if given.engine == "scann":
@@ -268,7 +270,8 @@ def encode(given: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "texts.json"
         file.write_text(json.dumps(texts))
-        peer, agreement = None, None
+        peer = None
+        agreement = None
         if given.peers_python:
             command = [
                 given.peers_python,

@@ -51,7 +51,9 @@ from mujica_jax.runs.parts import open_generator, use_weights
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
 from mujica_jax.runtime.host_memory import keep_freed_memory
 
-SYSTEM_TOKENS, QUESTION_TOKENS, OBSERVED_TOKENS = 384, 24, 40
+SYSTEM_TOKENS = 384
+QUESTION_TOKENS = 24
+OBSERVED_TOKENS = 40
 MIN_GENERATED_TOKENS, MAX_GENERATED_TOKENS = 12, 64  # the most is not reached
 
 
@@ -75,7 +77,8 @@ def workload(vocabulary: int, sessions: int, turns: int, seed: int) -> list[Sess
     def ids(count: int) -> list[int]:
         return draw.integers(300, vocabulary - 1, count).tolist()
 
-    shared, made = ids(SYSTEM_TOKENS), []
+    shared = ids(SYSTEM_TOKENS)
+    made = []
     for _ in range(sessions):
         prompt = shared + ids(QUESTION_TOKENS)
         drawn = (
@@ -200,7 +203,8 @@ def measure(
 ) -> Measured:
     """Play all sessions with an empty cache. `programs` are the counts of `count_programs`."""
     generator.reset_cache()
-    before, already = generator.statistics, dict(programs)
+    before = generator.statistics
+    already = dict(programs)
     start_time = time.perf_counter()
     asyncio.run(play(generator, sessions))
     seconds = time.perf_counter() - start_time
@@ -216,8 +220,10 @@ def measure(
 
 def machine(repeats: int) -> tuple[float, float]:
     """(operations a second of a large float32 product, bytes a second of a large sum)."""
-    matrix, long = jnp.ones((2048, 2048)), jnp.ones(64 << 20)
-    product, total = jax.jit(lambda matrix: matrix @ matrix), jax.jit(jnp.sum)
+    matrix = jnp.ones((2048, 2048))
+    long = jnp.ones(64 << 20)
+    product = jax.jit(lambda matrix: matrix @ matrix)
+    total = jax.jit(jnp.sum)
 
     def seconds(call: Any, argument: Any) -> float:
         call(argument).block_until_ready()
@@ -309,7 +315,8 @@ def main() -> int:
     )
     first = given.engines[0]
     for kind, measured in runs.items():
-        median, last = medians[kind], measured[-1]
+        median = medians[kind]
+        last = measured[-1]
         result = {
             "engine": kind,
             "generated_tokens_per_second": round(generated / median, 1),

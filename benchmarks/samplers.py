@@ -62,10 +62,8 @@ def measured(store: RunDirectory) -> Latencies:
     read = median(lambda number: store.read(f"{place}/shards/{number}"))
     for number in range(MEASURED_OBJECTS):
         store.create(f"{place}/many/{number:04d}", b"{}")
-    empty, many = (
-        median(lambda _: store.names(f"{place}/none/")),
-        median(lambda _: store.names(f"{place}/many/")),
-    )
+    empty = median(lambda _: store.names(f"{place}/none/"))
+    many = median(lambda _: store.names(f"{place}/many/"))
     store.remove_folder(place)
     return Latencies(read, create, empty, max(0.0, many - empty) / MEASURED_OBJECTS)
 
@@ -89,7 +87,8 @@ class Simulated:
 
     def begin_round(self) -> None:
         self.number += 1
-        self.shards, self.later = 0, False
+        self.shards = 0
+        self.later = False
         self.leased.clear()
         self._begin(range(self.units))
 
@@ -105,7 +104,8 @@ class Simulated:
             self._begin(range(self.units, self.units + int(LATER_SHARE * self.units)))
 
     def _begin(self, units: range) -> None:
-        self.free, self.left = list(units), len(units)
+        self.free = list(units)
+        self.left = len(units)
 
 
 def worker(
@@ -125,9 +125,12 @@ def worker(
     def listing(objects: int) -> float:
         return store.list_empty + objects * store.list_object
 
-    looked, wait, draw = 0.0, POLL_SECONDS, random.Random(number)
+    looked = 0.0
+    wait = POLL_SECONDS
+    draw = random.Random(number)
     while True:
-        began_round, objects = run.number, run.shards + len(run.leased)
+        began_round = run.number
+        objects = run.shards + len(run.leased)
         yield operation(3 * store.read, 3)  # summary.json, plan and end of the open round
         # its plan, the policies, its shards
         yield operation(store.read + listing(1) + listing(objects), 3)

@@ -41,7 +41,8 @@ from mujica_jax.models.weights import load_config
 PATIENCE_SECONDS = 600.0
 PAUSE_SECONDS = 0.1
 WARM_ROUNDS = 2  # the second one finds prompts in memory, which takes programs of its own
-DECODE_STEPS, PREFILL_TOKENS = 8, 1024
+DECODE_STEPS = 8
+PREFILL_TOKENS = 1024
 
 
 def resident_mebibytes() -> float:
@@ -64,7 +65,8 @@ class Clients:
     """Send requests and keep what became of them."""
 
     def __init__(self, stub: jetstream_pb2_grpc.OrchestratorStub, new_tokens: int) -> None:
-        self._stub, self._new_tokens = stub, new_tokens
+        self._stub = stub
+        self._new_tokens = new_tokens
         self.whole: list[float] = []
         self.first: list[float] = []
         self.refused: list[float] = []
@@ -73,7 +75,9 @@ class Clients:
     def ask(self, prompt: Sequence[int]) -> None:
         content = jetstream_pb2.DecodeRequest.TokenContent(token_ids=prompt)
         request = jetstream_pb2.DecodeRequest(token_content=content, max_tokens=self._new_tokens)
-        began, tokens, first = time.perf_counter(), 0, None
+        began = time.perf_counter()
+        tokens = 0
+        first = None
         try:
             for response in self._stub.Decode(request, timeout=PATIENCE_SECONDS):
                 first = time.perf_counter() - began if first is None else first
@@ -125,9 +129,13 @@ def load(
 ) -> tuple[Clients, int, float]:
     """All callers play their rounds; (what became of the requests, the most that `read` said
     meanwhile, MiB grown)."""
-    stub, callers = jetstream_pb2_grpc.OrchestratorStub(channel), len(prompts[0])
-    most, done, together = 0, threading.Event(), threading.Barrier(callers)
-    clients, memory = Clients(stub, new_tokens), []
+    stub = jetstream_pb2_grpc.OrchestratorStub(channel)
+    callers = len(prompts[0])
+    most = 0
+    done = threading.Event()
+    together = threading.Barrier(callers)
+    clients = Clients(stub, new_tokens)
+    memory = []
 
     def watch() -> None:
         nonlocal most
@@ -165,9 +173,11 @@ def measure(arguments: argparse.Namespace) -> dict:
     port = server.start()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         load(channel, prompts[:WARM_ROUNDS], arguments.new_tokens, read)
-        tokens, began = server.statistics.generated_tokens, time.perf_counter()
+        tokens = server.statistics.generated_tokens
+        began = time.perf_counter()
         clients, most, growth = load(channel, prompts[WARM_ROUNDS:], arguments.new_tokens, read)
-        seconds, tokens = time.perf_counter() - began, server.statistics.generated_tokens - tokens
+        seconds = time.perf_counter() - began
+        tokens = server.statistics.generated_tokens - tokens
     server.stop()
     return {
         "requests": len(prompts[0]) * arguments.rounds,

@@ -49,7 +49,10 @@ if TYPE_CHECKING:
     from mujica_jax.models.families import DecoderConfig
     from mujica_jax.records import Conversation
 
-CONVERSATIONS, MEDIAN_TOKENS, MAX_TOKENS, SIGMA = 2000, 350, 2048, 0.7
+CONVERSATIONS = 2000
+MEDIAN_TOKENS = 350
+MAX_TOKENS = 2048
+SIGMA = 0.7
 MIN_TOKENS = 6
 PEERS = Path(__file__).parent / "peers"
 

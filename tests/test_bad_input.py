@@ -80,8 +80,8 @@ def refused_by_tyro(capsys, program, *arguments: str) -> str:
     with pytest.raises(SystemExit) as ended:
         program.main(list(arguments))
     assert ended.value.code == 2
-    said = capsys.readouterr()
-    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", said.out + said.err).split())
+    output = capsys.readouterr()
+    return " ".join(re.sub(r"[│╭╮╰╯─]", " ", output.out + output.err).split())
 
 
 @pytest.fixture
@@ -104,13 +104,16 @@ def written(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("program", [train, evaluation])
 def test_a_mistyped_flag_is_answered_with_the_nearest(capsys, program):
     checkpoint = ["--checkpoint", "nowhere"] if program is evaluation else []
-    said = refused_by_tyro(capsys, program, SMOKE, *checkpoint, "--engine.slot", "3")
-    assert "--engine.slot" in said and "--engine.slots" in said
+    message = refused_by_tyro(capsys, program, SMOKE, *checkpoint, "--engine.slot", "3")
+    assert "--engine.slot" in message
+    assert "--engine.slots" in message
 
 
 def test_an_unknown_choice_is_answered_with_the_choices(capsys):
-    said = refused_by_tyro(capsys, train, TWO_WIKI, "--task.environment", "web")
-    assert "web" in said and "graph" in said and "text" in said
+    message = refused_by_tyro(capsys, train, TWO_WIKI, "--task.environment", "web")
+    assert "web" in message
+    assert "graph" in message
+    assert "text" in message
 
 
 def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, monkeypatch):
@@ -163,10 +166,10 @@ def test_mistakes_of_a_task_of_ones_own_are_named(monkeypatch, mistake, sentence
 
 
 def test_eval_refuses_what_only_training_reads(capsys):
-    said = refused_by_tyro(
+    message = refused_by_tyro(
         capsys, evaluation, SMOKE, "--checkpoint", "nowhere", "--method.rounds", "2"
     )
-    assert "--method.rounds" in said
+    assert "--method.rounds" in message
 
 
 @pytest.mark.parametrize("program", [train, evaluation])
@@ -305,7 +308,8 @@ def refusal(config: Config) -> UserError | None:
 
 def test_a_task_without_data_or_without_held_out_questions_is_refused(refused, tmp_path):
     missing = refused(train, TWO_WIKI, "--run", "run", "--task.data-dir", "nowhere")
-    assert "folder nowhere does not exist; set data_dir" in missing and written(tmp_path) == []
+    assert "folder nowhere does not exist; set data_dir" in missing
+    assert written(tmp_path) == []
     data = tmp_path / "data"
     data.mkdir()
     record = {
@@ -362,7 +366,8 @@ def test_a_run_directory_of_another_configuration_is_kept_and_the_differences_ar
     open_run("run", dataclasses.asdict(config))
     before = (tmp_path / "run" / "config.json").read_bytes()
     message = refused(train, SMOKE, "--run", "run", "--seed", "3", "--engine.slots", "8")
-    assert "seed was 0 and is now 3" in message and "engine.slots was 16 and is now 8" in message
+    assert "seed was 0 and is now 3" in message
+    assert "engine.slots was 16 and is now 8" in message
     assert "choose another --run directory" in message
     assert (tmp_path / "run" / "config.json").read_bytes() == before
 
@@ -377,7 +382,7 @@ def warming_up(**changes) -> Any:
     config = dataclasses.replace(config, **sections)
     task: Any = start.build_task(config)
     tokenizer = Tokenizer.train(task.tokenizer_text(), 768)
-    progress = types.SimpleNamespace(said=[], line=lambda text: progress.said.append(text))
+    progress = types.SimpleNamespace(lines=[], line=lambda text: progress.lines.append(text))
     run = types.SimpleNamespace(
         config=config, task=task, tokenizer=tokenizer, progress=progress, preemption=Preemption()
     )
@@ -400,22 +405,24 @@ def test_rows_too_short_or_limits_too_small_for_any_demonstration_are_said():
 
 
 def test_rows_too_short_for_some_conversations_are_said():
-    said = []
+    lines = []
     run: Any = types.SimpleNamespace(
-        config=load_config(SMOKE), progress=types.SimpleNamespace(line=said.append)
+        config=load_config(SMOKE), progress=types.SimpleNamespace(line=lines.append)
     )
     assert run.config.trainer.row_tokens == 384
 
     def conversation(tokens: int) -> Conversation:
-        given, written = Turn(role="context", token_ids=(1,), text=""), (2,) * (tokens - 1)
+        context = Turn(role="context", token_ids=(1,), text="")
+        written = (2,) * (tokens - 1)
         return Conversation(
             role="planner",
-            turns=(given, Turn(role="model", token_ids=written, text="", trained=True)),
+            turns=(context, Turn(role="model", token_ids=written, text="", trained=True)),
         )
 
-    short, long = conversation(384), conversation(385)
+    short = conversation(384)
+    long = conversation(385)
     assert rows_that_fit(run, [short, long, short]) == [short, short]
-    assert said == ["1 of 3 conversations exceed 384 tokens and are left out"]
+    assert lines == ["1 of 3 conversations exceed 384 tokens and are left out"]
 
 
 GROUPS = ("--method.rounds-per-phase", "1", "--method.group-attempts", "2")
@@ -459,8 +466,8 @@ def test_worked_examples_without_room_are_refused_by_an_evaluation_too(refused, 
 
 def test_a_worker_joins_only_a_run_of_its_own_program(refused, monkeypatch):
     words = [str(SMOKE), "--run", "run", "--sampling.workers", "external"]
-    about = dataclasses.asdict(command_line(words, default="tiny_world"))
-    assert Leases(open_run(Path("run"), about), seconds=30.0, revision="a" * 40).claim(TRAINER)
+    described = dataclasses.asdict(command_line(words, default="tiny_world"))
+    assert Leases(open_run(Path("run"), described), seconds=30.0, revision="a" * 40).claim(TRAINER)
     monkeypatch.setattr(provenance, "git_revision", lambda: "b" * 40)
     assert f"revision {'a' * 40} and this program is {'b' * 40}" in refused(sample, "--run", "run")
     grpo = command_line([str(GRPO), "--run", "other"], default="tiny_world")
@@ -474,14 +481,17 @@ def test_a_worker_joins_only_a_run_of_its_own_program(refused, monkeypatch):
 def test_a_run_directory_of_another_method_is_refused(refused):
     open_run(Path("run"), dataclasses.asdict(load_config(SMOKE)))
     message = refused(train, SMOKE, "--run", "run", "--method.kind", "dapo", *GROUPS)
-    assert "method.kind" in message and "mygo" in message and "dapo" in message
+    assert "method.kind" in message
+    assert "mygo" in message
+    assert "dapo" in message
 
 
 @pytest.mark.parametrize("missing", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_an_incomplete_init_directory_is_refused(refused, checkpoint, tmp_path, missing):
     (checkpoint / missing).unlink()
     message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint))
-    assert missing in message and str(checkpoint) in message
+    assert missing in message
+    assert str(checkpoint) in message
     assert not (tmp_path / "run").exists()
 
 
@@ -555,7 +565,9 @@ def test_a_disk_that_takes_nothing_is_explained(refused, monkeypatch, code, word
 
     monkeypatch.setattr(os, "link", fails)
     message = refused(train, SMOKE, "--run", "run")
-    assert words in message and "run/config.json" in message and "--run directory" in message
+    assert words in message
+    assert "run/config.json" in message
+    assert "--run directory" in message
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small file system")
@@ -607,10 +619,8 @@ def test_eval_without_a_checkpoint_says_what_is_missing(capsys):
 
 def test_eval_of_a_hugging_face_directory_needs_a_configuration(refused, checkpoint):
     message = refused(evaluation, "--checkpoint", str(checkpoint))
-    assert (
-        f"{checkpoint} is no run directory" in message
-        and "mujica_jax.eval tiny_world --checkpoint" in message
-    )
+    assert f"{checkpoint} is no run directory" in message
+    assert "mujica_jax.eval tiny_world --checkpoint" in message
     shutil.copytree(checkpoint, "run/policies/000001/model")
     policy = refused(evaluation, "--checkpoint", "run/policies/000001")
     assert "run/policies/000001 is a policy of a run: give --checkpoint RUN --policy N" in policy
@@ -618,7 +628,8 @@ def test_eval_of_a_hugging_face_directory_needs_a_configuration(refused, checkpo
 
 def test_eval_of_a_hugging_face_directory_has_no_policies_to_choose_from(refused, checkpoint):
     message = refused(evaluation, SMOKE, "--checkpoint", str(checkpoint), "--policy", "2")
-    assert "--policy is 2" in message and "no run directory" in message
+    assert "--policy is 2" in message
+    assert "no run directory" in message
 
 
 def test_eval_of_an_adapter_names_what_it_needs(refused, checkpoint, tmp_path):
@@ -627,10 +638,8 @@ def test_eval_of_an_adapter_names_what_it_needs(refused, checkpoint, tmp_path):
     )
     (tmp_path / "alone").mkdir()
     message = refused(evaluation, "--init", str(checkpoint), "--adapter", "alone")
-    assert (
-        "alone has no config.json of the run" in message
-        and "mujica_jax.eval tiny_world --init" in message
-    )
+    assert "alone has no config.json of the run" in message
+    assert "mujica_jax.eval tiny_world --init" in message
     open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
     assert "run is a run, whose policies" in refused(
         evaluation, SMOKE, "--checkpoint", "run", "--adapter", "alone"
@@ -658,23 +667,25 @@ def test_eval_takes_the_latest_policy(tmp_path):
     open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
     for version in (0, 1, 2):
         store.commit_policy(version, lambda folder: (folder / "weights").write_text("some"))
-    given, _ = evaluation.command_line(["--checkpoint", "run"])
-    found = evaluation.find_checkpoint(given)
-    assert (found.version, found.model) == (2, Path("run/policies/000002/model"))
+    options, _ = evaluation.command_line(["--checkpoint", "run"])
+    checkpoint = evaluation.find_checkpoint(options)
+    assert checkpoint.version == 2
+    assert checkpoint.model == Path("run/policies/000002/model")
 
 
 def test_eval_joins_no_job_that_trained_the_run(tmp_path):
     where = DistributedConfig(coordinator="10.0.0.2:8476", processes=4)
     trained = dataclasses.replace(load_config(SMOKE), distributed=where)
     open_run(tmp_path / "run", dataclasses.asdict(trained))
-    given, _ = evaluation.command_line(["--checkpoint", "run"])
-    assert given.distributed == DistributedConfig()
+    options, _ = evaluation.command_line(["--checkpoint", "run"])
+    assert options.distributed == DistributedConfig()
 
 
 def test_eval_that_may_not_write_says_so_before_it_evaluates(refused, checkpoint):
     Path("results").touch()
     message = refused(evaluation, SMOKE, "--checkpoint", str(checkpoint), "--out", "results")
-    assert "results" in message and "--out" in message
+    assert "results" in message
+    assert "--out" in message
 
 
 def test_a_run_whose_configuration_this_program_does_not_know_is_refused(refused, tmp_path):

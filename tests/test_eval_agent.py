@@ -38,7 +38,8 @@ def played(*words: str) -> Config:
 
 def test_a_policy_plays_the_agent_that_it_was_trained_as_on_the_task_of_a_configuration(run):
     config = played(*NQ, "--checkpoint", run)
-    assert config.agent == DECEX and config.task.kind == "nq"
+    assert config.agent == DECEX
+    assert config.task.kind == "nq"
     assert evaluation.other_agent([*NQ, "--checkpoint", run]) == (
         "the policy plays decex, as it was trained; nq_qwen3_4b_v5e says single: --agent.kind "
         "changes it"
@@ -63,8 +64,10 @@ def test_the_documented_command_plays_decex_on_the_other_sets_of_its_paper(run, 
 
 
 def test_further_agents_are_compared_with_the_agent_that_it_was_trained_as(run):
-    given, config = evaluation.command_line([*NQ, "--checkpoint", run, "--agents", "direct", "rag"])
-    kinds = [one.agent.kind for one in evaluation.all_configs(given, config)]
+    options, config = evaluation.command_line(
+        [*NQ, "--checkpoint", run, "--agents", "direct", "rag"]
+    )
+    kinds = [evaluated.agent.kind for evaluated in evaluation.all_configs(options, config)]
     assert kinds == ["decex", "direct", "rag"]
 
 
@@ -76,7 +79,8 @@ def test_flags_change_the_agent_that_it_was_trained_as(run):
 def test_a_kind_that_a_flag_names_is_the_configurations_agent(run):
     words = [*NQ, "--checkpoint", run, "--agent.kind", "single"]
     agent = played(*words).agent
-    assert isinstance(agent, SingleConfig) and agent == load_config("nq_qwen3_4b_v5e").agent
+    assert isinstance(agent, SingleConfig)
+    assert agent == load_config("nq_qwen3_4b_v5e").agent
     assert evaluation.other_agent(words) is None
 
 
@@ -108,16 +112,15 @@ def test_a_model_inside_a_run_and_an_adapter_belong_to_their_run(run, tmp_path):
         dataclasses.asdict(dataclasses.replace(load_config(SMOKE), agent=DECEX)),
     )
     words = [*NQ, "--init", str(tmp_path), "--adapter", str(tmp_path / "adapter")]
-    assert played(*words).agent == DECEX and evaluation.other_agent(words) is not None
+    assert played(*words).agent == DECEX
+    assert evaluation.other_agent(words) is not None
 
 
 def test_a_checkpoint_of_no_run_plays_the_configurations_agent(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     words = [*NQ, "--checkpoint", str(tmp_path)]
-    assert (
-        played(*words).agent == load_config("nq_qwen3_4b_v5e").agent
-        and evaluation.other_agent(words) is None
-    )
+    assert played(*words).agent == load_config("nq_qwen3_4b_v5e").agent
+    assert evaluation.other_agent(words) is None
 
 
 def test_a_run_without_a_configuration_beside_it_says_nothing(run):

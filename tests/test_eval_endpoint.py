@@ -83,7 +83,8 @@ def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path)
     def answer(request: Request, before: int) -> Answer:
         if before == 0:
             return Answer(status=503)
-        assert request.body["model"] == "gpt-test" and request.path == "/v1/chat/completions"
+        assert request.body["model"] == "gpt-test"
+        assert request.path == "/v1/chat/completions"
         message = {"role": "assistant", "content": reply(request.body["messages"])}
         usage = {"prompt_tokens": 100, "completion_tokens": 10}
         return Answer(
@@ -97,22 +98,23 @@ def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path)
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "eval" / "tiny_world-graph-dev.json").read_text())
     for kind in ("greedy", "sampled"):
-        assert (result[kind]["em"], result[kind]["questions"], result[kind]["searches"]) == (
-            50.0,
-            2,
-            0.5,
-        )
+        assert result[kind]["em"] == 50.0
+        assert result[kind]["questions"] == 2
+        assert result[kind]["searches"] == 0.5
         assert result[kind]["stop_reasons"] == {"answered": 2}
-    assert (result["endpoint"], result["model"], result["mode"]) == (
-        endpoint.base_url,
-        "gpt-test",
-        "chat",
-    )
-    assert result["prompt"] == "few_shot" and "policy" not in result and "checkpoint" not in result
+    assert result["endpoint"] == endpoint.base_url
+    assert result["model"] == "gpt-test"
+    assert result["mode"] == "chat"
+    assert result["prompt"] == "few_shot"
+    assert "policy" not in result
+    assert "checkpoint" not in result
     # Twice, greedily and sampled: a search, its worker and an answer, and an answer.
     counted = result["statistics"]
-    assert (counted["requests"], counted["retries"], counted["failed"]) == (8, 1, 0)
-    assert (counted["prompt_tokens"], counted["generated_tokens"]) == (800, 80)
+    assert counted["requests"] == 8
+    assert counted["retries"] == 1
+    assert counted["failed"] == 0
+    assert counted["prompt_tokens"] == 800
+    assert counted["generated_tokens"] == 80
     assert "8 requests, 1 retries, 0 failed; 800 prompt and 80 generated tokens" in " ".join(
         done.stdout.split()
     )
@@ -163,11 +165,13 @@ def test_two_models_are_compared_question_by_question_over_several_samples(token
     assert len(sampled_requests) == 2
 
     result = json.loads((tmp_path / "second" / "tiny_world-graph-dev.json").read_text())
-    assert (result["greedy"]["em"], result["sampled"]["em"]) == (50.0, 25.0)
+    assert result["greedy"]["em"] == 50.0
+    assert result["sampled"]["em"] == 25.0
     assert result["sampled"]["questions"] == 2
     assert result["sampled"]["stop_reasons"] == {"answered": 4}
     differences = {name: values["difference"] for name, values in result["beside"].items()}
-    assert (differences["em"], differences["em_sampled"]) == (50.0, 25.0)
+    assert differences["em"] == 50.0
+    assert differences["em_sampled"] == 25.0
     assert "+25.0 (+0.0 to +50.0)" in done.stdout
     assert refused.returncode == 2
     assert f"--beside {earlier} has 2 questions and 3 are asked" in refused.stderr
@@ -183,9 +187,9 @@ def test_the_commands_of_the_document_are_taken(monkeypatch):
         for line in block.replace("\\\n", " ").splitlines()
         if line.startswith("python -m mujica_jax.eval")
     ]
-    found = [evaluation.command_line(shlex.split(line)[3:]) for line in lines]
-    assert [given.remote.mode for given, _ in found] == ["chat", "completions"]
-    assert {config.agent.prompt for _, config in found} == {"few_shot"}
+    command_lines = [evaluation.command_line(shlex.split(line)[3:]) for line in lines]
+    assert [options.remote.mode for options, _ in command_lines] == ["chat", "completions"]
+    assert {config.agent.prompt for _, config in command_lines} == {"few_shot"}
 
 
 @pytest.fixture
@@ -214,10 +218,8 @@ def test_an_endpoint_that_is_down_ends_with_one_sentence(
             evaluation.main(command(url, tokenizer, *LIMITS, "--remote.deadline-seconds", "2")) == 2
         )
     message = capsys.readouterr().err
-    assert (
-        message.startswith(f"error: {url}/chat/completions gave no answer within")
-        and message.count("\n") == 1
-    )
+    assert message.startswith(f"error: {url}/chat/completions gave no answer within")
+    assert message.count("\n") == 1
     assert "ConnectError" in message
 
 

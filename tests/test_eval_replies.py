@@ -84,7 +84,8 @@ def task(tmp_path_factory) -> list[str]:
     folder = tmp_path_factory.mktemp("task")
     lines = [f"Where was person {number} born?,Ghent" for number in range(QUESTIONS)]
     (folder / "questions.csv").write_text("\n".join(["Question,Answer", *lines]) + "\n")
-    corpus, built = folder / "corpus.jsonl", folder / "index"
+    corpus = folder / "corpus.jsonl"
+    built = folder / "index"
     corpus.write_text(
         '{"title": "Ghent", "text": "A town."}\n{"title": "Bruges", "text": "Another town."}\n'
     )
@@ -152,9 +153,7 @@ def test_an_endpoint_that_refuses_everything_has_no_score(
     refusal = Answer(status=400, content={"error": {"message": "seed is not supported"}})
     with pytest.raises(AssertionError, match="assert 2 == 0"):
         evaluate(monkeypatch, tmp_path, tokenizer, task, refusal, refusal)
-    said = capsys.readouterr().err
-    assert (
-        f"refused all of {QUESTIONS} requests, the last one so: " in said
-        and "seed is not supported" in said
-    )
+    messages = capsys.readouterr().err
+    assert f"refused all of {QUESTIONS} requests, the last one so: " in messages
+    assert "seed is not supported" in messages
     assert not (tmp_path / "eval" / "bamboogle-text-direct-test.json").exists()

@@ -59,7 +59,9 @@ def refused(capsys, *words: str) -> str:
     assert index.main(list(words)) == 2
     shown = capsys.readouterr()
     last = shown.err.splitlines()[-1]
-    assert shown.out == "" and last.startswith("error: ") and "Traceback" not in shown.err
+    assert shown.out == ""
+    assert last.startswith("error: ")
+    assert "Traceback" not in shown.err
     return last
 
 
@@ -71,27 +73,31 @@ def test_recall_is_the_share_of_gold_titles(folder, capsys):
         "--questions",
         str(folder / "questions.jsonl"),
     )
-    (found,) = printed(capsys, *asked, "--k", "1", "40")
-    assert found["recall@40"] == 50.0, "one of two gold titles exists"
-    assert 0 < found["recall@1"] <= 50.0
-    assert (found["questions"], found["passages"]) == (4, PASSAGES)
+    (recall,) = printed(capsys, *asked, "--k", "1", "40")
+    assert recall["recall@40"] == 50.0, "one of two gold titles exists"
+    assert 0 < recall["recall@1"] <= 50.0
+    assert recall["questions"] == 4
+    assert recall["passages"] == PASSAGES
     (dense,) = printed(capsys, "recall", "--index", str(folder / "dense"), *asked[3:], "--k", "40")
     assert dense["recall@40"] == 50.0
 
 
 @pytest.mark.parametrize("kind", ["bm25", "dense"])
 def test_a_query_prints_its_passages_best_first(folder, capsys, kind):
-    found = printed(capsys, "query", "--index", str(folder / kind), "--k", "3", "title 7 word5")
-    assert len(found) == 3 and set(found[0]) == {"score", "position", "id", "title", "text"}
-    assert [hit["score"] for hit in found] == sorted((hit["score"] for hit in found), reverse=True)
+    hits = printed(capsys, "query", "--index", str(folder / kind), "--k", "3", "title 7 word5")
+    assert len(hits) == 3
+    assert set(hits[0]) == {"score", "position", "id", "title", "text"}
+    assert [hit["score"] for hit in hits] == sorted((hit["score"] for hit in hits), reverse=True)
 
 
 def test_a_query_is_a_list_on_a_terminal(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert index.main(["query", "--index", str(folder / "bm25"), "--k", "2", "title 7 word5"]) == 0
     first, *rest = capsys.readouterr().out.splitlines()
-    assert first.startswith("  1. title ") and "score" in first
-    assert rest[0].startswith("     ") and any(line.startswith("  2. title ") for line in rest)
+    assert first.startswith("  1. title ")
+    assert "score" in first
+    assert rest[0].startswith("     ")
+    assert any(line.startswith("  2. title ") for line in rest)
 
 
 def test_the_former_name_of_a_kind_is_answered_with_the_new_one(capsys):
@@ -105,7 +111,8 @@ def test_the_former_name_of_a_kind_is_answered_with_the_new_one(capsys):
 
 
 def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, tmp_path):
-    built, taken = tmp_path / "built", tmp_path / "taken"
+    built = tmp_path / "built"
+    taken = tmp_path / "taken"
     made = [
         "--corpus",
         str(folder / "corpus.jsonl"),
@@ -120,10 +127,10 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
         == 0
     )
     asked = ("query", "--k", "3", "word5", "--index")
-    found = printed(capsys, *asked, str(built))
+    hits = printed(capsys, *asked, str(built))
     for named in ([], ["--prefixes", "e5"], ["--embedder", str(folder / "tiny")]):
-        for of in (built, taken):
-            assert printed(capsys, *asked, str(of), *named) == found
+        for place in (built, taken):
+            assert printed(capsys, *asked, str(place), *named) == hits
     assert "was built with the embedder" in refused(capsys, *asked, str(built), "--prefixes", "bge")
     nowhere = refused(capsys, *asked, str(built), "--embedder", str(folder / "nowhere"))
     assert f"was built with {folder / 'tiny'}, and the embedder" in nowhere
@@ -131,7 +138,7 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
     assert manifest.pop("prefixes") == "e5"
     (built / "manifest.json").write_text(json.dumps(manifest))  # as it was before they stood there
     assert "its prefixes as well" in refused(capsys, *asked, str(built))
-    assert printed(capsys, *asked, str(built), "--prefixes", "e5") == found
+    assert printed(capsys, *asked, str(built), "--prefixes", "e5") == hits
 
 
 def test_an_embedder_that_was_named_from_another_folder_is_found(
@@ -182,7 +189,8 @@ def test_who_reads_no_further_ends_a_query_without_a_word(folder):
         ended = subprocess.run(
             command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=HANG_SECONDS
         )
-    assert (ended.returncode, ended.stderr) == (READER_GONE, "")
+    assert ended.returncode == READER_GONE
+    assert ended.stderr == ""
 
 
 def test_only_a_build_goes_on_where_it_was(folder, capsys, monkeypatch):
@@ -222,11 +230,12 @@ def test_an_interrupted_build_says_that_it_goes_on(folder, capsys, tmp_path, mon
 def test_recall_on_2wiki_is_the_published_one(
     tmp_path, capsys, tokenizer, recall_at_2, recall_at_5
 ):
-    corpus, questions = TWO_WIKI / "corpus_6119.json.gz", TWO_WIKI / "questions_visible.jsonl.gz"
+    corpus = TWO_WIKI / "corpus_6119.json.gz"
+    questions = TWO_WIKI / "questions_visible.jsonl.gz"
     made = ["--kind", "bm25", "--tokenizer", tokenizer, "--out", str(tmp_path / "index")]
     assert index.main(["build", "--corpus", str(corpus), *made]) == 0
-    (found,) = printed(
+    (recall,) = printed(
         capsys, "recall", "--index", str(tmp_path / "index"), "--questions", str(questions)
     )
-    assert found["recall@2"] == pytest.approx(recall_at_2, abs=0.1)
-    assert found["recall@5"] == pytest.approx(recall_at_5, abs=0.1)
+    assert recall["recall@2"] == pytest.approx(recall_at_2, abs=0.1)
+    assert recall["recall@5"] == pytest.approx(recall_at_5, abs=0.1)

@@ -109,6 +109,8 @@ def test_a_mistake_is_one_sentence(folder, tmp_path, capsys, words):
         assert index.main(filled(words).split()) == 2
     shown = capsys.readouterr()
     last = shown.err.splitlines()[-1]
-    assert shown.out == "" and last.startswith("error: ") and "Traceback" not in shown.err
+    assert shown.out == ""
+    assert last.startswith("error: ")
+    assert "Traceback" not in shown.err
     assert filled(MISTAKES[words]) in last
     assert (folder / "file").read_text() == "mine"

@@ -84,12 +84,14 @@ def test_a_full_disk_is_one_sentence_and_the_same_command_goes_on(
     assert limited(most_bytes, lambda: index.main(words)) == 2
     shown = capsys.readouterr().err
     last = shown.splitlines()[-1]
-    assert last.startswith(f"error: {out} cannot be written (") and "Traceback" not in shown
-    assert "make room" in last and last.endswith("the same command goes on where this one was")
-    kept = {name: (out / name).stat().st_ino for name in done}
+    assert last.startswith(f"error: {out} cannot be written (")
+    assert "Traceback" not in shown
+    assert "make room" in last
+    assert last.endswith("the same command goes on where this one was")
+    inodes = {name: (out / name).stat().st_ino for name in done}
     assert not (out / "manifest.json").exists()
     assert index.main(words) == 0
-    assert kind == "graph" or kept == {name: (out / name).stat().st_ino for name in done}, (
+    assert kind == "graph" or inodes == {name: (out / name).stat().st_ino for name in done}, (
         "what was done is not again"
     )
     manifests.read_manifest(out)
@@ -114,7 +116,7 @@ def test_what_a_damaged_directory_is_said_to_need_helps(folder, tmp_path, capsys
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "complaint"),
     [
         (None, "is damaged (its version is None and "),
         ({"tokeniser": ...}, "is damaged (its version is "),
@@ -131,15 +133,16 @@ def test_what_a_damaged_directory_is_said_to_need_helps(folder, tmp_path, capsys
         ({"prefixes": ["query: "]}, "has the prefixes ['query: '] and a name is meant"),
     ],
 )
-def test_a_manifest_that_was_changed_is_named(folder, tmp_path, capsys, change, said):
+def test_a_manifest_that_was_changed_is_named(folder, tmp_path, capsys, change, complaint):
     copy = Path(shutil.copytree(folder / "bm25", tmp_path / "copy"))
     manifest = json.loads((copy / "manifest.json").read_text())
     changed = {"format": 1} if change is None else manifest | change
-    kept = {name: value for name, value in changed.items() if value is not ...}
-    (copy / "manifest.json").write_text(json.dumps(kept))
+    fields = {name: value for name, value in changed.items() if value is not ...}
+    (copy / "manifest.json").write_text(json.dumps(fields))
     assert index.main(["query", "--index", str(copy), "001"]) == 2
     shown = capsys.readouterr().err
-    assert f"manifest.json {said}" in shown and f"remove {copy} and build the index again" in shown
+    assert f"manifest.json {complaint}" in shown
+    assert f"remove {copy} and build the index again" in shown
 
 
 def test_a_directory_whose_lock_cannot_be_written_is_refused(folder, tmp_path, capsys):
@@ -157,11 +160,11 @@ def test_a_directory_whose_lock_cannot_be_written_is_refused(folder, tmp_path, c
 def test_the_version_is_that_of_the_content(folder, tmp_path):
     """Where an embedder lies, how it was named and how long a build took are none of it."""
     versions = set()
-    for about in (
+    for fields in (
         {"seconds": 1, "embedder": "/a", "prefixes": None},
         {"seconds": 2, "embedder": "/b"},
     ):
-        versions.add(manifests.commit(tmp_path, {"kind": "exact", **about})["version"])
+        versions.add(manifests.commit(tmp_path, {"kind": "exact", **fields})["version"])
     assert len(versions) == 1
     versions.add(manifests.commit(tmp_path, {"kind": "scann"})["version"])
     assert len(versions) == 2
@@ -174,7 +177,8 @@ def test_an_embedder_that_lies_elsewhere_by_now_is_the_same_build(folder, tmp_pa
     out = Path(shutil.copytree(folder / "dense", tmp_path / "out"))
     shutil.copytree(folder / "tiny", tmp_path / "moved")
     words = [*command(folder, "exact", out), "--embedder", str(tmp_path / "moved")]
-    assert index.main(words) == 0 and "was there already" in capsys.readouterr().err
+    assert index.main(words) == 0
+    assert "was there already" in capsys.readouterr().err
     plan = json.loads((out / "plan.json").read_text())
     assert plan.pop("prefixes") is None
     (out / "plan.json").write_text(json.dumps(plan))  # as it was before prefixes stood there

@@ -27,7 +27,8 @@ def folder(tmp_path_factory) -> Path:
 
 def shown(capsys, *words: str) -> list[tuple[str, str, str]]:
     return [
-        (found["subject"], found["relation"], found["object"]) for found in printed(capsys, *words)
+        (triple["subject"], triple["relation"], triple["object"])
+        for triple in printed(capsys, *words)
     ]
 
 
@@ -40,7 +41,9 @@ def test_an_entity_prints_its_triples(folder, capsys, name):
         shown(capsys, "query", "--index", str(folder / "index"), name, "--k", "2") == DIRECTOR[:2]
     )
     (first, *_) = printed(capsys, "query", "--index", str(folder / "index"), name)
-    assert (first["subject_id"], first["object_id"], first["literal"]) == ("Q2", "Q3", False)
+    assert first["subject_id"] == "Q2"
+    assert first["object_id"] == "Q3"
+    assert first["literal"] is False
 
 
 def test_on_a_terminal_triples_are_a_list_and_a_graph_is_served_by_its_store(
@@ -49,8 +52,10 @@ def test_on_a_terminal_triples_are_a_list_and_a_graph_is_served_by_its_store(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     assert index.main(["query", "--index", str(folder / "index"), "Q2"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == "  1. Ilse Vand | place of birth | Ghent"
-    said = refused(capsys, "serve", "--index", str(folder / "index"))
-    assert f"oxigraph serve-read-only --location {folder}/index/graph --bind 127.0.0.1:8600" in said
+    message = refused(capsys, "serve", "--index", str(folder / "index"))
+    assert (
+        f"oxigraph serve-read-only --location {folder}/index/graph --bind 127.0.0.1:8600" in message
+    )
 
 
 def test_a_name_of_several_entities_says_so(folder, capsys):
@@ -97,7 +102,8 @@ def test_properties_and_languages_reach_the_build(folder, capsys, tmp_path):
     )
     assert index.main([*build, "--properties", "P57", "P19", "--languages", "DE", "mul", "en"]) == 0
     manifest = json.loads((tmp_path / "index" / "manifest.json").read_text())
-    assert (manifest["properties"], manifest["languages"]) == (["P19", "P57"], ["de", "mul", "en"])
+    assert manifest["properties"] == ["P19", "P57"]
+    assert manifest["languages"] == ["de", "mul", "en"]
     assert shown(capsys, "query", "--index", str(tmp_path / "index"), "Q2") == [
         ("Ilse Vand", "Geburtsort", "Ghent"),
         ("Das violette Ufer", "director", "Ilse Vand"),
@@ -105,24 +111,27 @@ def test_properties_and_languages_reach_the_build(folder, capsys, tmp_path):
 
 
 def test_an_estimate_is_one_line(folder, capsys):
-    (found,) = printed(
+    (estimate,) = printed(
         capsys, "estimate", "--corpus", str(folder / "dump.nt.gz"), "--kind", "graph"
     )
-    assert (found["triples"], found["names"]) == (8, 14) and found["disk_bytes"]["graph"] > 0
+    assert (estimate["triples"], estimate["names"]) == (8, 14)
+    assert estimate["disk_bytes"]["graph"] > 0
 
 
 def test_an_estimate_leaves_out_what_a_build_leaves_out(folder, capsys, tmp_path):
     (tmp_path / "bad.tsv").write_text(
         "subject\trelation\tobject\tsubject_qid\tobject_qid\nA\tr\tB\tQ1\tQ2\nbroken line\n"
     )
-    estimate = ("estimate", "--kind", "graph", "--corpus", str(tmp_path / "bad.tsv"))
-    assert "bad.tsv, line 3: 1 columns where 5 belong" in refused(capsys, *estimate)
-    (found,) = printed(capsys, *estimate, "--skip")
-    assert found["triples"] == 1
+    command = ("estimate", "--kind", "graph", "--corpus", str(tmp_path / "bad.tsv"))
+    assert "bad.tsv, line 3: 1 columns where 5 belong" in refused(capsys, *command)
+    (estimate,) = printed(capsys, *command, "--skip")
+    assert estimate["triples"] == 1
 
 
 def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
-    graph, dump, out = str(folder / "index"), str(folder / "dump.nt.gz"), str(tmp_path / "out")
+    graph = str(folder / "index")
+    dump = str(folder / "dump.nt.gz")
+    out = str(tmp_path / "out")
     for unknown in ("Q999", "Nobody", 'x" } DELETE', "http://example.org/x y"):
         assert f"{graph} knows no entity" in refused(capsys, "query", "--index", graph, unknown)
     assert "k is 0: give at least 1" in refused(capsys, "query", "--index", graph, "Q2", "--k", "0")

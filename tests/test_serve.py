@@ -62,14 +62,17 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
             r"metrics at (http://127.0.0.1:\d+/metrics)\n", server.stdout.readline()
         )
         served = re.fullmatch(r".*checkpoint at (127.0.0.1:\d+)\n", server.stdout.readline())
-        assert metrics and served
+        assert metrics
+        assert served
         with grpc.insecure_channel(served[1]) as channel:
             stub = jetstream_pb2_grpc.OrchestratorStub(channel)
             text = jetstream_pb2.DecodeRequest.TextContent(text="Who is the director?")
             answers = stub.Decode(
                 jetstream_pb2.DecodeRequest(text_content=text, max_tokens=5), timeout=HANG_SECONDS
             )
-            tokens = [token for one in answers for token in one.stream_content.samples[0].token_ids]
+            tokens = [
+                token for chunks in answers for token in chunks.stream_content.samples[0].token_ids
+            ]
         assert 0 < len(tokens) <= 5
         with urllib.request.urlopen(metrics[1]) as page:
             assert b"generated_tokens" in page.read()
@@ -99,7 +102,9 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
 def test_what_cannot_be_served_is_said_in_a_sentence(capsys, words, sentence):
     assert serve.main(words) == 2
     message = capsys.readouterr().err
-    assert message.startswith("error: ") and message.count("\n") == 1 and sentence in message
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    assert sentence in message
 
 
 def test_the_programs_of_the_library_page_run(checkpoint, tmp_path):

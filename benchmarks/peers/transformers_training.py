@@ -44,7 +44,8 @@ def step(start: int) -> tuple[int, float]:
     chosen = [(start + place) % len(tokens) for place in range(given.rows)]
     longest = max(len(tokens[index]) for index in chosen)
     ids = torch.zeros((len(chosen), longest), dtype=torch.int64)
-    filled, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
+    filled = torch.zeros_like(ids)
+    labels = torch.full_like(ids, -100)
     for row, index in enumerate(chosen):
         length = len(tokens[index])
         ids[row, :length] = torch.from_numpy(tokens[index].astype(np.int64))
@@ -64,10 +65,15 @@ def step(start: int) -> tuple[int, float]:
 step(0)
 done = 1
 for line in sys.stdin:
-    began, counted, steps, loss = time.perf_counter(), 0, 0, 0.0
+    began = time.perf_counter()
+    counted = 0
+    steps = 0
+    loss = 0.0
     while time.perf_counter() - began < float(line):
         more, loss = step(done * given.rows)
-        counted, steps, done = counted + more, steps + 1, done + 1
+        counted = counted + more
+        steps = steps + 1
+        done = done + 1
     taken = time.perf_counter() - began
     print(
         json.dumps({"tokens": counted, "steps": steps, "seconds": taken, "loss": loss}), flush=True

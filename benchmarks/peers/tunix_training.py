@@ -46,15 +46,15 @@ config = qwen2.ModelConfig(
 
 def batch(start: int) -> dict[str, np.ndarray]:
     shape = (given.rows, MAX_TOKENS)
-    ids, filled, wanted = np.zeros(shape, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
+    ids = np.zeros(shape, np.int32)
+    filled = np.zeros(shape, bool)
+    wanted = np.zeros(shape, bool)
     for row in range(given.rows):
         index = (start + row) % len(tokens)
         length = len(tokens[index])
-        ids[row, :length], filled[row, :length], wanted[row, :length] = (
-            tokens[index],
-            True,
-            trained[index],
-        )
+        ids[row, :length] = tokens[index]
+        filled[row, :length] = True
+        wanted[row, :length] = trained[index]
     return {"ids": ids, "filled": filled, "wanted": wanted}
 
 
@@ -78,13 +78,16 @@ done = 1
 
 
 def turn(seconds: float) -> dict[str, float]:
-    began, counted, steps = time.perf_counter(), 0, 0
+    began = time.perf_counter()
+    counted = 0
+    steps = 0
 
     def until_the_time_is_up():
         nonlocal counted, steps
         while time.perf_counter() - began < seconds:
             made = batch((done + steps) * given.rows)
-            counted, steps = counted + int(made["filled"].sum()), steps + 1
+            counted = counted + int(made["filled"].sum())
+            steps = steps + 1
             yield made
 
     if seconds:

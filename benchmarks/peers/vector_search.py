@@ -26,16 +26,15 @@ class Faiss:
     def __init__(self, folder: Path, engine: str, threads: int, candidates: int) -> None:
         import faiss
 
-        self._faiss, self._file, self._engine, self._candidates = (
-            faiss,
-            str(folder / engine),
-            engine,
-            candidates,
-        )
+        self._faiss = faiss
+        self._file = str(folder / engine)
+        self._engine = engine
+        self._candidates = candidates
         faiss.omp_set_num_threads(threads)
 
     def build(self, vectors: np.ndarray) -> None:
-        faiss, dimension = self._faiss, vectors.shape[1]
+        faiss = self._faiss
+        dimension = vectors.shape[1]
         if self._engine == "faiss-flat":
             index = faiss.IndexFlatIP(dimension)
         else:
@@ -55,7 +54,9 @@ class Faiss:
 
 class Hnswlib:
     def __init__(self, folder: Path, engine: str, threads: int, candidates: int) -> None:
-        self._file, self._threads, self._candidates = str(folder / engine), threads, candidates
+        self._file = str(folder / engine)
+        self._threads = threads
+        self._candidates = candidates
 
     def build(self, vectors: np.ndarray) -> None:
         self._index = self._empty(vectors.shape[1])
@@ -107,7 +108,8 @@ if given.build:
     engine.build(vectors)
     print(json.dumps({"build_seconds": round(time.perf_counter() - began, 1)}))
     raise SystemExit
-before, loading = anonymous_bytes(), True
+before = anonymous_bytes()
+loading = True
 engine.load(*vectors.shape)
 for line in sys.stdin:
     asked = json.loads(line)

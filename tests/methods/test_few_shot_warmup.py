@@ -30,7 +30,8 @@ from tests.helpers.paths import HELPERS
 from tests.helpers.tiny_models import filled_decoder
 
 SMOKE = str(HELPERS / "smoke_config.py")
-WANTED, SHARD = 12, 16
+WANTED = 12
+SHARD = 16
 CONTEXT_TOKENS = 1600
 FLAGS = f"""
     --agent.prompt zero_shot --agent.max-trajectory-tokens {CONTEXT_TOKENS} --agent.max-observation-tokens 300
@@ -91,7 +92,8 @@ def zero_shot_plays(
     config: Config, tokenizer: Tokenizer, question_ids: list[str]
 ) -> list[Conversation]:
     """What the script plays under the prompt that is trained."""
-    task, agent = build_task(config), Mujica(tokenizer, config.agent)
+    task = build_task(config)
+    agent = Mujica(tokenizer, config.agent)
     script = ScriptedPolicy(tokenizer, miss_rate=0.3, seed=5)
     questions = {question.id: question for question in task.questions("train")}
     rows = []
@@ -131,16 +133,19 @@ def test_few_shot_samples_are_filtered_stripped_and_learnt_and_a_round_follows(
     while entry := store.find_shard(0, len(sampled) // SHARD):
         sampled += store.read_shard(entry)
     wrong = [trajectory for trajectory in sampled if trajectory.reward < 1.0]
-    assert len(sampled) > WANTED and 0 < len(wrong) < len(sampled) - WANTED
+    assert len(sampled) > WANTED
+    assert 0 < len(wrong) < len(sampled) - WANTED
     assert model.prompted >= len(sampled)
     for trajectory in sampled:
         for conversation in trajectory.conversations:
             assert shows_examples(tokenizer, conversation.turns[0].token_ids, conversation.role)
 
     # Learnt: the first right ones, without their examples, exactly as they are played zero-shot.
-    kept = [trajectory for trajectory in sampled if trajectory.reward == 1.0][:WANTED]
+    accepted = [trajectory for trajectory in sampled if trajectory.reward == 1.0][:WANTED]
     config = command_line([SMOKE, *FLAGS], default="tiny_world")
-    expected = zero_shot_plays(config, tokenizer, [trajectory.question_id for trajectory in kept])
+    expected = zero_shot_plays(
+        config, tokenizer, [trajectory.question_id for trajectory in accepted]
+    )
     (rows,) = learnt
     assert [(row.role, row.token_ids, row.loss_mask) for row in rows] == [
         (row.role, row.token_ids, row.loss_mask) for row in expected
@@ -150,6 +155,8 @@ def test_few_shot_samples_are_filtered_stripped_and_learnt_and_a_round_follows(
     # A round of MyGO follows, with the model that was trained and without examples.
     phases = json.loads((run / "summary.json").read_text())["phases"]
     assert [phase["name"] for phase in phases] == ["warm-up", "round 1"]
-    assert (phases[0]["trajectories"], phases[0]["accepted"]) == (len(sampled), WANTED)
-    assert phases[1]["trajectories"] == 4 and model.unprompted > 0
+    assert phases[0]["trajectories"] == len(sampled)
+    assert phases[0]["accepted"] == WANTED
+    assert phases[1]["trajectories"] == 4
+    assert model.unprompted > 0
     assert store.policies() == [0, 1]

@@ -43,7 +43,8 @@ COMMON: dict[str, Any] = {
 DAPO_METHOD = DapoConfig(**COMMON, max_sampled_batches=3, importance_cap=0.0)
 GRPO_METHOD = GrpoConfig(**COMMON, importance_cap=0.0)
 QUESTIONS = [Question(id=f"q{number}", text="?", answers=("yes",)) for number in range(8)]
-GIVEN, SAID = (5, 6, 7), (1, 2)  # tokens of a context and of a model's turn
+CONTEXT_TOKENS = (5, 6, 7)
+MODEL_TOKENS = (1, 2)
 FAILED = None  # in the place of a reward: a search of the attempt failed
 
 
@@ -60,18 +61,18 @@ def conversation(attempt: Attempt, role: str) -> Conversation:
     """What was given, said, found and said again; the first token says which question it is of."""
     number = 100 + int(attempt.question.id[1:])
     turns = [
-        Turn(role="context", token_ids=(number, *GIVEN), text=""),
-        Turn(role="model", token_ids=SAID, text="", logprobs=(-0.5, -1.5), trained=True),
-        Turn(role="context", token_ids=GIVEN, text=""),
-        Turn(role="model", token_ids=SAID, text="", logprobs=(-1.0, -1.0), trained=True),
+        Turn(role="context", token_ids=(number, *CONTEXT_TOKENS), text=""),
+        Turn(role="model", token_ids=MODEL_TOKENS, text="", logprobs=(-0.5, -1.5), trained=True),
+        Turn(role="context", token_ids=CONTEXT_TOKENS, text=""),
+        Turn(role="model", token_ids=MODEL_TOKENS, text="", logprobs=(-1.0, -1.0), trained=True),
     ]
     return Conversation(role=role, turns=tuple(turns))
 
 
-def with_last_turn_cut(one: Conversation) -> Conversation:
-    *turns, last = one.turns
+def with_last_turn_cut(whole: Conversation) -> Conversation:
+    *turns, last = whole.turns
     return dataclasses.replace(
-        one, turns=(*turns, dataclasses.replace(last, trained=False, cut=True))
+        whole, turns=(*turns, dataclasses.replace(last, trained=False, cut=True))
     )
 
 
@@ -87,10 +88,12 @@ class Played:
         roles=("planner",),
         cut: bool = False,
     ) -> None:
-        self.rewards, self.roles, self.cut = rewards, roles, cut
+        self.rewards = rewards
+        self.roles = roles
+        self.cut = cut
         self.asked: list[str] = []
         self.learnt: list[tuple[str, PackedRows, LearningPlan]] = []
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.figures: dict[int, dict[str, Any]] = {}
         self.phases: list[tuple[Any, Any, dict[str, int]]] = []
         self.scorings = 0
@@ -105,9 +108,9 @@ class Played:
         self.clock = StageClock()
         stage = types.SimpleNamespace(update=lambda *values, **figures: None)
         self.progress: Any = types.SimpleNamespace(
-            stage=lambda *names, **figures: contextlib.nullcontext(stage), line=self.said.append
+            stage=lambda *names, **figures: contextlib.nullcontext(stage), line=self.messages.append
         )
-        self.preemption: Any = types.SimpleNamespace(enter=lambda *names, **kept: None)
+        self.preemption: Any = types.SimpleNamespace(enter=lambda *names, **options: None)
         self.counters: Any = types.SimpleNamespace(figures=dict)
         self.metrics: Any = types.SimpleNamespace(flush=lambda: None, write=self._write)
         self.generator: Any = types.SimpleNamespace(release_weights=lambda: None)
@@ -145,16 +148,16 @@ class Played:
         heard: Callable[[Trajectory], None],
     ) -> Any:
         self.asked += [attempt.question.id for attempt in attempts if attempt.number == 0]
-        found = [self._play(attempt, number) for attempt in attempts]
-        for trajectory in found:
+        trajectories = [self._play(attempt, number) for attempt in attempts]
+        for trajectory in trajectories:
             heard(trajectory)
-        return self.store.write_shard(number, shard, found), found
+        return self.store.write_shard(number, shard, trajectories), trajectories
 
     def _play(self, attempt: Attempt, number: int) -> Trajectory:
         reward = self.rewards[attempt.question.id][attempt.number]
         conversations = [conversation(attempt, role) for role in self.roles]
         if self.cut and not reward:
-            conversations = [with_last_turn_cut(one) for one in conversations]
+            conversations = [with_last_turn_cut(spoken) for spoken in conversations]
         return episode(
             *conversations,
             question_id=attempt.question.id,
@@ -180,9 +183,11 @@ class Played:
     def finished_state(self, name: str, *, plan: LearningPlan) -> str:
         return f"after {name}"
 
-    def left(self) -> list[tuple[Any, Any, dict[str, int]]]:
-        """What the phases left. The state of a round of an earlier start is read from its
-        checkpoint."""
+    def phases_left(self) -> list[tuple[Any, Any, dict[str, int]]]:
+        """Return the phases, their states and counts.
+
+        The state of a round of an earlier start is read from its checkpoint.
+        """
         return [
             (phase, state() if isinstance(state, PhaseState) else state, counts)
             for phase, state, counts in self.phases
@@ -201,7 +206,9 @@ def questions_in(rows: PackedRows) -> set[str]:
     return {f"q{token - 100}" for token in rows.tokens[rows.tokens >= 100]}
 
 
-RIGHT, WRONG, MIXED = (1.0, 1.0), (0.0, 0.0), (1.0, 0.0)
+RIGHT = (1.0, 1.0)
+WRONG = (0.0, 0.0)
+MIXED = (1.0, 0.0)
 TABLE = {
     "q0": RIGHT,
     "q1": MIXED,
@@ -225,23 +232,22 @@ def test_groups_that_teach_nothing_are_dropped_and_others_sampled_until_the_batc
         "q5",
     ]  # one missing after q1, still after q2; then the next round
     (_, first, _), (_, second, _) = run.learnt
-    assert (questions_in(first), questions_in(second)) == ({"q1", "q3"}, {"q4", "q5"})
+    assert questions_in(first) == {"q1", "q3"}
+    assert questions_in(second) == {"q4", "q5"}
     figures = run.figures[1]
-    assert (figures["sampled_groups"], figures["learnt_groups"], figures["dropped_groups"]) == (
-        4,
-        2,
-        2,
-    )
-    assert (figures["all_right_share"], figures["all_wrong_share"], figures["mean_reward"]) == (
-        0.25,
-        0.25,
-        0.5,
-    )
+    assert figures["sampled_groups"] == 4
+    assert figures["learnt_groups"] == 2
+    assert figures["dropped_groups"] == 2
+    assert figures["all_right_share"] == 0.25
+    assert figures["all_wrong_share"] == 0.25
+    assert figures["mean_reward"] == 0.5
     assert figures["entropy_estimate"] == pytest.approx((0.5 + 1.5 + 1.0 + 1.0) / 4)
     assert figures["reward_f1"] == 0.5
     ((phase, state, counts),) = run.phases
-    assert (phase.name, phase.step, state) == ("round 2", 2, "after round 2")
-    tokens = len(SAID) * 2 + len(GIVEN) * 2 + 1
+    assert phase.name == "round 2"
+    assert phase.step == 2
+    assert state == "after round 2"
+    tokens = len(MODEL_TOKENS) * 2 + len(CONTEXT_TOKENS) * 2 + 1
     assert counts == {
         "trajectories": 12,
         "accepted": 8,
@@ -262,7 +268,7 @@ def test_with_equal_rewards_alone_sampling_stops_at_its_bound_and_nothing_is_lea
     assert run.learnt == []
     assert run.phases[0][1] is start, "the very state that it began with"
     assert [
-        f"round {n}: no update, for at each of 4 questions all attempts" in run.said[n - 1]
+        f"round {n}: no update, for at each of 4 questions all attempts" in run.messages[n - 1]
         for n in (1, 2)
     ] == [
         True,
@@ -270,9 +276,10 @@ def test_with_equal_rewards_alone_sampling_stops_at_its_bound_and_nothing_is_lea
     ]
     assert (
         "(on average 0.000): raise method.group_attempts 2 or sampling.temperature 1.0"
-        in run.said[0]
+        in run.messages[0]
     )
-    assert run.figures[2]["steps"] == 0 and run.figures[2]["learnt_groups"] == 0
+    assert run.figures[2]["steps"] == 0
+    assert run.figures[2]["learnt_groups"] == 0
 
 
 def test_a_batch_that_stays_short_is_learnt_and_said(tmp_path):
@@ -281,8 +288,9 @@ def test_a_batch_that_stays_short_is_learnt_and_said(tmp_path):
         dict.fromkeys(TABLE, RIGHT) | {"q0": MIXED},
         dataclasses.replace(DAPO_METHOD, rounds=1),
     )
-    assert len(run.asked) == 6 and questions_in(run.learnt[0][1]) == {"q0"}
-    assert "1 groups of 2 wanted teach anything after 6 questions" in run.said[0]
+    assert len(run.asked) == 6
+    assert questions_in(run.learnt[0][1]) == {"q0"}
+    assert "1 groups of 2 wanted teach anything after 6 questions" in run.messages[0]
 
 
 def test_no_question_comes_twice_in_a_round(tmp_path):
@@ -310,8 +318,8 @@ def test_all_conversations_of_a_trajectory_have_its_advantage(tmp_path):
 
 def test_tokens_of_observations_carry_no_loss(tmp_path):
     rows = play(tmp_path, TABLE).learnt[0][1]
-    said = np.isin(rows.tokens, SAID) & (rows.segment_ids > 0)
-    np.testing.assert_array_equal(rows.loss_mask, said)
+    sampled_tokens = np.isin(rows.tokens, MODEL_TOKENS) & (rows.segment_ids > 0)
+    np.testing.assert_array_equal(rows.loss_mask, sampled_tokens)
     loss = DAPO(clip_low=0.2, clip_high=0.28)
     now = jnp.asarray(rows.columns["sampled_log_probs"] + 0.1 * rows.columns["advantages"])
 
@@ -340,37 +348,38 @@ def test_attempts_whose_search_failed_are_no_members_of_their_group(tmp_path, ki
     }
     method = dataclasses.replace(kind, rounds=1, rounds_per_phase=1, group_attempts=3)
     run = play(tmp_path, {**dict.fromkeys(TABLE, (0.0,) * 3), **table}, method)
-    rows, figures = run.learnt[0][1], run.figures[1]
-    assert advantages(rows, "q0") == [-1.0, 1.0] and advantages(rows, "q1") == []
+    rows = run.learnt[0][1]
+    figures = run.figures[1]
+    assert advantages(rows, "q0") == [-1.0, 1.0]
+    assert advantages(rows, "q1") == []
     refilled = kind is DAPO_METHOD  # another question takes the place of the dropped group
     assert run.asked == (["q0", "q1", "q2"] if refilled else ["q0", "q1"])
     if refilled:  # mean 2/3, deviation 2**0.5 / 3
         assert advantages(rows, "q2") == pytest.approx([-(2**0.5), 0.5**0.5, 0.5**0.5])
-    assert (figures["left_out"], figures["degenerate_groups"], figures["dropped_groups"]) == (
-        3,
-        1,
-        1,
-    )
+    assert figures["left_out"] == 3
+    assert figures["degenerate_groups"] == 1
+    assert figures["dropped_groups"] == 1
     assert figures["mean_reward"] == pytest.approx(4 / 6 if refilled else 2 / 3)
     assert figures["trajectories"] == (9 if refilled else 6)
     assert (
         f"round 1: 3 of {figures['trajectories']} attempts are left out because a search"
-        in run.said[0]
+        in run.messages[0]
     )
-    assert (
-        "1 of" in run.said[0]
-        and "groups have fewer than two attempts left and are dropped" in run.said[0]
-    )
-    again = play(tmp_path, table, method)
-    assert (again.asked, again.left()) == ([], run.left())
+    assert "1 of" in run.messages[0]
+    assert "groups have fewer than two attempts left and are dropped" in run.messages[0]
+    second_run = play(tmp_path, table, method)
+    assert second_run.asked == []
+    assert second_run.phases_left() == run.phases_left()
 
 
 def test_a_round_of_failures_alone_learns_nothing(tmp_path):
     run = play(
         tmp_path, dict.fromkeys(TABLE, (FAILED, FAILED)), dataclasses.replace(GRPO_METHOD, rounds=1)
     )
-    assert run.learnt == [] and run.figures[1]["steps"] == 0
-    assert run.figures[1]["mean_reward"] == 0.0 and run.figures[1]["degenerate_groups"] == 2
+    assert run.learnt == []
+    assert run.figures[1]["steps"] == 0
+    assert run.figures[1]["mean_reward"] == 0.0
+    assert run.figures[1]["degenerate_groups"] == 2
 
 
 @pytest.mark.parametrize("kind", [GRPO_METHOD, DAPO_METHOD])
@@ -378,20 +387,24 @@ def test_a_turn_that_a_length_limit_cut_is_learnt_with_the_advantage_of_its_atte
     """Also by the stored record; maximum likelihood does not learn it (`training_rows`)."""
     run = play(tmp_path, TABLE, dataclasses.replace(kind, rounds=1), cut=True)
     rows = run.learnt[0][1]
-    said = np.isin(rows.tokens, SAID) & (rows.segment_ids > 0)
-    np.testing.assert_array_equal(rows.loss_mask, said)
-    assert (rows.columns["sampled_log_probs"][said] < 0).all()
+    sampled_tokens = np.isin(rows.tokens, MODEL_TOKENS) & (rows.segment_ids > 0)
+    np.testing.assert_array_equal(rows.loss_mask, sampled_tokens)
+    assert (rows.columns["sampled_log_probs"][sampled_tokens] < 0).all()
     stored = [t for entry in run.store.shards() for t in run.store.read_shard(entry)]
     cut = [t for t in stored if t.reward == 0.0]
-    assert cut and all(not row.turns[-1].trained for row in training_rows(cut))
+    assert cut
+    assert all(not row.turns[-1].trained for row in training_rows(cut))
 
 
 def test_the_options_of_learning(tmp_path):
     method = dataclasses.replace(DAPO_METHOD, epochs=3, rows_per_update=1)
     run = play(tmp_path, TABLE, method)
     (_, rows, first), (_, _, second) = run.learnt
-    assert rows.num_rows == 2 and first.steps == 6 and first.trainer.rows_per_step == 1
-    assert (first.stretch, second.stretch) == ((0.0, 0.5), (0.5, 1.0))
+    assert rows.num_rows == 2
+    assert first.steps == 6
+    assert first.trainer.rows_per_step == 1
+    assert first.stretch == (0.0, 0.5)
+    assert second.stretch == (0.5, 1.0)
     assert first.loss == DAPO(clip_low=0.2, clip_high=0.28)
     weighted = dataclasses.replace(GRPO_METHOD, importance_cap=2.0, kl_coefficient=0.1)
     assert grpo.loss_of(weighted) == GRPO(
@@ -406,9 +419,10 @@ def test_the_trainers_scores_are_kept_for_a_restart(tmp_path):
     run = play(tmp_path, TABLE, method)
     assert run.scorings == 2
     (tmp_path / "rounds/0001/LEARNT.json").unlink()  # killed while it learnt
-    again = play(tmp_path, TABLE, method)
-    assert again.scorings == 0 and again.asked == []
-    for rows in (run.learnt[0][1], again.learnt[0][1]):
+    second_run = play(tmp_path, TABLE, method)
+    assert second_run.scorings == 0
+    assert second_run.asked == []
+    for rows in (run.learnt[0][1], second_run.learnt[0][1]):
         trained = rows.loss_mask
         np.testing.assert_array_equal(rows.columns["importance_weights"][trained], np.float32(1.5))
         np.testing.assert_array_equal(rows.columns["reference_log_probs"], 0.0)
@@ -416,37 +430,41 @@ def test_the_trainers_scores_are_kept_for_a_restart(tmp_path):
             set(np.round(rows.columns["sampled_log_probs"][trained] - np.log(2.0), 6).tolist())
         )
         assert ours == pytest.approx([-1.5, -1.0, -0.5])
-    assert again.figures[1] == run.figures[1]
-    assert (
-        run.figures[1]["truncated_share"] == 1.0 and run.figures[1]["mean_importance_weight"] == 1.5
-    )
+    assert second_run.figures[1] == run.figures[1]
+    assert run.figures[1]["truncated_share"] == 1.0
+    assert run.figures[1]["mean_importance_weight"] == 1.5
 
 
 def test_a_round_that_is_over_is_not_played_again(tmp_path):
     method = dataclasses.replace(DAPO_METHOD, rounds_per_phase=1)
     whole = play(tmp_path, TABLE, method)
-    again = play(tmp_path, TABLE, method)
-    assert (again.asked, again.learnt) == ([], [])
-    assert again.left() == whole.left() and len(whole.phases) == 2
+    second_run = play(tmp_path, TABLE, method)
+    assert second_run.asked == []
+    assert second_run.learnt == []
+    assert second_run.phases_left() == whole.phases_left()
+    assert len(whole.phases) == 2
 
 
 def test_a_round_whose_checkpoint_is_damaged_is_learnt_again_from_its_shards(tmp_path):
     method = dataclasses.replace(DAPO_METHOD, rounds_per_phase=1)
     whole = play(tmp_path, TABLE, method)
-    again = play(tmp_path, TABLE, method)
+    second_run = play(tmp_path, TABLE, method)
     relearnt = []
-    again.finished_state = lambda name, *, plan: None
-    again.train_phase = lambda name, start, rows, *, plan: relearnt.append((name, rows, plan))
-    again.phases[-1][1]()
+    second_run.finished_state = lambda name, *, plan: None
+    second_run.train_phase = lambda name, start, rows, *, plan: relearnt.append((name, rows, plan))
+    second_run.phases[-1][1]()
     ((name, rows, plan),) = relearnt
     _, expected_rows, expected_plan = whole.learnt[-1]
-    assert (again.asked, name, plan) == ([], "round 2", expected_plan)
+    assert second_run.asked == []
+    assert name == "round 2"
+    assert plan == expected_plan
     np.testing.assert_array_equal(rows.tokens, expected_rows.tokens)
     np.testing.assert_array_equal(rows.columns["advantages"], expected_rows.columns["advantages"])
 
 
 def test_importance_weights_worked_by_hand():
-    trainer, engine = np.log([[0.5, 0.2, 0.9]]), np.log([[0.4, 0.4, 0.1]])
+    trainer = np.log([[0.5, 0.2, 0.9]])
+    engine = np.log([[0.4, 0.4, 0.1]])
     np.testing.assert_allclose(
         importance_weights(trainer, engine, cap=2.0), [[1.25, 0.5, 2.0]], rtol=1e-6
     )
@@ -454,10 +472,10 @@ def test_importance_weights_worked_by_hand():
 
 
 def test_the_punishment_of_long_trajectories_worked_by_hand(tmp_path):
-    found = [
+    punishments = [
         overlong_punishment(tokens, limit_tokens=10, cache_tokens=4) for tokens in (3, 6, 8, 10, 50)
     ]
-    assert found == [0.0, 0.0, -0.5, -1.0, -1.0]
+    assert punishments == [0.0, 0.0, -0.5, -1.0, -1.0]
     # Every trajectory here has 4 generated tokens: 1/2 is taken from each, and no group teaches
     # more for it.
     method = dataclasses.replace(DAPO_METHOD, overlong_tokens=5, overlong_cache_tokens=2, rounds=1)
@@ -542,13 +560,15 @@ def test_a_round_of_fewer_rows_than_an_update_learns_each_of_them_once(tmp_path)
     run = play(tmp_path, TABLE, method)
     few = play(tmp_path / "few", TABLE, dataclasses.replace(method, rows_per_update=2))
     _, rows, plan = run.learnt[0]
-    assert (rows.num_rows, plan.steps, run.figures[1]["steps"]) == (8, 2, 2)
-    assert (few.learnt[0][1].num_rows, few.learnt[0][2].steps) == (2, 2)
-    assert not rows.loss_mask[2:].any() and not rows.segment_ids[2:].any()
-    whole, part = (
-        rows.batch(slice(None), ("advantages",)),
-        few.learnt[0][1].batch(slice(None), ("advantages",)),
-    )
+    assert rows.num_rows == 8
+    assert plan.steps == 2
+    assert run.figures[1]["steps"] == 2
+    assert few.learnt[0][1].num_rows == 2
+    assert few.learnt[0][2].steps == 2
+    assert not rows.loss_mask[2:].any()
+    assert not rows.segment_ids[2:].any()
+    whole = rows.batch(slice(None), ("advantages",))
+    part = few.learnt[0][1].batch(slice(None), ("advantages",))
     for name in ("tokens", "loss_mask"):
         np.testing.assert_array_equal(getattr(whole, name)[:2], getattr(part, name))
     np.testing.assert_array_equal(whole.columns["advantages"][:2], part.columns["advantages"])

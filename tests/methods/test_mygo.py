@@ -36,10 +36,15 @@ def recipes_call_the_fake(monkeypatch):
     call_fakes(monkeypatch)
 
 
-def trajectory(attempt: Attempt, reward: float, said: int) -> Trajectory:
-    turn = Turn(role="model", token_ids=(said,), text=str(said), trained=True)
-    about = {"question_id": attempt.question.id, "attempt": attempt.number, "seed": attempt.seed}
-    return episode(Conversation(role="planner", turns=(turn,)), **about, reward=reward)
+def trajectory(attempt: Attempt, reward: float, token: int) -> Trajectory:
+    turn = Turn(role="model", token_ids=(token,), text=str(token), trained=True)
+    return episode(
+        Conversation(role="planner", turns=(turn,)),
+        question_id=attempt.question.id,
+        attempt=attempt.number,
+        seed=attempt.seed,
+        reward=reward,
+    )
 
 
 class Played:
@@ -47,9 +52,10 @@ class Played:
     attempt whose search failed; what was asked is kept."""
 
     def __init__(
-        self, rewards: Mapping[str, Sequence[float | None]], said: Callable[[Attempt], int]
+        self, rewards: Mapping[str, Sequence[float | None]], token_of: Callable[[Attempt], int]
     ) -> None:
-        self.rewards, self.said = rewards, said
+        self.rewards = rewards
+        self.token_of = token_of
         self.asked: list[tuple[str, int]] = []
         self.done: dict[int, Any] = {}
         self.config = types.SimpleNamespace(
@@ -68,7 +74,7 @@ class Played:
         self.progress = types.SimpleNamespace(
             stage=lambda *names, **figures: contextlib.nullcontext(stage), line=lambda text: None
         )
-        self.preemption = types.SimpleNamespace(enter=lambda *names, **kept: None)
+        self.preemption = types.SimpleNamespace(enter=lambda *names, **options: None)
         self.counters = types.SimpleNamespace(figures=dict)
         self.metrics = types.SimpleNamespace(flush=lambda: None)
 
@@ -85,7 +91,7 @@ class Played:
     def _play(self, attempt: Attempt) -> Trajectory:
         self.asked.append((attempt.question.id, attempt.number))
         reward = self.rewards[attempt.question.id][attempt.number]
-        played = trajectory(attempt, reward or 0.0, self.said(attempt))
+        played = trajectory(attempt, reward or 0.0, self.token_of(attempt))
         return (
             dataclasses.replace(played, stop_reason=StopReason.RETRIEVER_FAILED)
             if reward is None
@@ -114,10 +120,10 @@ def sampled(
     rewards: Mapping[str, Sequence[float | None]],
     *,
     k: float = 0.0,
-    said=lambda attempt: attempt.number,
+    token_of=lambda attempt: attempt.number,
     method=METHOD,
 ):
-    run: Any = Played(rewards, said)
+    run: Any = Played(rewards, token_of)
     run.config.method = method
     nothing: Any = None
     sampled = mygo.sample_round(run, nothing, 1, version=0, previous_k=k)
@@ -146,15 +152,15 @@ def test_a_question_stops_at_m_kept_trajectories_and_at_the_configured_attempts(
     assert k == pytest.approx(0.725)
     assert attempts_of(run, "easy") == [0, 1]
     assert attempts_of(run, "hard") == [0, 1, 2, 3, 4, 5]
-    kept = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
-    assert [(t.question_id, t.attempt) for t in kept] == [("easy", 0), ("easy", 1)]
+    accepted = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
+    assert [(t.question_id, t.attempt) for t in accepted] == [("easy", 0), ("easy", 1)]
 
 
 def test_a_reward_at_the_threshold_is_not_kept_unless_it_is_the_best():
     run, trajectories, k = sampled({"easy": [0.5] * 6, "hard": [0.5, 0.75, 1.0, 0.76, 0.0, 0.0]})
     assert k == 0.75
-    kept = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
-    assert [(t.question_id, t.attempt) for t in kept] == [("hard", 2), ("hard", 3)]
+    accepted = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
+    assert [(t.question_id, t.attempt) for t in accepted] == [("hard", 2), ("hard", 3)]
     assert select(trajectories, k=1.0, keep_per_question=2, best_reward=1.0)[0].attempt == 2
 
 
@@ -163,11 +169,11 @@ def test_a_repetition_does_not_count_towards_m():
     is kept."""
     run, trajectories, k = sampled(
         {"easy": [1.0] * 6, "hard": [1.0] * 6},
-        said=lambda attempt: max(2, attempt.number) + 10 * len(attempt.question.id),
+        token_of=lambda attempt: max(2, attempt.number) + 10 * len(attempt.question.id),
     )
     assert attempts_of(run, "easy") == attempts_of(run, "hard") == [0, 1, 2, 3]
-    kept = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
-    assert [(t.question_id, t.attempt) for t in kept] == [
+    accepted = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
+    assert [(t.question_id, t.attempt) for t in accepted] == [
         ("easy", 0),
         ("easy", 3),
         ("hard", 0),
@@ -181,12 +187,13 @@ def test_an_attempt_whose_search_failed_moves_no_threshold_and_costs_an_attempt(
     run, trajectories, k = sampled(
         {"easy": [0.5, 1.0, 1.0, 1.0, 1.0, 1.0], "hard": [None, 1.0, 1.0, 1.0, 1.0, 1.0]}
     )
-    assert k == 0.75 and run.done[1] == (
+    assert k == 0.75
+    assert run.done[1] == (
         0.5,
         0.75,
-    )  # (0.5 + 1) / 2; with a reward of 0 it would be 0.625
-    kept = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
-    assert [(t.question_id, t.attempt) for t in kept] == [
+    )
+    accepted = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
+    assert [(t.question_id, t.attempt) for t in accepted] == [
         ("easy", 1),
         ("easy", 2),
         ("hard", 1),
@@ -198,11 +205,9 @@ def test_an_attempt_whose_search_failed_moves_no_threshold_and_costs_an_attempt(
 def test_a_fixed_threshold_does_not_follow_the_policy():
     fixed = dataclasses.replace(METHOD, threshold="fixed", initial_threshold=0.25)
     run, _, k = sampled({"easy": [0.3] * 6, "hard": [0.25] * 6}, k=0.0, method=fixed)
-    assert (
-        k == 0.25
-        and attempts_of(run, "easy") == [0, 1]
-        and attempts_of(run, "hard") == [0, 1, 2, 3, 4, 5]
-    )
+    assert k == 0.25
+    assert attempts_of(run, "easy") == [0, 1]
+    assert attempts_of(run, "hard") == [0, 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(
@@ -248,7 +253,9 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
     run: Any = Played({}, lambda attempt: 0)
     run.config.method = dataclasses.replace(METHOD, schedule=schedule)
     run.config.trainer = types.SimpleNamespace(row_tokens=8, rows_per_step=1, tokens_per_step=8)
-    run.train, run.rows_that_fit, run.progress.line = train, list, lines.append
+    run.train = train
+    run.rows_that_fit = list
+    run.progress.line = lines.append
     run.compare = run.commit_policy = run.finish = run.metrics.write = ignore
     run.clock = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     state: Any = 0
@@ -274,7 +281,8 @@ def play_rounds(
     def fitting(rows: Sequence[Conversation]) -> list[Conversation]:
         return [row for row in rows if len(row.token_ids) <= row_tokens]
 
-    run.train, run.rows_that_fit = (lambda name, state, rows, **options: state), fitting
+    run.train = lambda name, state, rows, **options: state
+    run.rows_that_fit = fitting
     run.progress.line = lines.append
     run.compare = run.commit_policy = run.finish = ignore
     run.metrics.write = lambda phase, step, values: written.append(values)
@@ -311,7 +319,8 @@ def test_k_begins_where_it_is_told_to_and_stays_there_offline(monkeypatch, chang
 def test_a_first_k_of_the_best_reward_keeps_what_reaches_it(monkeypatch):
     rewards = {"easy": [1.0, 0.9, 0.9, 0.9, 0.9, 0.9], "hard": [0.9] * 6}
     ks, lines = play_rounds(monkeypatch, rewards, rounds=1, initial_threshold=1.0)
-    assert ks == [1.0] and lines[0].startswith("round 1: K 1.000, 1 of 12 kept")
+    assert ks == [1.0]
+    assert lines[0].startswith("round 1: K 1.000, 1 of 12 kept")
 
 
 def test_a_round_says_whether_nothing_beat_k_or_what_was_kept_is_too_long(monkeypatch):
@@ -335,27 +344,30 @@ def test_the_warnings_of_a_round_are_counted():
     attempts = [
         Attempt(question=QUESTIONS[n // 2], number=n % 2, seed=0, temperature=1.0) for n in range(3)
     ]
-    first, again, bad = (
-        trajectory(one, reward, 7) for one, reward in zip(attempts, (1.0, 0.5, 0.0), strict=True)
+    first, repeated, bad = (
+        trajectory(attempt, reward, 7)
+        for attempt, reward in zip(attempts, (1.0, 0.5, 0.0), strict=True)
     )
     bad = dataclasses.replace(bad, stop_reason=StopReason.NO_ACTION)
-    found = round_statistics([first, again, bad], [first], best_reward=1.0)
+    statistics = round_statistics([first, repeated, bad], [first], best_reward=1.0)
     assert [
-        found[name] for name in ("acceptance", "format_failures", "duplicates")
+        statistics[name] for name in ("acceptance", "format_failures", "duplicates")
     ] == pytest.approx([1 / 3, 1 / 3, 0])
     assert (
-        round_statistics([first, again, bad], [first, again], best_reward=1.0)["duplicates"] == 0.5
+        round_statistics([first, repeated, bad], [first, repeated], best_reward=1.0)["duplicates"]
+        == 0.5
     )
-    assert in_words(found).startswith(
+    assert in_words(statistics).startswith(
         "1 of 3 kept, 3.0 attempts for each; mean reward 0.50 (0.00, 0.50, 1.00), 50%"
     )
-    assert (found["unsolved_questions"], found["attempts_a_kept"], found["mean_reward"]) == (
-        0.5,
-        3.0,
-        0.5,
-    )
-    assert (found["reward_p10"], found["reward_p50"], found["reward_p90"]) == (0.0, 0.5, 1.0)
-    assert "raise warmup.steps" in advice([bad]) and "max_attempts" in advice([again])
+    assert statistics["unsolved_questions"] == 0.5
+    assert statistics["attempts_a_kept"] == 3.0
+    assert statistics["mean_reward"] == 0.5
+    assert statistics["reward_p10"] == 0.0
+    assert statistics["reward_p50"] == 0.5
+    assert statistics["reward_p90"] == 1.0
+    assert "raise warmup.steps" in advice([bad])
+    assert "max_attempts" in advice([repeated])
     endless = dataclasses.replace(bad, stop_reason=StopReason.TURN_LENGTH)
     assert "1 of them ended as turn_length: raise agent.max_turn_tokens" in advice([endless])
 
@@ -366,9 +378,9 @@ def test_rounds_go_down_one_cosine():
         rates = schedule(
             peak=1.0, end_value=0.0, total_steps=steps, stretch=(number / 3, (number + 1) / 3)
         )
-        found = [float(learning_rate(rates, step)) for step in range(steps + 1)]
+        rates_of_steps = [float(learning_rate(rates, step)) for step in range(steps + 1)]
 
         expected = [
             0.5 * (1 + math.cos(math.pi * (number + step / steps) / 3)) for step in range(steps + 1)
         ]
-        assert found == pytest.approx(expected, abs=1e-6)
+        assert rates_of_steps == pytest.approx(expected, abs=1e-6)

@@ -21,7 +21,8 @@ from mujica_jax.models.lora import adapted
 from tests.helpers.tiny_models import filled_decoder
 from tests.models.test_lora import MODEL, logits
 
-RANK, ALPHA = 4, 12
+RANK = 4
+ALPHA = 12
 PROJECTIONS = {weight.hugging_face.removesuffix(".weight"): weight for weight in projections(MODEL)}
 MODULES = [
     f"model.layers.{layer}.{name}" for layer in range(MODEL.num_layers) for name in PROJECTIONS
@@ -79,7 +80,8 @@ def matrices(modules: list[str], rank: Callable[[str], int] = lambda module: RAN
     made: Matrices = {}
     for module in modules:
         inputs, outputs = PROJECTIONS[module.split(".", 3)[3]].sides
-        a, b = draw.normal(size=(rank(module), inputs)), draw.normal(size=(outputs, rank(module)))
+        a = draw.normal(size=(rank(module), inputs))
+        b = draw.normal(size=(outputs, rank(module)))
         made[module] = a.astype(np.float32), b.astype(np.float32)
     return made
 
@@ -241,8 +243,8 @@ def test_matrices_in_bfloat16_are_read(plain, tmp_path):
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(plain, tmp_path, field, value):
-    said = refused(plain, written(tmp_path, matrices(MODULES), **{field: value}))
-    assert said.startswith(f"{tmp_path / 'adapter_config.json'} sets {field} to {value!r}")
+    message = refused(plain, written(tmp_path, matrices(MODULES), **{field: value}))
+    assert message.startswith(f"{tmp_path / 'adapter_config.json'} sets {field} to {value!r}")
 
 
 @pytest.mark.parametrize("value", [True, False, None, "gaussian", "eva", "orthogonal"])
@@ -252,7 +254,7 @@ def test_ways_to_begin_that_keep_the_base_are_no_matter(plain, tmp_path, value):
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"r": 0}, "sets r to 0 and a whole number from 1"),
         ({"r": "4"}, "sets r to '4' and a whole number"),
@@ -287,12 +289,12 @@ def test_ways_to_begin_that_keep_the_base_are_no_matter(plain, tmp_path, value):
         ({"layers_to_transform": [1], "target_modules": "all-linear"}, "PEFT does not allow"),
     ],
 )
-def test_a_field_with_a_wrong_value_is_one_sentence(plain, tmp_path, fields, said):
-    assert said in refused(plain, written(tmp_path, matrices(MODULES), **fields))
+def test_a_field_with_a_wrong_value_is_one_sentence(plain, tmp_path, fields, message):
+    assert message in refused(plain, written(tmp_path, matrices(MODULES), **fields))
 
 
 @pytest.mark.parametrize(
-    ("fields", "modules", "said"),
+    ("fields", "modules", "message"),
     [
         (
             {"target_modules": ["q_proj"]},
@@ -321,12 +323,12 @@ def test_a_field_with_a_wrong_value_is_one_sentence(plain, tmp_path, fields, sai
         ),
     ],
 )
-def test_matrices_and_configuration_must_fit_each_other(plain, tmp_path, fields, modules, said):
+def test_matrices_and_configuration_must_fit_each_other(plain, tmp_path, fields, modules, message):
     made = matrices(modules)
     folder = written(tmp_path, made, **fields)
     if not made:
         save_file({}, folder / "adapter_model.safetensors")
-    assert said in refused(plain, folder)
+    assert message in refused(plain, folder)
 
 
 def test_a_matrix_for_the_output_layer_is_refused_by_name(plain, tmp_path):
@@ -345,7 +347,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 114218
 
 
 @pytest.mark.parametrize(
-    ("file", "content", "said"),
+    ("file", "content", "message"),
     [
         ("adapter_config.json", POINTER, "adapter_config.json is a Git LFS pointer"),
         ("adapter_config.json", '{"r": 4, ', "adapter_config.json is not JSON"),
@@ -361,13 +363,13 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 114218
         ("adapter_config.json", None, "give --adapter a folder as RUN/policies/N/adapter"),
     ],
 )
-def test_a_damaged_file_is_named(plain, tmp_path, file, content, said):
+def test_a_damaged_file_is_named(plain, tmp_path, file, content, message):
     folder = written(tmp_path, matrices(MODULES))
     if content is None:
         (folder / file).unlink()
     else:
         (folder / file).write_text(content)
-    assert said in refused(plain, folder)
+    assert message in refused(plain, folder)
 
 
 def test_pickled_matrices_are_never_opened(plain, tmp_path):
@@ -379,11 +381,13 @@ def test_pickled_matrices_are_never_opened(plain, tmp_path):
 def test_training_goes_on_with_one_rank_and_one_scale(plain, tmp_path):
     made = matrices(QUERY_AND_VALUE)
     rank, alpha = read_adapter(plain, written(tmp_path, made, target_modules=None)).rank_and_alpha()
-    assert (rank, alpha) == (RANK, ALPHA)
+    assert rank == RANK
+    assert alpha == ALPHA
     rank, alpha = read_adapter(
         plain, written(tmp_path, made, target_modules=None, use_rslora=True)
     ).rank_and_alpha()
-    assert (rank, alpha) == (RANK, pytest.approx(ALPHA * math.sqrt(RANK)))
+    assert rank == RANK
+    assert alpha == pytest.approx(ALPHA * math.sqrt(RANK))
     mixed = written(tmp_path, made, target_modules=None, alpha_pattern={"q_proj": 1})
     with pytest.raises(
         UserError,

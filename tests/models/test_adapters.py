@@ -55,7 +55,9 @@ def test_a_decoder_with_the_stored_adapter_is_the_trained_one(plain, trained, fo
 
 def test_the_files_are_those_of_peft(trained, folder):
     fields = json.loads((folder / "adapter_config.json").read_text())
-    assert (fields["peft_type"], fields["r"], fields["lora_alpha"]) == ("LORA", RANK, ALPHA)
+    assert fields["peft_type"] == "LORA"
+    assert fields["r"] == RANK
+    assert fields["lora_alpha"] == ALPHA
     assert fields["target_modules"] == [
         "down_proj",
         "gate_proj",
@@ -69,7 +71,8 @@ def test_the_files_are_those_of_peft(trained, folder):
     assert len(tensors) == 2 * 7 * MODEL.num_layers
     a = tensors["base_model.model.model.layers.1.self_attn.k_proj.lora_A.weight"]
     b = tensors["base_model.model.model.layers.1.self_attn.k_proj.lora_B.weight"]
-    assert a.shape == (RANK, MODEL.hidden_size) and b.shape == (
+    assert a.shape == (RANK, MODEL.hidden_size)
+    assert b.shape == (
         MODEL.num_kv_heads * MODEL.head_dim,
         RANK,
     )
@@ -137,9 +140,8 @@ def test_missing_tensors_files_and_folders_are_named(plain, folder, tmp_path):
     )
     (tmp_path / "adapter_model.safetensors").write_bytes(b"cut")
     assert "is truncated or damaged" in refused(plain, tmp_path)
-    said = refused(plain, tmp_path / "nothing")
-    assert "there is no" in said and said.endswith(
-        "give --adapter a folder as RUN/policies/N/adapter"
-    )
+    message = refused(plain, tmp_path / "nothing")
+    assert "there is no" in message
+    assert message.endswith("give --adapter a folder as RUN/policies/N/adapter")
     (tmp_path / "adapter_config.json").write_text("{}")
     assert "has no r or no lora_alpha" in refused(plain, tmp_path)

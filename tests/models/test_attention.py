@@ -50,11 +50,11 @@ def interpreted(monkeypatch):
 def test_splash_computes_what_xla_does(interpreted, heads, kv_heads, head_dim):
     *inputs, segments = packed(128, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
-    (xla, expected), (splash, found) = (
+    (xla, results_of_xla), (splash, results_of_splash) = (
         with_gradients(kind, inputs, segments) for kind in ("xla", "splash")
     )
     np.testing.assert_allclose(splash, xla, atol=2e-5)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(results_of_splash, results_of_xla, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=5e-5)
 
 
@@ -65,11 +65,11 @@ def test_blocks_compute_what_xla_does(heads, kv_heads, head_dim, time):
     """Lengths that are no multiple of a block or of a tile, conversations that begin within one,
     and padding."""
     *inputs, segments = packed(time, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-    (xla, expected), (blocks, found) = (
+    (xla, results_of_xla), (blocks, results_of_blocks) = (
         with_gradients(kind, inputs, segments) for kind in ("xla", "blocks")
     )
     np.testing.assert_allclose(blocks, xla, atol=2e-6)
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(results_of_blocks, results_of_xla, strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=5e-6, atol=5e-6)
     assert not np.asarray(blocks)[0, time - 7 :].any(), "padding is 0"
 
@@ -81,7 +81,8 @@ def test_blocks_of_another_conversation_are_not_multiplied():
     # the whole first conversation of the first row, which ends within a block
     poisoned = key.at[0, :72].set(jnp.nan)
     mixed = segment_attention(query, poisoned, value, segments, "blocks")
-    assert np.isnan(mixed[0, :72]).all() and not np.isnan(mixed[0, 72:]).any()
+    assert np.isnan(mixed[0, :72]).all()
+    assert not np.isnan(mixed[0, 72:]).any()
 
 
 def test_the_gpu_path_computes_what_xla_does():

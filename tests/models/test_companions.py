@@ -48,9 +48,9 @@ def folder(whole, tmp_path) -> Path:
 def refused(folder: Path) -> str:
     with pytest.raises(UserError) as error:
         open_model(folder, "float32").load(None)
-    said = str(error.value)
-    assert "\n" not in said
-    return said
+    message = str(error.value)
+    assert "\n" not in message
+    return message
 
 
 def test_the_whole_folder_is_read(folder):
@@ -69,7 +69,7 @@ def test_the_whole_folder_is_read(folder):
     ],
 )
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "complaint"),
     [
         (POINTER, "is a Git LFS pointer and not the file itself: run `git lfs pull`"),
         ('{"eos_token_id": ', "is not JSON"),
@@ -78,10 +78,10 @@ def test_the_whole_folder_is_read(folder):
         ("[" * 100_000, "is not JSON"),
     ],
 )
-def test_a_damaged_json_file_is_named(folder, name, content, said):
+def test_a_damaged_json_file_is_named(folder, name, content, complaint):
     (folder / name).write_text(content)
     message = refused(folder)
-    assert message.startswith(f"{folder / name} {said}")
+    assert message.startswith(f"{folder / name} {complaint}")
 
 
 def test_a_file_that_is_no_utf_8_is_named(folder):
@@ -135,9 +135,8 @@ def test_a_special_token_that_is_no_text_is_named(folder, name, token):
 def test_a_broken_chat_template_is_named(folder, template):
     (folder / "chat_template.jinja").write_text(template)
     message = refused(folder)
-    assert "chat" in message and (
-        "chat_template.jinja" in message or "the chat template" in message
-    )
+    assert "chat" in message
+    assert "chat_template.jinja" in message or "the chat template" in message
 
 
 def test_a_chat_template_that_is_no_text_is_named(folder):
@@ -163,7 +162,7 @@ def test_a_broken_chat_template_of_the_configuration_is_named(folder, template):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "complaint"),
     [
         ("rope_scaling", ["llama3"], "sets rope_scaling to ['llama3'] and a map is needed"),
         ("rope_parameters", "default", "sets rope_parameters to 'default' and a map is needed"),
@@ -204,10 +203,10 @@ def test_a_broken_chat_template_of_the_configuration_is_named(folder, template):
         ),
     ],
 )
-def test_a_field_of_the_configuration_with_a_wrong_value_is_named(folder, field, value, said):
+def test_a_field_of_the_configuration_with_a_wrong_value_is_named(folder, field, value, complaint):
     fields = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(fields | {field: value}))
-    assert f"config.json {said}" in refused(folder)
+    assert f"config.json {complaint}" in refused(folder)
 
 
 @pytest.mark.parametrize("value", ["<|im_end|>", [[1]], {"id": 1}, -1])
@@ -219,7 +218,7 @@ def test_a_stop_token_that_is_no_id_is_named(folder, value):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "complaint"),
     [
         (POINTER, "is a Git LFS pointer"),
         ("[]", "holds no JSON object"),
@@ -228,10 +227,10 @@ def test_a_stop_token_that_is_no_id_is_named(folder, value):
         ('{"weight_map": {"model.norm.weight": 1}}', "has no weight_map"),
     ],
 )
-def test_a_damaged_index_of_weights_is_named(folder, content, said):
+def test_a_damaged_index_of_weights_is_named(folder, content, complaint):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(content)
-    assert refused(folder).startswith(f"{folder / 'model.safetensors.index.json'} {said}")
+    assert refused(folder).startswith(f"{folder / 'model.safetensors.index.json'} {complaint}")
 
 
 def test_weights_that_are_a_pointer_are_named(folder):
@@ -288,8 +287,10 @@ def test_an_evaluation_with_a_context_beyond_the_models_is_refused(folder, tmp_p
         "4000",
     ]
     assert evaluation.main(words) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert said.startswith("error: ") and "4,000 tokens" in said and "at most 256" in said
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert message.startswith("error: ")
+    assert "4,000 tokens" in message
+    assert "at most 256" in message
 
 
 def test_a_checkpoint_without_a_chat_template_is_refused_before_anything_is_played(
@@ -310,13 +311,13 @@ def test_a_checkpoint_without_a_chat_template_is_refused_before_anything_is_play
         )
         == 2
     )
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     assert (
-        said.err.strip()
+        output.err.strip()
         .splitlines()[-1]
         .startswith("error: the tokenizer has no chat template: use the checkpoint")
     )
-    assert "episodes" not in said.out + said.err
+    assert "episodes" not in output.out + output.err
 
 
 def test_from_hugging_face_still_reads_what_transformers_writes(folder):

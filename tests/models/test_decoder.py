@@ -136,7 +136,8 @@ def test_fresh_matrices_have_the_configured_deviation_and_norms_are_one():
     ):
         assert abs(weights.std() - CONFIG.initializer_range) < 0.1 * CONFIG.initializer_range
         assert abs(weights.mean()) < 0.1 * CONFIG.initializer_range
-    assert (fresh.final_norm[...] == 1).all() and (fresh.layers.mlp_norm[...] == 1).all()
+    assert (fresh.final_norm[...] == 1).all()
+    assert (fresh.layers.mlp_norm[...] == 1).all()
     assert (fresh.layers.query_bias[...] == 0).all()
     assert not (fresh.layers.gate_kernel[0] == fresh.layers.gate_kernel[1]).all(), (
         "layers must not start alike"
@@ -152,25 +153,26 @@ def test_scan_and_loop_give_the_same_logits(decoder):
 def test_arrays_a_layer_give_the_loops_logits(decoder, output_major, tolerance):
     graph, weights = nnx.split(decoder)
     layers = unstacked(weights, decoder.config, output_major=frozenset(output_major))
-    kernels = jax.tree.leaves(layers, is_leaf=lambda held: isinstance(held, OutputMajor))
-    assert sum(isinstance(held, OutputMajor) for held in kernels) == len(output_major)
+    kernels = jax.tree.leaves(layers, is_leaf=lambda leaf: isinstance(leaf, OutputMajor))
+    assert sum(isinstance(leaf, OutputMajor) for leaf in kernels) == len(output_major)
     apart = nnx.merge(graph, layers)
-    looped, found = (_compiled_logits(model, scan=False) for model in (decoder, apart))
-    np.testing.assert_allclose(looped, found, rtol=0, atol=tolerance)
+    looped, of_layers = (_compiled_logits(model, scan=False) for model in (decoder, apart))
+    np.testing.assert_allclose(looped, of_layers, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("rows", [3, 64, 65])
 def test_a_product_by_output_major_weights_is_the_same_with_few_rows_and_many(rows):
-    left, right = (
+    rows, weights = (
         jax.random.normal(jax.random.key(seed), shape)
         for seed, shape in enumerate([(rows, 24), (96, 24)])
     )
     for dtype, tolerance in ((jnp.float32, 1e-5), (jnp.bfloat16, 1e-5)):
-        few, matrix = left.astype(dtype), right.astype(dtype)
-        found = jax.jit(output_major_product)(few, matrix)
+        few = rows.astype(dtype)
+        matrix = weights.astype(dtype)
+        product = jax.jit(output_major_product)(few, matrix)
         expected = np.asarray(few, np.float64) @ np.asarray(matrix, np.float64).T
-        assert found.dtype == jnp.float32
-        np.testing.assert_allclose(found, expected, atol=tolerance)
+        assert product.dtype == jnp.float32
+        np.testing.assert_allclose(product, expected, atol=tolerance)
         gradients = jax.grad(
             lambda few, matrix: output_major_product(few, matrix).sum(), argnums=(0, 1)
         )(few, matrix)
@@ -211,14 +213,14 @@ def test_less_is_kept_the_more_is_recomputed(decoder):
     """Residuals of the layers: all activations, only the products with weights, only each layer's
     input."""
 
-    def kept(remat) -> int:
+    def numbers_kept(remat) -> int:
         def loss(decoder):
             return jnp.square(_logits(decoder, scan=True, remat=remat)).mean()
 
         _, backward = jax.vjp(loss, decoder)
         return sum(leaf.size for leaf in jax.tree.leaves(backward))
 
-    assert kept("none") > kept("dots") > kept("full")
+    assert numbers_kept("none") > numbers_kept("dots") > numbers_kept("full")
 
 
 def test_packed_rows_equal_separate_rows(decoder):
@@ -294,7 +296,8 @@ def test_padding_gives_finite_output_and_no_gradient():
     segment_ids = jnp.asarray([[1, 1, 1, 0, 0, 0, 0, 0]])
     output, pullback = jax.vjp(lambda *a: segment_attention(*a, segment_ids), *inputs)
     gradients = pullback(jnp.ones_like(output))
-    assert jnp.isfinite(output).all() and (output[:, 3:] == 0).all()
+    assert jnp.isfinite(output).all()
+    assert (output[:, 3:] == 0).all()
     assert all(jnp.isfinite(g).all() and (g[:, 3:] == 0).all() for g in gradients)
 
 
@@ -308,6 +311,7 @@ def test_large_scores_do_not_overflow():
 def test_bfloat16_computes_close_to_float32_and_returns_float32_logits(decoder):
     narrow = filled_decoder(CONFIG, dtype=jnp.bfloat16)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(nnx.state(narrow)))
-    computed, expected = _compiled_logits(narrow), _compiled_logits(decoder)
+    computed = _compiled_logits(narrow)
+    expected = _compiled_logits(decoder)
     assert computed.dtype == jnp.float32
     assert jnp.abs(computed - expected).mean() < 0.05 * jnp.abs(expected).mean()

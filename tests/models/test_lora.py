@@ -20,7 +20,8 @@ from tests.helpers.packed_rows import MODEL as ONE_LAYER
 from tests.helpers.tiny_models import filled_decoder
 
 MODEL = dataclasses.replace(ONE_LAYER, num_layers=2, num_heads=4, num_kv_heads=2)
-RANK, ALPHA = 3, 12.0
+RANK = 3
+ALPHA = 12.0
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, MODEL.vocab_size, (2, 12)))
 KERNELS = [f"{name}_kernel" for name in ("query", "key", "value", "output", "gate", "up", "down")]
 
@@ -154,8 +155,8 @@ def test_transformers_reads_the_merged_export(trained, tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "merged", dtype=torch.float32
     )
-    found = theirs(torch.asarray(np.asarray(TOKENS, np.int64))).logits.detach().numpy()
-    np.testing.assert_allclose(found, logits(trained), atol=1e-4)
+    merged_logits = theirs(torch.asarray(np.asarray(TOKENS, np.int64))).logits.detach().numpy()
+    np.testing.assert_allclose(merged_logits, logits(trained), atol=1e-4)
 
 
 def test_a_rank_above_the_smallest_side_is_refused():

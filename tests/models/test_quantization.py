@@ -61,32 +61,30 @@ def dequantised_model(storage: str):
 
 @pytest.mark.parametrize("name", CONTRACTED)
 def test_every_weight_is_rounded_to_the_nearest_step_of_its_output_channel(storage, weights, name):
-    kernel, found = (
-        np.asarray(getattr(decoder().layers, name)[...]),
-        weights["layers"][name].get_value(),
-    )
+    kernel = np.asarray(getattr(decoder().layers, name)[...])
+    stored_kernel = weights["layers"][name].get_value()
     largest = np.abs(kernel).max(axis=tuple(range(1, 1 + CONTRACTED[name])), keepdims=True)
     np.testing.assert_allclose(
-        found.scale, largest / {"int8": 127.5, "fp8": 448.0}[storage], rtol=1e-6
+        stored_kernel.scale, largest / {"int8": 127.5, "fp8": 448.0}[storage], rtol=1e-6
     )
-    scale = np.asarray(found.scale)
+    scale = np.asarray(stored_kernel.scale)
     if storage == "int8":
         half_a_step = scale / 2
     else:  # three bits behind the leading one; below 2^-6 the steps stay as they are
         half_a_step = (
             np.maximum(2.0 ** np.floor(np.log2(np.abs(kernel / scale))), 2.0**-6) * 2.0**-4 * scale
         )
-    error = np.abs(np.asarray(found.qvalue).astype(np.float32) * scale - kernel)
+    error = np.abs(np.asarray(stored_kernel.qvalue).astype(np.float32) * scale - kernel)
     assert (error <= 1.0001 * half_a_step).all()
 
 
 def test_logits_are_those_of_the_rounded_weights_and_near_those_of_the_model(storage, weights):
-    found = next_token_logits(nnx.merge(nnx.graphdef(decoder()), weights), TOKENS)
+    quantized_logits = next_token_logits(nnx.merge(nnx.graphdef(decoder()), weights), TOKENS)
     np.testing.assert_allclose(
-        found, next_token_logits(dequantised_model(storage), TOKENS), atol=1e-4
+        quantized_logits, next_token_logits(dequantised_model(storage), TOKENS), atol=1e-4
     )
     expected = next_token_logits(decoder(), TOKENS)
-    error = np.abs(found - expected).mean() / np.abs(expected).mean()
+    error = np.abs(quantized_logits - expected).mean() / np.abs(expected).mean()
     assert 0 < error < RELATIVE_ERROR[storage]
 
 
@@ -97,9 +95,9 @@ def test_a_product_of_integers_worked_by_hand():
         jnp.asarray([[2.55, 0.0], [1.02, -0.255]]), jnp.int8, channelwise_axes=(1,)
     )
     rows = jnp.asarray([[127.5, -51.0], [0.0, 0.0]])
-    found = IntegerProduct(kernel).product(rows, 1)
+    product = IntegerProduct(kernel).product(rows, 1)
     expected = [[(127 * 127 - 51 * 51) * 0.02, 51 * 127 * 0.002], [0.0, 0.0]]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(product, expected, rtol=1e-5)
 
 
 def greedily(weights: nnx.State) -> list[int]:
@@ -108,37 +106,43 @@ def greedily(weights: nnx.State) -> list[int]:
     engine.set_weights(weights)
     engine.prefill([PrefillRow(0, pages_of_slot(0), 0, TOKENS[:-1])])
     state = SlotState.idle(SLOTS)
-    state.token[0], state.position[0], state.remaining[0] = TOKENS[-1], len(TOKENS) - 1, 12
+    state.token[0] = TOKENS[-1]
+    state.position[0] = len(TOKENS) - 1
+    state.remaining[0] = 12
     return decoded(engine, state)[0][0]
 
 
 def test_with_rounded_rows_logits_stay_near_those_of_the_model():
     """In the engine too, token by token."""
     weights = stored("w8a8")
-    plain, kernel = (
-        stored("int8")["layers"]["gate_kernel"].get_value(),
-        weights["layers"]["gate_kernel"].get_value(),
-    )
+    plain = stored("int8")["layers"]["gate_kernel"].get_value()
+    kernel = weights["layers"]["gate_kernel"].get_value()
     np.testing.assert_array_equal(kernel.kernel.qvalue, plain.qvalue)
     rounded = nnx.merge(nnx.graphdef(decoder()), weights)
-    found, expected = next_token_logits(rounded, TOKENS), next_token_logits(decoder(), TOKENS)
-    assert 0 < np.abs(found - expected).mean() / np.abs(expected).mean() < 0.05
+    rounded_logits = next_token_logits(rounded, TOKENS)
+    expected = next_token_logits(decoder(), TOKENS)
+    assert 0 < np.abs(rounded_logits - expected).mean() / np.abs(expected).mean() < 0.05
     drawn = greedily(weights)
     logits = next_token_logits(rounded, [*TOKENS, *drawn])
-    assert drawn == logits[len(TOKENS) - 1 : -1].argmax(axis=-1).tolist() and len(drawn) == 12
+    assert drawn == logits[len(TOKENS) - 1 : -1].argmax(axis=-1).tolist()
+    assert len(drawn) == 12
 
 
 def test_matrices_take_a_quarter_and_nothing_else_changes(storage, weights):
     plain = nnx.state(decoder())
     for name in CONTRACTED:
-        before, after = plain["layers"][name].get_value(), weights["layers"][name].get_value()
+        before = plain["layers"][name].get_value()
+        after = weights["layers"][name].get_value()
         assert 4 * after.qvalue.nbytes == before.nbytes
-        assert after.scale.shape[0] == MODEL.num_layers and after.scale.nbytes < after.qvalue.nbytes
+        assert after.scale.shape[0] == MODEL.num_layers
+        assert after.scale.nbytes < after.qvalue.nbytes
     others = [path for path, _ in nnx.to_flat_state(plain) if path[-1] not in CONTRACTED]
-    assert ("embedding",) in others and ("layers", "mlp_norm") in others
-    kept, found = dict(nnx.to_flat_state(plain)), dict(nnx.to_flat_state(weights))
+    assert ("embedding",) in others
+    assert ("layers", "mlp_norm") in others
+    arrays_before = dict(nnx.to_flat_state(plain))
+    arrays_after = dict(nnx.to_flat_state(weights))
     for path in others:
-        np.testing.assert_array_equal(found[path][...], kept[path][...])
+        np.testing.assert_array_equal(arrays_after[path][...], arrays_before[path][...])
 
 
 def test_the_copy_shares_no_memory_with_what_is_trained(storage):
@@ -158,9 +162,10 @@ def test_everything_else_is_kept_in_the_compute_type(storage):
 
 
 def test_an_engine_samples_greedily_what_the_rounded_model_would(storage, weights):
-    found = greedily(weights)
-    logits = next_token_logits(dequantised_model(storage), [*TOKENS, *found])
-    assert found == logits[len(TOKENS) - 1 : -1].argmax(axis=-1).tolist() and len(found) == 12
+    sampled = greedily(weights)
+    logits = next_token_logits(dequantised_model(storage), [*TOKENS, *sampled])
+    assert sampled == logits[len(TOKENS) - 1 : -1].argmax(axis=-1).tolist()
+    assert len(sampled) == 12
 
 
 def test_without_the_package_the_extra_is_named(storage, monkeypatch):

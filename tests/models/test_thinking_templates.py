@@ -76,8 +76,10 @@ WRAPPED = {
 TOKENIZERS = {name: Tokenizer(wrapped) for name, (wrapped, _) in WRAPPED.items()}
 every_template = pytest.mark.parametrize("name", WRAPPED)
 
-SYSTEM, USER, NEXT = "You are a planner.", "Who directed it in 1987?", "Obs: Ann Lee did."
-SAID = "<answer> Ann Lee </answer>"
+SYSTEM = "You are a planner."
+USER = "Who directed it in 1987?"
+NEXT = "Obs: Ann Lee did."
+REPLIES = "<answer> Ann Lee </answer>"
 
 
 def rendered(name: str, *messages: tuple[str, str]) -> str:
@@ -111,15 +113,17 @@ def test_a_conversation_grows_by_appending_and_keeps_its_thoughts(name, stopped)
     turn stays as it was sampled, after the prompt that it was sampled from; all else is as the
     template has it."""
     tokenizer = TOKENIZERS[name]
-    turn = "I know. </think>\n\n" + SAID if WRAPPED[name][1] else SAID
+    turn = "I know. </think>\n\n" + REPLIES if WRAPPED[name][1] else REPLIES
     ids = tokenizer.open_conversation(SYSTEM, USER) + tokenizer.encode_model(turn)
     ids += [tokenizer.end_of_turn_id] if stopped else []
     ids += tokenizer.continue_conversation(NEXT, stopped=stopped)
     opening = rendered(name, ("system", SYSTEM), ("user", USER))
-    whole = rendered(name, ("system", SYSTEM), ("user", USER), ("assistant", SAID), ("user", NEXT))
-    after_turn = whole.partition(SAID)[2]
+    whole = rendered(
+        name, ("system", SYSTEM), ("user", USER), ("assistant", REPLIES), ("user", NEXT)
+    )
+    after_turn = whole.partition(REPLIES)[2]
     assert tokenizer.decode(ids) == opening + turn + after_turn
-    before, after = whole.split(SAID)
+    before, after = whole.split(REPLIES)
     assert opening.startswith(before), "but for the thought that the prompt opens"
     assert after.endswith(opening.partition(USER)[2]), "the second turn begins as the first one"
 
@@ -128,12 +132,14 @@ def test_a_conversation_grows_by_appending_and_keeps_its_thoughts(name, stopped)
 def test_the_messages_of_a_conversation_are_rendered_by_its_template(name):
     tokenizer = TOKENIZERS[name]
     thought = "I know. </think>" if WRAPPED[name][1] else ""
-    ids = tokenizer.open_conversation(SYSTEM, USER) + tokenizer.encode_model(thought + SAID)
+    ids = tokenizer.open_conversation(SYSTEM, USER) + tokenizer.encode_model(thought + REPLIES)
     messages = tokenizer.messages(ids + tokenizer.continue_conversation(NEXT, stopped=False))
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
-    assert messages[2]["content"] == WRAPPED[name][1] + thought + SAID
+    assert messages[2]["content"] == WRAPPED[name][1] + thought + REPLIES
     pairs = [(message["role"], message["content"]) for message in messages]
-    whole = rendered(name, ("system", SYSTEM), ("user", USER), ("assistant", SAID), ("user", NEXT))
+    whole = rendered(
+        name, ("system", SYSTEM), ("user", USER), ("assistant", REPLIES), ("user", NEXT)
+    )
     assert rendered(name, *pairs) == whole, "the template itself takes the thought out"
 
 
@@ -143,11 +149,12 @@ def test_a_whole_turn_goes_on_inside_of_the_opened_thought(name):
     opened = WRAPPED[name][1]
     expected = " I know. </think>\n" if opened else "<think> I know. </think>\n"
     assert (
-        tokenizer.decode(tokenizer.encode_turn("<think> I know. </think>\n" + SAID))
-        == expected + SAID
+        tokenizer.decode(tokenizer.encode_turn("<think> I know. </think>\n" + REPLIES))
+        == expected + REPLIES
     )
     assert (
-        tokenizer.decode(tokenizer.encode_turn(SAID)) == ("</think>\n\n" if opened else "") + SAID
+        tokenizer.decode(tokenizer.encode_turn(REPLIES))
+        == ("</think>\n\n" if opened else "") + REPLIES
     )
 
 
@@ -159,7 +166,8 @@ words = st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "Obs:",
 def test_ids_are_only_appended_whatever_a_thinking_model_writes(texts):
     """A turn's text holds its tokens and, before them, the thought that the prompt opened."""
     for name, tokenizer in TOKENIZERS.items():
-        spoken, mask = Dialogue(tokenizer, "planner", SYSTEM), []
+        spoken = Dialogue(tokenizer, "planner", SYSTEM)
+        mask = []
         for place, text in enumerate(texts):
             before = list(spoken.token_ids)
             spoken.add_user(f"{USER} {place}")
@@ -171,7 +179,8 @@ def test_ids_are_only_appended_whatever_a_thinking_model_writes(texts):
             assert spoken.add_model(sampled) == WRAPPED[name][1] + text
             mask += [True] * len(ids)
         record = spoken.record()
-        assert record.token_ids == spoken.token_ids and record.loss_mask == mask
+        assert record.token_ids == spoken.token_ids
+        assert record.loss_mask == mask
         assert [turn.text for turn in record.turns if turn.role == "model"] == texts, (
             "records hold what was sampled"
         )
@@ -191,8 +200,9 @@ def test_an_observation_of_its_own_is_left_out_where_it_stands_outside_of_the_th
     )
     text = spoken.add_model(sampled, cut_at="Obs:")
     assert outside_thoughts(text).strip() == "<search> a </search>"
-    kept = spoken.record().turns[-1].token_ids
-    assert kept == ids[: len(kept)] and tokenizer.decode(kept).startswith(thought)
+    shown_ids = spoken.record().turns[-1].token_ids
+    assert shown_ids == ids[: len(shown_ids)]
+    assert tokenizer.decode(shown_ids).startswith(thought)
 
 
 @every_template
@@ -200,8 +210,8 @@ def test_a_demonstration_is_a_turn_that_the_model_could_have_written(name):
     tokenizer = TOKENIZERS[name]
     spoken = Dialogue(tokenizer, "planner", SYSTEM)
     spoken.add_user(USER)
-    text = spoken.add_model(as_completion(tokenizer, "<think> I know. </think>\n" + SAID))
-    assert outside_thoughts(text).strip() == SAID
+    text = spoken.add_model(as_completion(tokenizer, "<think> I know. </think>\n" + REPLIES))
+    assert outside_thoughts(text).strip() == REPLIES
     assert tokenizer.decode(spoken.token_ids).count("<think>") == 1 + name.count("does not think")
 
 
@@ -223,7 +233,9 @@ def test_the_rest_of_a_turn_goes_on_where_its_beginning_ended(name):
     opened = WRAPPED[name][1]
     assert spoken.add_model(part("" if opened else "<think>")) == (opened or "<think>")
     assert spoken.thought_open
-    assert spoken.add_model(part(" I know. ")) == " I know. " and spoken.thought_open
-    assert spoken.add_model(part("</think> ")) == "</think> " and not spoken.thought_open
+    assert spoken.add_model(part(" I know. ")) == " I know. "
+    assert spoken.thought_open
+    assert spoken.add_model(part("</think> ")) == "</think> "
+    assert not spoken.thought_open
     spoken.add_user(NEXT)
     assert spoken.thought_open == bool(opened)

@@ -16,7 +16,7 @@ from mujica_jax.models.thoughts import (
     within_opened_thought,
 )
 
-SAID = {
+OUTSIDE_OF_THOUGHTS = {
     "all of it is said": "all of it is said",
     "": "",
     "a <think> b </think> c": "a  c",
@@ -36,9 +36,9 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("text", SAID)
+@pytest.mark.parametrize("text", OUTSIDE_OF_THOUGHTS)
 def test_what_stands_outside_of_thoughts(text):
-    assert outside_thoughts(text) == SAID[text]
+    assert outside_thoughts(text) == OUTSIDE_OF_THOUGHTS[text]
 
 
 def test_the_first_thought_is_the_one_that_is_closed_first():
@@ -66,11 +66,9 @@ def test_a_generation_prompt_may_open_a_thought():
 
 
 def test_a_thought_is_open_behind_its_last_tag():
-    assert (
-        is_open_after("a <think> b")
-        and is_open_after("</think> <Think>")
-        and is_open_after("a", was_open=True)
-    )
+    assert is_open_after("a <think> b")
+    assert is_open_after("</think> <Think>")
+    assert is_open_after("a", was_open=True)
     assert not any(
         is_open_after(text, was_open=True) for text in ("a </think> b", "<think> a </THINK>")
     )
@@ -122,9 +120,9 @@ def test_what_is_said_is_found_by_reading_one_tag_after_the_other(text):
     parts = re.split(r"(<(?:\s?/)?\s?think\s?>)", text, flags=re.IGNORECASE)
     tags = [part.casefold().replace(" ", "") for part in parts[1::2]]
     first_open = tags.index("<think>") if "<think>" in tags else len(tags)
-    said = parts[0] if first_open == 0 else ""
+    outside = parts[0] if first_open == 0 else ""
     for place, tag in enumerate(tags):
         is_last_before_first_open = place == first_open - 1
         if tag == "</think>" and (place >= first_open or is_last_before_first_open):
-            said += parts[2 * place + 2]
-    assert outside_thoughts(text) == said
+            outside += parts[2 * place + 2]
+    assert outside_thoughts(text) == outside

@@ -165,9 +165,10 @@ def test_an_opening_is_what_the_chat_template_gives(name, user):
 @every_family
 @pytest.mark.parametrize("user", USERS)
 def test_turns_appended_one_by_one_equal_the_whole_conversation(name, user):
-    tokenizer, said = TOKENIZERS[name], "Ask for the director."
-    ids = tokenizer.open_conversation(SYSTEM, "Who?") + tokenizer.encode_model(said)
-    messages = [("system", SYSTEM), ("user", "Who?"), ("assistant", said), ("user", user)]
+    tokenizer = TOKENIZERS[name]
+    answer = "Ask for the director."
+    ids = tokenizer.open_conversation(SYSTEM, "Who?") + tokenizer.encode_model(answer)
+    messages = [("system", SYSTEM), ("user", "Who?"), ("assistant", answer), ("user", user)]
     assert ids + tokenizer.continue_conversation(user, stopped=False) == _expected(name, messages)
     stopped = [*ids, tokenizer.end_of_turn_id, *tokenizer.continue_conversation(user, stopped=True)]
     assert stopped == _expected(name, messages)
@@ -204,17 +205,17 @@ def test_messages_are_what_the_conversation_was_rendered_from(system, user, turn
 
         ids = tokenizer.open_conversation(system, user)
         expected = [("system", content(system)), ("user", content(neutralise(user)))]
-        for said, heard, ending in turns:
+        for answer, reply, ending in turns:
             end = (
                 [tokenizer.stop_token_ids[ending % len(tokenizer.stop_token_ids)]] if ending else []
             )
             ids = [
                 *ids,
-                *tokenizer.encode_model(said),
+                *tokenizer.encode_model(answer),
                 *end,
-                *tokenizer.continue_conversation(heard, bool(end)),
+                *tokenizer.continue_conversation(reply, bool(end)),
             ]
-            expected += [("assistant", said), ("user", content(neutralise(heard)))]
+            expected += [("assistant", answer), ("user", content(neutralise(reply)))]
         assert tokenizer.messages(ids) == [
             {"role": role, "content": content} for role, content in expected
         ]
@@ -351,8 +352,8 @@ def test_a_family_s_own_think_token_is_used_for_the_model_s_words():
 
 
 def test_training_is_deterministic_and_keeps_to_its_size():
-    again = Tokenizer.train(iter(CORPUS), 400)
-    assert again._backend.to_str() == TRAINED._backend.to_str()
+    second = Tokenizer.train(iter(CORPUS), 400)
+    assert second._backend.to_str() == TRAINED._backend.to_str()
     assert Tokenizer.train(iter(CORPUS), 300).vocab_size == 300
     with pytest.raises(UserError, match=r"vocab_tokens is 100 .* need 273"):
         Tokenizer.train(iter(CORPUS), 100)
@@ -366,11 +367,9 @@ def test_a_trained_tokenizer_comes_back_from_disk(tmp_path):
     assert loaded.encode_model("<answer>Rome</answer>") == TRAINED.encode_model(
         "<answer>Rome</answer>"
     )
-    assert (loaded.vocab_size, loaded.stop_token_ids, loaded.pad_token_id) == (
-        TRAINED.vocab_size,
-        TRAINED.stop_token_ids,
-        TRAINED.pad_token_id,
-    )
+    assert loaded.vocab_size == TRAINED.vocab_size
+    assert loaded.stop_token_ids == TRAINED.stop_token_ids
+    assert loaded.pad_token_id == TRAINED.pad_token_id
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert Tokenizer.load(tmp_path).stop_token_ids == (5, 6)
 

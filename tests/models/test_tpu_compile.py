@@ -32,7 +32,8 @@ WHOLE_ROWS = ("two_wiki_text_v5e", "two_wiki_text_qwen3_8b_v5e", "two_wiki_text_
 # configurations whose methods learn by another loss than maximum likelihood
 OTHER_LOSSES = {"two_wiki_kg_grpo_v5e": ("qwen2.5-7b", "v5e:4x8")}
 HOST = "v5e:2x2"  # of these topologies: where an engine lies
-COMPUTE_BYTES, PARAMETER_BYTES = 2, 4  # of a number that is multiplied, and of one that is added up
+COMPUTE_BYTES = 2  # of a number that is multiplied
+PARAMETER_BYTES = 4  # of a number that is added up
 LANES = 128  # columns of a TPU's tile: parts that are narrower are summed whole and cut afterwards
 ROWS_BYTES = 2e6  # token ids, segments and positions of a batch are less
 
@@ -51,19 +52,24 @@ def test_the_training_step_of_a_configuration_compiles_and_fits(config):
     assert trained(config)["bytes"] < memory_bytes(topology)
 
 
+def documented_phases(config: str) -> dict[str, list[str]]:
+    """Return the cells of a configuration's rows in docs/memory.md, by phase."""
+    phases = {}
+    for line in (ROOT / "docs" / "memory.md").read_text().splitlines():
+        cells = [cell.strip(" `") for cell in line.split("|")]
+        if len(cells) > 3 and cells[1] == f"{config}.py":
+            phases[cells[2]] = cells[3:]
+    return phases
+
+
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_phase_of_a_configuration_fits(config):
     """What docs/memory.md says, with an engine over chips of one host."""
-    found = memory(config)
-    assert found["chips_a_host"] % found["tensor"] == 0
-    documented = {
-        cells[2]: cells[3:]
-        for line in (ROOT / "docs" / "memory.md").read_text().splitlines()
-        if len(cells := [cell.strip(" `") for cell in line.split("|")]) > 3
-        and cells[1] == f"{config}.py"
-    }
-    assert documented.keys() == found["phases"].keys()
-    for phase, parts in found["phases"].items():
+    plan = memory(config)
+    assert plan["chips_a_host"] % plan["tensor"] == 0
+    documented = documented_phases(config)
+    assert documented.keys() == plan["phases"].keys()
+    for phase, parts in plan["phases"].items():
         total = sum(parts.values())
         assert total < memory_bytes(CONFIGS[config][1])
         assert [float(cell) for cell in documented[phase] if cell] == pytest.approx(
@@ -75,12 +81,18 @@ def test_every_phase_of_a_configuration_fits(config):
 def test_weights_are_gathered_layer_by_layer(config):
     """And the head once. What a scan over layers gathers at a time is one matrix of one layer,
     never the stack of them."""
-    found = trained(config)
-    gathered = [one for one in found["collectives"] if one["kind"] == "all-gather"]
-    in_layers = [one["bytes"] for one in gathered if one["loops"]]
-    outside = [one["bytes"] for one in gathered if not one["loops"] and one["bytes"] > ROWS_BYTES]
-    assert max(in_layers, default=0) <= COMPUTE_BYTES * max(found["layer_matrices"].values())
-    assert outside == [COMPUTE_BYTES * found["head"]]
+    program = trained(config)
+    gathered = [
+        collective for collective in program["collectives"] if collective["kind"] == "all-gather"
+    ]
+    in_layers = [collective["bytes"] for collective in gathered if collective["loops"]]
+    outside = [
+        collective["bytes"]
+        for collective in gathered
+        if not collective["loops"] and collective["bytes"] > ROWS_BYTES
+    ]
+    assert max(in_layers, default=0) <= COMPUTE_BYTES * max(program["layer_matrices"].values())
+    assert outside == [COMPUTE_BYTES * program["head"]]
 
 
 @pytest.mark.parametrize("config", WHOLE_ROWS)
@@ -88,30 +100,34 @@ def test_gradients_are_reduce_scattered(config):
     """Each device is sent its part of a matrix's gradient and no whole one: by a reduce-scatter, or
     by a ring of parts that the TPU compiler makes of a product and its sum. Norms and biases, which
     are kept whole, are summed whole."""
-    found = trained(config)
+    program = trained(config)
     in_parts = {
-        one["bytes"]
-        for one in found["collectives"]
-        if one["kind"] in ("reduce-scatter", "collective-permute")
-        and "transpose" in one["source"]
-        and one["loops"]
+        collective["bytes"]
+        for collective in program["collectives"]
+        if collective["kind"] in ("reduce-scatter", "collective-permute")
+        and "transpose" in collective["source"]
+        and collective["loops"]
     }
     parts = {
-        name: COMPUTE_BYTES * size // found["fsdp"]
-        for name, size in found["layer_matrices"].items()
+        name: COMPUTE_BYTES * size // program["fsdp"]
+        for name, size in program["layer_matrices"].items()
     }
     assert {name for name, size in parts.items() if size not in in_parts} == set()
-    summed_whole = [one["bytes"] for one in found["collectives"] if one["kind"] == "all-reduce"]
-    head = [size for size in summed_whole if size > PARAMETER_BYTES * found["layer_vector"]]
-    aligned = found["hidden_size"] // found["fsdp"] % LANES == 0
-    assert head == ([] if aligned else [PARAMETER_BYTES * found["head"]])
+    summed_whole = [
+        collective["bytes"]
+        for collective in program["collectives"]
+        if collective["kind"] == "all-reduce"
+    ]
+    head = [size for size in summed_whole if size > PARAMETER_BYTES * program["layer_vector"]]
+    aligned = program["hidden_size"] // program["fsdp"] % LANES == 0
+    assert head == ([] if aligned else [PARAMETER_BYTES * program["head"]])
 
 
 @pytest.mark.parametrize("config", WHOLE_ROWS)
 def test_nothing_of_the_optimisers_state_travels(config):
-    found = trained(config)
-    largest = max(one["bytes"] for one in found["collectives"])
-    assert largest <= PARAMETER_BYTES * found["head"] < found["optimizer_bytes"] / 10
+    program = trained(config)
+    largest = max(collective["bytes"] for collective in program["collectives"])
+    assert largest <= PARAMETER_BYTES * program["head"] < program["optimizer_bytes"] / 10
 
 
 def test_a_step_of_adapters_takes_half_of_the_memory():
@@ -121,16 +137,18 @@ def test_a_step_of_adapters_takes_half_of_the_memory():
 def test_a_step_over_two_slices_compiles_and_fits():
     """The data axis crosses the network between them: no weight is gathered from the other
     slice."""
-    found = trained("two_wiki_text_v5e", "0", "2")
-    assert found["bytes"] < memory_bytes("v5e:4x8")
+    program = trained("two_wiki_text_v5e", "0", "2")
+    assert program["bytes"] < memory_bytes("v5e:4x8")
     gathered = [
-        one["bytes"] for one in found["collectives"] if one["kind"] == "all-gather" and one["loops"]
+        collective["bytes"]
+        for collective in program["collectives"]
+        if collective["kind"] == "all-gather" and collective["loops"]
     ]
-    assert max(gathered) <= COMPUTE_BYTES * max(found["layer_matrices"].values())
+    assert max(gathered) <= COMPUTE_BYTES * max(program["layer_matrices"].values())
 
 
 @pytest.mark.parametrize(
-    ("model", "topology", "tensor", "gigabytes", "kept"),
+    ("model", "topology", "tensor", "gigabytes", "formats"),
     [
         ("qwen2.5-7b", "v5e:2x4", "4", "8", ()),
         ("qwen2.5-7b", "v6e:2x2", "4", "20", ()),
@@ -147,19 +165,19 @@ def test_a_step_over_two_slices_compiles_and_fits():
     ],
 )
 def test_the_engine_compiles_with_its_kernel_fits_and_works_in_place(
-    model, topology, tensor, gigabytes, kept
+    model, topology, tensor, gigabytes, formats
 ):
     """Heads split over four chips (on v5e:2x4 two engines stand side by side) or two.
 
     The engine behind JetStream's interface runs these two programs and no other one.
     """
-    found = compiled("engine", model, topology, tensor, gigabytes, *kept)
+    engine = compiled("engine", model, topology, tensor, gigabytes, *formats)
     for kind in ("decode", "prefill"):
-        program = found[kind]
+        program = engine[kind]
         assert program["kernels"] == 1, "one kernel, in a scan over layers"
-        assert found["page_bytes"] <= program["in_place"], "the pages are not copied"
+        assert engine["page_bytes"] <= program["in_place"], "the pages are not copied"
         assert program["temporaries"] < 0.6e9
-        assert program["bytes"] < memory_bytes(topology), found
+        assert program["bytes"] < memory_bytes(topology), engine
 
 
 def test_one_head_a_chip_in_eight_bits_is_more_than_the_kernel_can():
@@ -173,10 +191,11 @@ def test_one_head_a_chip_in_eight_bits_is_more_than_the_kernel_can():
 )
 def test_the_search_of_a_whole_wikipedia_compiles_and_fits(storage, recall_target):
     """21 million passages of 1,024 numbers; what the program needs beside them is a few scores."""
-    found = compiled("search", "21000000", "1024", "v5e:4x8", storage, *recall_target)
-    assert found["chips"] == 32 and found["embedding_bytes"] < 1.4e9
-    assert found["temporaries"] < 0.5e9
-    assert found["bytes"] < memory_bytes("v5e:4x8") / 2, (
+    search = compiled("search", "21000000", "1024", "v5e:4x8", storage, *recall_target)
+    assert search["chips"] == 32
+    assert search["embedding_bytes"] < 1.4e9
+    assert search["temporaries"] < 0.5e9
+    assert search["bytes"] < memory_bytes("v5e:4x8") / 2, (
         "the encoder and its activations have the rest"
     )
 
@@ -189,17 +208,18 @@ def memory_bytes(topology: str) -> int:
 @functools.cache
 def trained(config: str, *lora_rank_and_slices: str) -> dict:
     model, topology = (CONFIGS | OTHER_LOSSES)[config]
-    found = compiled("train", model, topology, f"configs/{config}.py", *lora_rank_and_slices)
-    assert found["splash"] and found["kernels"] >= 3, (
+    program = compiled("train", model, topology, f"configs/{config}.py", *lora_rank_and_slices)
+    assert program["splash"] and program["kernels"] >= 3, (
         "forward, and the gradients of queries and of keys and values"
     )
-    return found
+    return program
 
 
 def memory(config: str) -> dict:
     """Bytes of each phase by part, with the temporaries of the programs that are compiled for
     it."""
-    (model, topology), file = CONFIGS[config], f"configs/{config}.py"
+    (model, topology) = CONFIGS[config]
+    file = f"configs/{config}.py"
     asked = compiled("plan", model, topology, file, "0", "0")
     programs = compiled("engine", model, HOST, str(asked["tensor"]), asked["cache"])
     calls = max(programs[kind]["temporaries"] for kind in ("decode", "prefill"))

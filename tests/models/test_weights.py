@@ -56,9 +56,9 @@ def _rewrite(directory, change) -> None:
     save_file(tensors, directory / "model.safetensors")
 
 
-def _same(one: Decoder, other: Decoder) -> bool:
-    pairs = zip(jax.tree.leaves(nnx.state(one)), jax.tree.leaves(nnx.state(other)), strict=True)
-    return one.config == other.config and all((a == b).all() for a, b in pairs)
+def _same(first: Decoder, second: Decoder) -> bool:
+    pairs = zip(jax.tree.leaves(nnx.state(first)), jax.tree.leaves(nnx.state(second)), strict=True)
+    return first.config == second.config and all((a == b).all() for a, b in pairs)
 
 
 def test_a_checkpoint_comes_back_as_it_was(decoder, directory):
@@ -209,5 +209,6 @@ def test_importing_peaks_below_1_3_times_the_weights(tmp_path):
         r"([\d.]+) MiB of weights, peak ([\d.]+) times",
         finished([sys.executable, "-m", "tests.helpers.import_memory", str(tmp_path / "model")]),
     )
-    assert measured is not None and float(measured[1]) > 200
+    assert measured is not None
+    assert float(measured[1]) > 200
     assert 1.0 <= float(measured[2]) < 1.3

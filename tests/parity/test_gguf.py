@@ -29,7 +29,8 @@ def cache(tmp_path, monkeypatch):
 
 def write_gguf(path, *, architecture: str = "llama", without: str = "nothing"):
     """One layer of a Llama with seven tokens."""
-    width, tokens = 32, ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab", "ba"]
+    width = 32
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab", "ba"]
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
     writer.add_embedding_length(width)
@@ -70,8 +71,10 @@ def test_a_file_is_converted_once_and_its_turns_end_where_it_says(tmp_path, cach
     assert Tokenizer.load(folder).stop_token_ids == (2,)
     assert load_checkpoint(folder).config.num_layers == 1
     monkeypatch.setattr(gguf_module, "_convert", None)
-    given, _ = evaluation.command_line(["tiny_world", "--checkpoint", str(tmp_path / "tiny.gguf")])
-    assert evaluation.find_checkpoint(given).model == folder
+    options, _ = evaluation.command_line(
+        ["tiny_world", "--checkpoint", str(tmp_path / "tiny.gguf")]
+    )
+    assert evaluation.find_checkpoint(options).model == folder
     assert checkpoint_folder(shutil.copy(tmp_path / "tiny.gguf", tmp_path / "copy.gguf")) == folder
 
 
@@ -117,7 +120,8 @@ def test_smollm2_computes_what_transformers_does():
     import transformers
 
     folder = checkpoint_folder(SMOLLM2)
-    tokenizer, theirs = Tokenizer.load(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = Tokenizer.load(folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer.stop_token_ids) == "<|im_end|>" == theirs.eos_token
     chat = [
         {"role": "system", "content": "Be brief."},

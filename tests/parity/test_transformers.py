@@ -132,11 +132,11 @@ def test_logits_agree_after_import_and_after_export(reference, tmp_path):
     expected = theirs(torch.asarray(TOKENS)).logits.detach().numpy()
     np.testing.assert_allclose(_logits(ours), expected, atol=1e-4)
     save_checkpoint(ours, tmp_path / "ours")
-    again = transformers.AutoModelForCausalLM.from_pretrained(
+    exported_model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "ours", dtype=torch.float32
     )
     np.testing.assert_allclose(
-        again(torch.asarray(TOKENS)).logits.detach().numpy(), expected, atol=1e-6
+        exported_model(torch.asarray(TOKENS)).logits.detach().numpy(), expected, atol=1e-6
     )
     assert load_checkpoint(tmp_path / "ours").config == ours.config
 

@@ -19,7 +19,7 @@ SUMMARY = {"em": 50.0, "em_interval": [0.0, 100.0], "f1": 60.0, "f1_interval": [
 SUMMARY |= {"searches": 1.5, "tokens": 41.2, "seconds": 0.25, "questions": 4}
 
 
-def one(agent: str, *em: float, task: str = "musique text") -> Compared:
+def scored(agent: str, *em: float, task: str = "musique text") -> Compared:
     return Compared(task=task, agent=agent, summary=SUMMARY, em=em)
 
 
@@ -32,23 +32,31 @@ def test_a_difference_is_of_the_same_questions():
         [0] * 50 + [1] * 50, [1] * 10 + [0] * 40 + [1] * 50
     )
     # 10 of 100 won and none lost: a binomial of mean 10 and standard deviation 3
-    assert difference == pytest.approx(10) and 3 < low < 6 and 14 < high < 18 and worse == 0.0
+    assert difference == pytest.approx(10)
+    assert 3 < low < 6
+    assert 14 < high < 18
+    assert worse == 0.0
     with pytest.raises(ValueError, match="two scores a question and got 2 and 1"):
         metrics.paired_bootstrap([0, 1], [0])
 
 
 def test_every_row_is_compared_with_the_first_agent_of_its_task():
-    compared = [one("mujica", 1, 1, 0, 0), one("rag", 0, 0, 0, 0), one("mujica", 1, task="nq text")]
-    found = comparison.rows(compared)
-    assert [("against" in row) for row in found] == [False, True, False]
-    assert found[1]["against"]["agent"] == "mujica" and found[1]["against"]["em"] == -50.0
-    assert found[1]["against"]["share_not_better"] == 1.0
-    assert comparison.markdown(found).splitlines()[2:4] == [
+    compared = [
+        scored("mujica", 1, 1, 0, 0),
+        scored("rag", 0, 0, 0, 0),
+        scored("mujica", 1, task="nq text"),
+    ]
+    rows = comparison.rows(compared)
+    assert [("against" in row) for row in rows] == [False, True, False]
+    assert rows[1]["against"]["agent"] == "mujica"
+    assert rows[1]["against"]["em"] == -50.0
+    assert rows[1]["against"]["share_not_better"] == 1.0
+    assert comparison.markdown(rows).splitlines()[2:4] == [
         "| musique text | mujica | 50.0 (0.0-100.0) | 60.0 (10.0-100.0) | 1.50 | 41 | 0.2 |  |",
         "| musique text | rag | 50.0 (0.0-100.0) | 60.0 (10.0-100.0) | 1.50 | 41 | 0.2 | -50.0 "
         "(-100.0 to +0.0) |",
     ]
-    assert comparison.table(found).row_count == 3
+    assert comparison.table(rows).row_count == 3
 
 
 def predictions(*rows: tuple) -> bytes:
@@ -69,15 +77,16 @@ def test_two_policies_are_compared_question_by_question():
     """By id, worked out by hand: EM is one question of three better, whose resamples lie between
     none and all; every sampled EM is a quarter better."""
     earlier, later = map(comparison.scores_of_predictions, (FIRST, SECOND))
-    found = comparison.differences(earlier, later)
-    assert found == {
+    differences = comparison.differences(earlier, later)
+    assert differences == {
         "em": {"questions": 3, "difference": 33.33, "interval": [0.0, 100.0]},
         "f1": {"questions": 3, "difference": 0.0, "interval": [0.0, 0.0]},
         "em_sampled": {"questions": 3, "difference": 25.0, "interval": [25.0, 25.0]},
         "f1_sampled": {"questions": 2, "difference": 0.0, "interval": [0.0, 0.0]},
     }
-    shown = plain(comparison.difference_table(found))
-    assert "EM, sampled" in shown and "+25.0 (+25.0 to +25.0)" in shown
+    shown = plain(comparison.difference_table(differences))
+    assert "EM, sampled" in shown
+    assert "+25.0 (+25.0 to +25.0)" in shown
 
 
 def test_an_earlier_result_is_of_the_same_questions(tmp_path):
@@ -112,25 +121,27 @@ def test_samples_and_an_earlier_result_are_checked_first(tmp_path, flags, senten
 
 def test_a_picture_is_a_png():
     pytest.importorskip("matplotlib", reason="the extra `plots` is not installed")
-    assert comparison.draw(comparison.rows([one("mujica", 1), one("rag", 0)])).startswith(
+    assert comparison.draw(comparison.rows([scored("mujica", 1), scored("rag", 0)])).startswith(
         b"\x89PNG"
     )
 
 
 def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
     flags = ["tiny_world", "--checkpoint", str(tmp_path), "--task.environment", "text"]
-    given, config = evaluation.command_line(
+    options, config = evaluation.command_line(
         [*flags, "--agents", "direct", "single", "--tasks", "two_wiki_text_smollm2"]
     )
-    found = evaluation.all_configs(given, config)
-    assert [(one.task.kind, one.agent.kind) for one in found] == [
+    configs = evaluation.all_configs(options, config)
+    assert [(chosen.task.kind, chosen.agent.kind) for chosen in configs] == [
         (task, agent)
         for task in ("tiny_world", "two_wiki")
         for agent in ("mujica", "direct", "single")
     ]
-    assert isinstance(found[1].agent, DirectConfig)
-    assert found[1].agent.max_turn_tokens == config.agent.max_turn_tokens != CONFIG.max_turn_tokens
-    for words, said in (
+    assert isinstance(configs[1].agent, DirectConfig)
+    assert (
+        configs[1].agent.max_turn_tokens == config.agent.max_turn_tokens != CONFIG.max_turn_tokens
+    )
+    for words, message in (
         (
             ["--agents", "drect"],
             "--agent.kind is drect and there is none of this name: did you mean direct",
@@ -151,5 +162,5 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
         ),
         (["--plot", "True"], "--plot is True and there is nothing to compare"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             evaluation.all_configs(*evaluation.command_line([*flags, *words]))

@@ -91,7 +91,8 @@ def test_nan_stays_valid_json(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.write("warm-up", 1, {"loss": math.nan, "gradient_norm": math.inf})
     (line,) = lines_of(tmp_path)
-    assert (line["loss"], line["gradient_norm"]) == ("nan", "inf")
+    assert line["loss"] == "nan"
+    assert line["gradient_norm"] == "inf"
 
 
 def test_array_scalars_are_numbers(tmp_path):
@@ -104,30 +105,37 @@ def test_array_scalars_are_numbers(tmp_path):
 def scalars_of(directory) -> list[tuple[str, int, float]]:
     """Tag, step and value of everything in the directory's event files, read by the record format
     itself."""
-    found = []
+    scalars = []
     for path in directory.glob("events.*"):
-        content, at = path.read_bytes(), 0
+        content = path.read_bytes()
+        at = 0
         while at < len(content):
             (size,) = struct.unpack_from("<Q", content, at)
             # length, its checksum, data, its checksum
             event = Event.FromString(content[at + 12 : at + 12 + size])
-            found += [(value.tag, event.step, value.simple_value) for value in event.summary.value]
+            scalars += [
+                (value.tag, event.step, value.simple_value) for value in event.summary.value
+            ]
             at += 16 + size
-    return found
+    return scalars
 
 
 def test_without_tensorboard_there_is_no_such_file(tmp_path):
     with MetricsLog(tmp_path, config=MetricsConfig(tensorboard=False)) as log:
         log.write("warm-up", 1, {"loss": 0.125})
-    assert not list(tmp_path.glob("events.*")) and len(lines_of(tmp_path)) == 1
+    assert not list(tmp_path.glob("events.*"))
+    assert len(lines_of(tmp_path)) == 1
 
 
 def test_what_is_written_is_known(tmp_path):
     with MetricsLog(tmp_path) as log:
         log.write("warm-up", 3, {"loss": 1.0})
-        assert log.has("warm-up", 2) and log.has("warm-up", 3)
+        assert log.has("warm-up", 2)
+        assert log.has("warm-up", 3)
     with MetricsLog(tmp_path) as log:
-        assert log.has("warm-up", 3) and not log.has("warm-up", 4) and not log.has("round-1", 1)
+        assert log.has("warm-up", 3)
+        assert not log.has("warm-up", 4)
+        assert not log.has("round-1", 1)
 
 
 def test_a_tensorboard_file_appears_with_the_first_number(tmp_path):
@@ -161,7 +169,8 @@ def test_tensorboard_has_every_line_once_after_a_kill_and_a_resume(tmp_path):
 def wandb_pieces(content: bytes) -> Iterator[bytes]:
     """The records of a `.wandb` file: LevelDB's log format behind a header of 7 bytes, in blocks of
     32 KiB."""
-    at, record = 7, b""
+    at = 7
+    record = b""
     while at + 7 <= len(content):
         if 32768 - at % 32768 < 7:  # no header begins in the last bytes of a block
             at += 32768 - at % 32768
@@ -179,7 +188,7 @@ def wandb_records(directory: Path) -> list[tuple[str, dict]]:
     """(identifier of the run, what was logged with every line), read from all of its files."""
     from wandb.proto import wandb_internal_pb2
 
-    found = []
+    records = []
     for file in sorted(directory.glob("wandb/offline-run-*/run-*.wandb")):
         for piece in wandb_pieces(file.read_bytes()):
             record = wandb_internal_pb2.Record.FromString(piece)
@@ -188,8 +197,8 @@ def wandb_records(directory: Path) -> list[tuple[str, dict]]:
                     item.key or "/".join(item.nested_key): json.loads(item.value_json)
                     for item in record.history.item
                 }
-                found.append((file.stem.partition("-")[2], values))
-    return found
+                records.append((file.stem.partition("-")[2], values))
+    return records
 
 
 @pytest.mark.slow
@@ -200,16 +209,16 @@ def test_offline_every_line_arrives_once_and_a_restart_goes_on_as_the_same_run(t
             command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=ROOT
         )
         assert ended.returncode == 0, ended.stderr
-    found = wandb_records(tmp_path)
-    assert len({identifier for identifier, _ in found}) == 1
+    records = wandb_records(tmp_path)
+    assert len({identifier for identifier, _ in records}) == 1
     keys = ("warm-up/learn/step", "warm-up/learn/loss")
-    assert [tuple(values[key] for key in keys) for _, values in found] == [
+    assert [tuple(values[key] for key in keys) for _, values in records] == [
         (step, step / 4) for step in range(1, 6)
     ]
-    assert [values["_step"] for _, values in found] == list(range(5)), (
+    assert [values["_step"] for _, values in records] == list(range(5)), (
         "wandb drops what does not rise"
     )
-    assert all("warm-up/learn/note" not in values for _, values in found), (
+    assert all("warm-up/learn/note" not in values for _, values in records), (
         "texts are in metrics.jsonl alone"
     )
 

@@ -164,7 +164,9 @@ def test_a_figure_stays_until_a_newer_one_and_none_hides_it():
 
 
 def test_figures_of_the_moment_are_asked_for_when_they_are_shown_and_left_out_at_the_end():
-    clock, stream, asked = Clock(), io.StringIO(), []
+    clock = Clock()
+    stream = io.StringIO()
+    asked = []
 
     def live() -> dict:
         asked.append(clock.now)
@@ -178,7 +180,8 @@ def test_figures_of_the_moment_are_asked_for_when_they_are_shown_and_left_out_at
             stage.update(done, k=0.5)
     first, last = stream.getvalue().splitlines()
     assert first.endswith("K 0.5, running 3, cached 75%")
-    assert last.endswith("K 0.5") and asked == [105.0]
+    assert last.endswith("K 0.5")
+    assert asked == [105.0]
 
 
 def test_an_interrupted_stage_says_where_it_stopped():
@@ -217,10 +220,10 @@ def test_a_terminal_shows_both_open_stages_and_keeps_one_line_each(monkeypatch):
 @pytest.mark.parametrize("live", [False, True])
 def test_an_update_costs_microseconds(live):
     with Progress(Terminal(), live=live).stage("warm-up", total=20_000) as stage:
-        began = time.thread_time()
+        start_time = time.thread_time()
         for step in range(20_000):
             stage.update(step, loss=0.5, tokens_per_second=40_000.0)
-        seconds = (time.thread_time() - began) / 20_000
+        seconds = (time.thread_time() - start_time) / 20_000
     assert seconds < 50e-6  # a step of a millisecond would still lose less than a twentieth
 
 
@@ -231,9 +234,9 @@ def test_one_refresh_of_the_live_display_takes_less_than_its_share_of_a_second()
         console = report._console()
         costs = []
         for _ in range(20):
-            began = time.thread_time()
+            start_time = time.thread_time()
             console.render_lines(report._stages())
-            costs.append(time.thread_time() - began)
+            costs.append(time.thread_time() - start_time)
     assert min(costs) * 4 < 0.01, "four refreshes a second cost more than one percent"
 
 
@@ -385,12 +388,16 @@ def test_a_tree_becomes_ascii_where_the_stream_is():
 
 def test_what_an_agent_without_workers_found_is_shown_and_its_last_turn_where_there_is_no_answer():
     told = Turn(role="model", token_ids=(1,), text="It is \x1b[31mIlmen.", trained=True)
-    found = Search(iteration=0, query="Where?", materials=("a [bold]", "b"), found=True)
-    ended = trajectory(searches=(found,), answer="", stop_reason=StopReason.NO_ACTION)
+    search = Search(iteration=0, query="Where?", materials=("a [bold]", "b"), found=True)
+    ended = trajectory(searches=(search,), answer="", stop_reason=StopReason.NO_ACTION)
     silent = dataclasses.replace(ended, conversations=(), stop_reason=StopReason.RETRIEVER_FAILED)
-    said = dataclasses.replace(ended, conversations=(Conversation(role="planner", turns=(told,)),))
-    shown = plain(question_tree(QUESTION, said))
-    assert "found: a [bold]" in shown and "found: b" in shown and "worker" not in shown
+    trajectory_with_turn = dataclasses.replace(
+        ended, conversations=(Conversation(role="planner", turns=(told,)),)
+    )
+    shown = plain(question_tree(QUESTION, trajectory_with_turn))
+    assert "found: a [bold]" in shown
+    assert "found: b" in shown
+    assert "worker" not in shown
     assert "last turn: It is \\x1b[31mIlmen." in shown
     assert "no answer: retriever_failed" in plain(question_tree(QUESTION, silent))
 

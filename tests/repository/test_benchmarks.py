@@ -34,9 +34,10 @@ def test_the_training_step_is_measured(tmp_path):
     save_checkpoint(tiny_decoder(), tmp_path / "model")
     sizes = ["--rows", "2", "--row-tokens", "128", "--repeats", "1"]
     checkpoint = ["--checkpoint", str(tmp_path / "model")]
-    found = json.loads(printed("train_tokens.py", "step", *checkpoint, *sizes))
-    assert 0 < found["tokens"] <= 256
-    assert found["tokens_per_second"] > 0 and found["share_of_matmul"] < 1
+    measured = json.loads(printed("train_tokens.py", "step", *checkpoint, *sizes))
+    assert 0 < measured["tokens"] <= 256
+    assert measured["tokens_per_second"] > 0
+    assert measured["share_of_matmul"] < 1
     nowhere = str(tmp_path / "nowhere")
     refused = printed("train_tokens.py", "step", "--checkpoint", nowhere, status=2)
     assert "nowhere/config.json is missing" in refused
@@ -47,31 +48,36 @@ def test_tokens_a_second_of_training_are_measured_beside_a_peer(tmp_path):
     save_checkpoint(tiny_decoder(), tmp_path / "model")
     sizes = ["--seconds", "1", "--rows", "1", "--conversations", "12"]
     peers = ["peers", "--checkpoint", str(tmp_path / "model")]
-    found = json.loads(printed("train_tokens.py", *peers, *sizes))
-    assert found["ours_steps"] > 0 and found["transformers_steps"] > 0
-    assert found["by_transformers"] == pytest.approx(
-        found["ours_tokens_per_second"] / found["transformers_tokens_per_second"], abs=0.02
+    measured = json.loads(printed("train_tokens.py", *peers, *sizes))
+    assert measured["ours_steps"] > 0
+    assert measured["transformers_steps"] > 0
+    assert measured["by_transformers"] == pytest.approx(
+        measured["ours_tokens_per_second"] / measured["transformers_tokens_per_second"], abs=0.02
     )
-    assert found["packing"] > 0.5
+    assert measured["packing"] > 0.5
     nowhere = str(tmp_path / "nowhere")
     refused = printed("train_tokens.py", "peers", "--checkpoint", nowhere, status=2)
     assert "nowhere/config.json is missing" in refused
     without_tunix = ["--tunix-python", sys.executable, "--without", "transformers"]
     failed = printed("train_tokens.py", *peers, *sizes, *without_tunix, status=1)
-    assert "tunix_training.py ended with status 1" in failed and "No module named" in failed
+    assert "tunix_training.py ended with status 1" in failed
+    assert "No module named" in failed
 
 
 def test_the_conversations_to_train_on_are_those_that_are_promised():
     program = runpy.run_path(str(ROOT / "benchmarks" / "train_tokens.py"))
-    made, again = (program["workload"](1000, seed=0) for _ in range(2))
-    assert all(np.array_equal(made[name], again[name]) for name in made)
-    lengths = made["lengths"]
-    assert lengths.size == 2000 and 320 < np.median(lengths) < 380 and 1500 < lengths.max() <= 2048
-    assert made["tokens"].size == made["trained"].size == lengths.sum()
-    found = program["conversations"](made)
-    assert [len(one.token_ids) for one in found] == lengths.tolist()
-    assert np.array_equal(np.concatenate([one.loss_mask for one in found]), made["trained"])
-    assert 0.32 < made["trained"].mean() < 0.36
+    workload, repeated = (program["workload"](1000, seed=0) for _ in range(2))
+    assert all(np.array_equal(workload[name], repeated[name]) for name in workload)
+    lengths = workload["lengths"]
+    assert lengths.size == 2000
+    assert 320 < np.median(lengths) < 380
+    assert 1500 < lengths.max() <= 2048
+    assert workload["tokens"].size == workload["trained"].size == lengths.sum()
+    conversations = program["conversations"](workload)
+    assert [len(conversation.token_ids) for conversation in conversations] == lengths.tolist()
+    loss_masks = [conversation.loss_mask for conversation in conversations]
+    assert np.array_equal(np.concatenate(loss_masks), workload["trained"])
+    assert 0.32 < workload["trained"].mean() < 0.36
 
 
 @pytest.mark.slow
@@ -89,15 +95,17 @@ def test_under_overload_every_request_is_answered_or_refused_and_memory_is_bound
         "--new-tokens",
         "6",
     ]
-    found = json.loads(printed("serving_overload.py", str(tmp_path / "model"), *sizes))
-    assert found["requests"] == 4 * (3 + 5) * 3
-    assert found["answered"] + found["refused"] == found["requests"] and found["faults"] == []
-    assert found["answered"] >= 3 + 5 and found["refused"] > 0
-    assert 0 < found["max_running_and_waiting"] <= found["room"] == 8
-    middle, slowest = found["answer_seconds_p50_p99"]
+    measured = json.loads(printed("serving_overload.py", str(tmp_path / "model"), *sizes))
+    assert measured["requests"] == 4 * (3 + 5) * 3
+    assert measured["answered"] + measured["refused"] == measured["requests"]
+    assert measured["faults"] == []
+    assert measured["answered"] >= 3 + 5
+    assert measured["refused"] > 0
+    assert 0 < measured["max_running_and_waiting"] <= measured["room"] == 8
+    middle, slowest = measured["answer_seconds_p50_p99"]
     assert 0 < middle <= slowest < 60
-    assert found["first_token_seconds_p50_p99"][1] <= slowest
-    assert found["memory_growth_mebibytes"] < 100
+    assert measured["first_token_seconds_p50_p99"][1] <= slowest
+    assert measured["memory_growth_mebibytes"] < 100
 
 
 @pytest.mark.slow
@@ -107,40 +115,45 @@ def test_rollouts_are_measured_and_their_work_is_counted_by_the_formula(tmp_path
     wide = dataclasses.replace(MODEL, vocab_size=400, max_position_embeddings=1024)
     save_checkpoint(tiny_decoder(wide), tmp_path / "model")
     sizes = ["--sessions", "3", "--turns", "2", "--slots", "2", "--runs", "1"]
-    found, again = (
+    work, repeated = (
         json.loads(printed("rollout.py", "--checkpoint", str(tmp_path / "model"), *sizes))
         for _ in range(2)
     )
-    assert again["recompiles"] == [0, 0], (
+    assert repeated["recompiles"] == [0, 0], (
         "what the first program compiled, the second one finds on disk"
     )
     program = runpy.run_path(str(ROOT / "benchmarks" / "rollout.py"))
     sessions = program["workload"](400, sessions=3, turns=2, seed=0)
-    assert found["generated_tokens"] == sum(
-        turn.generated_tokens for one in sessions for turn in one.turns
+    assert work["generated_tokens"] == sum(
+        turn.generated_tokens for session in sessions for turn in session.turns
     )
-    assert found["saved_tokens"] >= 3 * 384, "the second turn of each begins as the first did"
-    assert found["recompiles"][0] > 0 == found["recompiles"][1]
+    assert work["saved_tokens"] >= 3 * 384, "the second turn of each begins as the first did"
+    assert work["recompiles"][0] > 0 == work["recompiles"][1]
     refused = printed("rollout.py", "--checkpoint", str(tmp_path / "nowhere"), status=2)
     assert "nowhere/config.json is missing" in refused
     # One session, one turn of 1 token after 24 questions: a layer has 4 x 256 + 3 x 384 weights,
     # the head 400 x 16.
     turn = program["Turn"](1, [])
     operations, read = program["work"](wide, [program["Session"]([], [turn])])
-    in_layers, tokens, pairs = 4 * 256 + 3 * 384, 384 + 25, 384**2 / 2 + sum(range(384, 409))
+    in_layers = 4 * 256 + 3 * 384
+    tokens = 384 + 25
+    pairs = 384**2 / 2 + sum(range(384, 409))
     assert operations == 2 * in_layers * tokens + 2 * 400 * 16 + 4 * 2 * 8 * pairs
     assert read == 8 * 2 * 8 * 24
 
 
 def test_the_run_directory_is_measured_on_disk_and_in_a_bucket():
     sizes = ["--shards", "3", "--rows", "4", "--turn-tokens", "20", "--policy-bytes", "10000"]
-    found = json.loads(printed("store.py", *sizes))
-    assert (found["shards"], found["rows_per_shard"], found["policy_bytes"]) == (3, 4, 10_000)
+    measured = json.loads(printed("store.py", *sizes))
+    assert measured["shards"] == 3
+    assert measured["rows_per_shard"] == 4
+    assert measured["policy_bytes"] == 10_000
     for place in ("disk", "bucket"):
-        rates = found[place]
-        assert len(rates) == 6 and min(rates.values()) > 0
+        rates = measured[place]
+        assert len(rates) == 6
+        assert min(rates.values()) > 0
         for kind in ("read", "write"):
-            megabytes = rates[f"{kind}_shards_per_second"] * found["bytes_per_shard"] / 1e6
+            megabytes = rates[f"{kind}_shards_per_second"] * measured["bytes_per_shard"] / 1e6
             assert rates[f"{kind}_megabytes_per_second"] == pytest.approx(
                 megabytes, rel=0.05, abs=0.02
             )
@@ -164,17 +177,20 @@ def test_sampling_by_many_workers_is_simulated_over_a_measured_store(tmp_path):
         "10",
         "400",
     ]
-    one, ten, many = map(
+    one_worker, ten_workers, many_workers = map(
         json.loads, printed("samplers.py", "--latency", "0", *words).splitlines()[1:]
     )
-    assert 0.9 < one["share_of_linear"] < 1.1 and 0.85 < ten["share_of_linear"] < 1.1
-    assert many["idle_share"] > 0.5, "two workers a unit"
+    assert 0.9 < one_worker["share_of_linear"] < 1.1
+    assert 0.85 < ten_workers["share_of_linear"] < 1.1
+    assert many_workers["idle_share"] > 0.5, "two workers a unit"
     store = json.loads(
         printed(
             "samplers.py", "--store", str(tmp_path), "--workers", "1", "--units", "2"
         ).splitlines()[0]
     )
-    assert 0 < store["read"] < 1 and 0 < store["create"] < 1 and not list(tmp_path.glob("*/*"))
+    assert 0 < store["read"] < 1
+    assert 0 < store["create"] < 1
+    assert not list(tmp_path.glob("*/*"))
 
 
 def test_graphs_are_measured_beside_the_graph_in_memory(tmp_path):
@@ -183,10 +199,14 @@ def test_graphs_are_measured_beside_the_graph_in_memory(tmp_path):
         "subject\trelation\tobject\tsubject_qid\tobject_qid\n" + "\n".join(rows)
     )
     sizes = ["--entities", "500", "--facts", "3", "--searches", "50"]
-    found = json.loads(printed("graph.py", "--table", str(tmp_path / "t.tsv"), *sizes))
-    assert (found["table"]["triples"], found["dump"]["triples"]) == (300, 2000)
-    assert found["table"]["searches_per_second"] < found["table"]["memory_searches_per_second"]
-    assert found["dump"]["build_peak_mib"] > 20 and found["dump"]["index_bytes"] > 100_000
+    measured = json.loads(printed("graph.py", "--table", str(tmp_path / "t.tsv"), *sizes))
+    assert measured["table"]["triples"] == 300
+    assert measured["dump"]["triples"] == 2000
+    assert (
+        measured["table"]["searches_per_second"] < measured["table"]["memory_searches_per_second"]
+    )
+    assert measured["dump"]["build_peak_mib"] > 20
+    assert measured["dump"]["index_bytes"] > 100_000
 
 
 @pytest.mark.slow
@@ -203,17 +223,19 @@ def test_searching_is_measured_and_indexes_are_found_again(tmp_path):
         "scann",
         "exact",
     ]
-    first, second = (
-        [json.loads(line) for line in printed("retrieval.py", *words).splitlines()]
-        for _ in range(2)
-    )
-    by_the_rule, exact = first[0], first[-1]
-    assert (by_the_rule["engine"], by_the_rule["setting"], exact["engine"]) == (
-        "scann",
-        None,
-        "exact",
-    )
-    assert by_the_rule["recall@10"] > 0.95 and exact["recall@10"] > 0.999
+
+    def rows_printed() -> list[dict]:
+        return [json.loads(line) for line in printed("retrieval.py", *words).splitlines()]
+
+    first = rows_printed()
+    second = rows_printed()
+    by_the_rule = first[0]
+    exact = first[-1]
+    assert by_the_rule["engine"] == "scann"
+    assert by_the_rule["setting"] is None
+    assert exact["engine"] == "exact"
+    assert by_the_rule["recall@10"] > 0.95
+    assert exact["recall@10"] > 0.999
     assert all(row["queries_per_second"] > 0 < row["one_by_one_per_second"] for row in first)
     assert [row["build_seconds"] for row in second] == [row["build_seconds"] for row in first], (
         "none is built again"
@@ -227,8 +249,10 @@ def test_searching_is_measured_and_indexes_are_found_again(tmp_path):
 def test_exact_search_is_measured_beside_the_speed_of_memory():
     words = ["exact", "--rows", "5000", "--dimension", "16", "--queries", "8", "--k", "3"]
     row = json.loads(printed("retrieval.py", *words))
-    assert (row["rows"], row["dimension"]) == (5000, 16)
-    assert row["queries_per_second"] > 0 and row["memory_gigabytes_per_second"] > 0
+    assert row["rows"] == 5000
+    assert row["dimension"] == 16
+    assert row["queries_per_second"] > 0
+    assert row["memory_gigabytes_per_second"] > 0
 
 
 def test_gold_titles_are_counted_by_hand(monkeypatch):
@@ -269,7 +293,9 @@ def test_embedding_is_measured(tmp_path):
     (row,) = map(
         json.loads, printed("retrieval.py", "encode", "--corpus", str(corpus), *words).splitlines()
     )
-    assert row["encoder"] == "ours" and row["passages"] == 64 and row["passages_per_second"] > 0
+    assert row["encoder"] == "ours"
+    assert row["passages"] == 64
+    assert row["passages_per_second"] > 0
 
 
 def test_every_run_behind_the_claims_has_a_command_that_is_taken(monkeypatch):
@@ -287,11 +313,11 @@ def test_every_run_behind_the_claims_has_a_command_that_is_taken(monkeypatch):
         )
         check(named[name])
         check_demonstrations(named[name])
-        assert named[name].seed == 1 and bool(named[name].init) == (
-            experiment.text or bool(experiment.start)
-        )
+        assert named[name].seed == 1
+        assert bool(named[name].init) == (experiment.text or bool(experiment.start))
     method = named["dapo"].method
-    assert isinstance(method, DapoConfig) and method.dynamic_sampling
+    assert isinstance(method, DapoConfig)
+    assert method.dynamic_sampling
     assert set(claims["SECTIONS"]) == set(claims["Runs"](Path("nowhere"), [1]).tables())
 
 
@@ -310,12 +336,11 @@ def test_a_table_without_runs_stays_as_it_is_on_the_page(tmp_path):
         runs.curves[name] = {0: points}
         runs.revisions[name] = {"abcdef0"}
     claims["write"](runs, page, "a machine")
-    before, after = (
-        (ROOT / "docs" / "claims.md").read_text().split("\n\n"),
-        page.read_text().split("\n\n"),
-    )
+    before = (ROOT / "docs" / "claims.md").read_text().split("\n\n")
+    after = page.read_text().split("\n\n")
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
-    table, commands = changed[-2], changed[-1]
+    table = changed[-2]
+    commands = changed[-1]
     assert [new.split()[0] for _, new in changed[-2:]] == ["|", "|"], (
         "EviPath's table and the commands"
     )
@@ -350,5 +375,8 @@ def test_two_models_are_evaluated_by_one_command_and_cost_what_both_took(tmp_pat
     planner = claims["Point"]("evipath", {}, 500, 400, 1000, 2.0, 3.0)
     executor = claims["Point"]("evipath", {}, 500, 400, 1000, 1.5, 2.5)
     both = claims["_of_roles"](file, [planner, executor])
-    assert (both.trajectories, both.learnt, both.minutes, both.wall_minutes) == (500, 400, 3.5, 5.5)
+    assert both.trajectories == 500
+    assert both.learnt == 400
+    assert both.minutes == 3.5
+    assert both.wall_minutes == 5.5
     assert both.scores == {"em": 50.0, "searches": 2.0, "em_sampled": 40.0, "f1_sampled": 60.0}

@@ -27,7 +27,7 @@ from tests.models.test_tpu_compile import memory_bytes
 OF_CHIPS = [name for name in CONFIGS if topology_of(name)]
 TRAINED = [name for name in OF_CHIPS if CONFIGS[name].trainer.fsdp > 1]
 EVALUATED = [name for name in OF_CHIPS if name not in TRAINED]
-OF_ROWS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b")  # what these are evaluated with
+CONFIGS_OF_ROWS = ("qwen3-4b", "qwen3-8b", "qwen2.5-7b")  # what these are evaluated with
 EMBEDDERS = {"BAAI/bge-large-en-v1.5": 335_141_888, "intfloat/e5-base-v2": 109_482_240}  # numbers
 BFLOAT16_BYTES = 2
 DENSE_ROWS = [
@@ -64,27 +64,33 @@ def test_the_commands_of_its_docstring_are_taken(name, monkeypatch):
     scored = [
         evaluation.command_line(words[3:]) for words in commands if words[2] == "mujica_jax.eval"
     ]
-    found = [
+    configs = [
         *trained,
-        *(config for given, config in scored for config in evaluation.all_configs(given, config)),
+        *(
+            config
+            for options, config in scored
+            for config in evaluation.all_configs(options, config)
+        ),
     ]
-    assert name in {config.name for config in found}, "its own command is one of them"
+    assert name in {config.name for config in configs}, "its own command is one of them"
 
 
 @pytest.mark.parametrize("name", OF_CHIPS)
 def test_its_model_has_the_published_sizes_of_the_one_it_is_said_to_be(name):
     """Which have the published number of parameters (`test_families.py`)."""
     checkpoint = checkpoint_of(CONFIGS[name])
-    assert checkpoint is not None and checkpoint in docstring(name).partition("\n\n")[0].lower()
+    assert checkpoint is not None
+    assert checkpoint in docstring(name).partition("\n\n")[0].lower()
 
 
 def test_programs_are_compiled_for_every_configuration_that_trains_on_several_chips():
     several = [
         name
-        for name, one in CONFIGS.items()
-        if one.trainer.data * one.trainer.fsdp * one.trainer.tensor > 1
+        for name, config in CONFIGS.items()
+        if config.trainer.data * config.trainer.fsdp * config.trainer.tensor > 1
     ]
-    assert several == TRAINED and set(COMPILED) <= set(several)
+    assert several == TRAINED
+    assert set(COMPILED) <= set(several)
     assert {programs_of(name) for name in several} == {programs_of(name) for name in COMPILED}
     assert len({programs_of(name) for name in COMPILED}) == len(COMPILED), "and none of them twice"
     assert {
@@ -97,26 +103,28 @@ def test_a_row_out_of_domain_is_scored_with_the_policy_of_another_run(tmp_path):
     trained = dataclasses.replace(trained, agent=dataclasses.replace(trained.agent, prompt="brief"))
     store = open_run(tmp_path / "run", dataclasses.asdict(trained))
     store.commit_policy(20, lambda folder: (folder / "weights").write_text("some"))
-    given, config = evaluation.command_line(["musique_v5e", "--checkpoint", str(tmp_path / "run")])
-    found = evaluation.find_checkpoint(given)
-    assert (found.version, found.out, config.task.kind) == (
-        20,
-        tmp_path / "run" / "eval",
-        "musique",
+    options, config = evaluation.command_line(
+        ["musique_v5e", "--checkpoint", str(tmp_path / "run")]
     )
+    checkpoint = evaluation.find_checkpoint(options)
+    assert checkpoint.version == 20
+    assert checkpoint.out == tmp_path / "run" / "eval"
+    assert config.task.kind == "musique"
     assert config.agent == trained.agent, "it plays the agent that it was trained as"
-    assert found.trained_otherwise(trained.agent) == []
+    assert checkpoint.trained_otherwise(trained.agent) == []
     named = CONFIGS["musique_v5e"].agent
-    assert found.trained_otherwise(named) == ["agent.prompt was 'brief' and is now 'zero_shot'"]
+    assert checkpoint.trained_otherwise(named) == [
+        "agent.prompt was 'brief' and is now 'zero_shot'"
+    ]
     single = CONFIGS["nq_qwen3_4b_v5e"].agent
-    assert found.trained_otherwise(single) == ["agent.kind was 'mujica' and is now 'single'"]
+    assert checkpoint.trained_otherwise(single) == ["agent.kind was 'mujica' and is now 'single'"]
 
 
 @pytest.fixture(scope="module")
 def planned() -> dict[str, dict[str, dict[str, int]]]:
     """By configuration and checkpoint: phases, their parts, bytes on each chip."""
     words = [f"{name}={checkpoint_of(CONFIGS[name])}" for name in TRAINED]
-    words += [f"{name}={model}" for name in EVALUATED for model in OF_ROWS]
+    words += [f"{name}={model}" for name in EVALUATED for model in CONFIGS_OF_ROWS]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "tests.helpers.memory_of_configurations", *words]
     return json.loads(
@@ -139,15 +147,15 @@ def test_every_phase_of_training_fits_its_chips(name, planned):
 
 @pytest.mark.parametrize("name", EVALUATED)
 def test_an_evaluation_fits_its_chips_with_each_model_of_its_rows(name, planned):
-    for model in OF_ROWS:
+    for model in CONFIGS_OF_ROWS:
         parts = planned[f"{name}={model}"]["sampling"]
-        held = (
+        held_bytes = (
             parts[memory.ENGINE]
             + parts[memory.CACHE]
             + memory.ENGINE_TEMPORARIES
             + searched_bytes(name)
         )
-        assert held < memory_bytes(topology_of(name)), model
+        assert held_bytes < memory_bytes(topology_of(name)), model
 
 
 def test_the_table_of_rows_has_every_file_and_the_numbers_of_its_docstring():
@@ -204,10 +212,10 @@ def test_every_dense_text_configuration_of_a_paper_s_row_builds_scann(name):
     commands = commands_of(name)
     (build,) = [words for words in commands if words[2] == "mujica_jax.index"]
     own = [words for words in commands if f"configs/{name}.py" in words]
-    given = index._parser().parse_args(build[3:])
-    assert given.kind == "scann"
-    assert (given.embedder or DEFAULT_EMBEDDER) == task.embedder
-    assert {words[words.index("--task.index") + 1] for words in own} == {given.out}
+    options = index._parser().parse_args(build[3:])
+    assert options.kind == "scann"
+    assert (options.embedder or DEFAULT_EMBEDDER) == task.embedder
+    assert {words[words.index("--task.index") + 1] for words in own} == {options.out}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +225,8 @@ def test_what_launch_shows_builds_scann(page):
     """2Wiki's corpus has 6,119 passages, so that `--kind auto` would make an exact index of it."""
     text = " ".join((ROOT / page).read_text().replace("\n#", " ").split())
     shown = re.findall(r"index\.sh two_wiki ([^`#]*?--corpus[^`#,]*)", text)
-    assert shown and all("--kind scann" in flags for flags in shown)
+    assert shown
+    assert all("--kind scann" in flags for flags in shown)
 
 
 @pytest.mark.parametrize(
@@ -227,24 +236,33 @@ def test_paper_sized_runs_of_mygo_follow_the_paper(name):
     """Appendix D of its first version: no replay, the warm-up as MyGO, a plain cosine, and what is
     ours is said."""
     config = CONFIGS[name]
-    method, warmup = config.method, config.warmup
+    method = config.method
+    warmup = config.warmup
     assert isinstance(method, MygoConfig)
-    assert (method.replay, method.max_attempts, method.keep_per_question) == (0.0, 16, 3)
+    assert method.replay == 0.0
+    assert method.max_attempts == 16
+    assert method.keep_per_question == 3
     assert method.rounds * config.sampling.questions_per_round == 20_000
-    assert (warmup.source, warmup.few_shot_trajectories) == ("few_shot", 300)
-    assert (warmup.epochs, warmup.rise_steps) == (method.epochs, 0)
-    assert (warmup.learning_rate, warmup.end_learning_rate) == (1e-5, 1e-6)
-    assert (method.learning_rate, method.end_learning_rate) == (5e-7, 1e-8)
+    assert warmup.source == "few_shot"
+    assert warmup.few_shot_trajectories == 300
+    assert warmup.epochs == method.epochs
+    assert warmup.rise_steps == 0
+    assert warmup.learning_rate == 1e-5
+    assert warmup.end_learning_rate == 1e-6
+    assert method.learning_rate == 5e-7
+    assert method.end_learning_rate == 1e-8
     assert "ours" in docstring(name).lower()
 
 
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name.startswith("two_wiki_kg")])
 def test_configurations_of_the_knowledge_graph_say_which_graph_they_search(name):
     text = " ".join(docstring(name).split())
-    assert "gold evidences of" in text and re.search("paper('s, which)? searched Wikidata", text)
+    assert "gold evidences of" in text
+    assert re.search("paper('s, which)? searched Wikidata", text)
 
 
 def test_the_row_of_grpo_has_the_paper_s_kl_term():
     method = CONFIGS["two_wiki_kg_grpo_v5e"].method
-    assert isinstance(method, GrpoConfig) and method.kl_coefficient == 0.04
+    assert isinstance(method, GrpoConfig)
+    assert method.kl_coefficient == 0.04
     assert "equation 4" in docstring("two_wiki_kg_grpo_v5e")

@@ -70,8 +70,8 @@ def test_the_examples_run_and_touch_one_union_line_each(tmp_path):
     assert evaluated.returncode == 0 and "facts (graph, retry), test" in evaluated.stdout, (
         evaluated.stderr
     )
-    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    resumed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     table = run.stdout[run.stdout.index("phase ") :]
-    assert again.stdout.endswith(table), (
-        f"{again.stdout}\n{again.stderr}\nis not resumed to\n{table}"
+    assert resumed.stdout.endswith(table), (
+        f"{resumed.stdout}\n{resumed.stderr}\nis not resumed to\n{table}"
     )

@@ -168,11 +168,8 @@ def packages_loaded_by(module: str) -> frozenset[str]:
 
 def rooms_imported_by(path: Path) -> set[str]:
     names = imports(ast.walk(ast.parse(path.read_text())), path)
-    return {
-        parts[1]
-        for name in names
-        if (parts := name.split("."))[0] == "mujica_jax" and len(parts) > 1
-    }
+    parts_of_names = [name.split(".") for name in names]
+    return {parts[1] for parts in parts_of_names if parts[0] == "mujica_jax" and len(parts) > 1}
 
 
 def test_every_module_stands_on_a_floor():
@@ -255,18 +252,18 @@ def test_the_rules_see_what_they_forbid():
         "    import seqio.z\n"
     )
     late = "def f():\n    import tensorflow\nif TYPE_CHECKING:\n    import jetstream\n"
-    found = set(
+    imported = set(
         imports(run_at_import(ast.parse(source + late).body), PACKAGE / "tasks" / "task.py")
     )
-    assert found == {"os", "torch", "scann.y", "seqio.z"}
+    assert imported == {"os", "torch", "scann.y", "seqio.z"}
     methods = "class C:\n    async def g(self):\n        with x:\n            from orbax import y\n"
     late_names = imported_late(source + late + methods, PACKAGE / "tasks" / "task.py")
     assert late_names == {"tensorflow", "orbax.y"}
     relative = ast.parse(
         "from ..train import main\nfrom . import sibling\nfrom mujica_jax import eval"
     )
-    found = set(imports(ast.walk(relative), PACKAGE / "tasks" / "task.py"))
-    assert found == {"mujica_jax.train.main", "mujica_jax.tasks.sibling", "mujica_jax.eval"}
+    imported = set(imports(ast.walk(relative), PACKAGE / "tasks" / "task.py"))
+    assert imported == {"mujica_jax.train.main", "mujica_jax.tasks.sibling", "mujica_jax.eval"}
     assert modules_among({"os.path", "mujica_jax.errors.UserError", "mujica_jax.tasks.task"}) == {
         "mujica_jax.errors",
         "mujica_jax.tasks.task",
@@ -295,7 +292,8 @@ def test_no_large_file_is_tracked():
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_config_loads(path):
     spec = importlib.util.spec_from_file_location(f"config_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert isinstance(module.get_config(), Config)

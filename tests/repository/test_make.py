@@ -15,7 +15,8 @@ from tests.helpers.paths import ROOT
 def test_training_installs_no_test_tools(target, developer, tmp_path):
     command = ["make", "--dry-run", target, f"VENV={tmp_path}"]
     shown = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert "--editable '.[cpu]'\n" in shown and (".[dev]" in shown) is developer
+    assert "--editable '.[cpu]'\n" in shown
+    assert (".[dev]" in shown) is developer
 
 
 def test_what_fails_once_is_listed_and_what_fails_twice_fails(tmp_path):

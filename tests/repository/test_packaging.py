@@ -46,31 +46,30 @@ def test_requirements_txt_lists_the_core_and_the_kernels_of_a_cpu():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = project["dependencies"] + project["optional-dependencies"]["cpu"]
     lines = (ROOT / "requirements.txt").read_text().splitlines()
-    listed = [text for line in lines if (text := line.partition("#")[0].strip())]
-    assert sorted(map(str, map(Requirement, listed))) == sorted(
-        map(str, map(Requirement, declared))
-    )
+    without_comments = [line.partition("#")[0].strip() for line in lines]
+    listed = [str(Requirement(text)) for text in without_comments if text]
+    assert sorted(listed) == sorted(str(Requirement(text)) for text in declared)
     assert "numba" not in {Requirement(line).name for line in project["dependencies"]}
 
 
 def installed_with(requirements: list[str]) -> set[str]:
     """Names of the distributions that these bring, with all that those require."""
-    found: set[str] = set()
+    packages: set[str] = set()
     waiting = [Requirement(line) for line in requirements]
     while waiting:
         wanted = waiting.pop()
         name = re.sub(r"[-_.]+", "-", wanted.name).lower()
-        if name in found or (
+        if name in packages or (
             wanted.marker
             and not any(wanted.marker.evaluate({"extra": e}) for e in ("", *wanted.extras))
         ):
             continue
-        found.add(name)
+        packages.add(name)
         try:
             waiting += [Requirement(line) for line in importlib.metadata.requires(name) or ()]
         except importlib.metadata.PackageNotFoundError:  # not for this system
             continue
-    return found
+    return packages
 
 
 def test_a_run_imports_nothing_that_only_developers_install():
@@ -97,7 +96,10 @@ def test_a_run_imports_nothing_that_only_developers_install():
             {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"mujica_jax"}
         ):
             if (
-                not {re.sub(r"[-_.]+", "-", one).lower() for one in distributions.get(name, ())}
+                not {
+                    re.sub(r"[-_.]+", "-", distribution).lower()
+                    for distribution in distributions.get(name, ())
+                }
                 & brought
             ):
                 missing[name] = str(path.relative_to(ROOT))

@@ -22,21 +22,26 @@ from tests.helpers.shared_data import TWO_WIKI
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # of every language, or pairs go wrong
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-BLOCKS = {
-    path.name: [
-        text for language, text in FENCED.findall(path.read_text()) if language in ("", "bash")
+
+
+def shell_blocks(path: Path) -> list[str]:
+    """Return the blocks of commands in a document, a continued line as one."""
+    return [
+        text.replace("\\\n", " ")
+        for language, text in FENCED.findall(path.read_text())
+        if language in ("", "bash")
     ]
-    for path in DOCUMENTS
-}
-# a line that goes on is one
-WHOLE = [block.replace("\\\n", " ") for blocks in BLOCKS.values() for block in blocks]
-LINES = [line.split("  #")[0].strip() for block in WHOLE for line in block.splitlines()]
+
+
+BLOCKS = [block for path in DOCUMENTS for block in shell_blocks(path)]
+LINES = [line.split("  #")[0].strip() for block in BLOCKS for line in block.splitlines()]
 MAKE = sorted({line for line in LINES if line.startswith("make ")})
 TRAIN = sorted({line for line in LINES if line.startswith("python -m mujica_jax.train")})
 
 
 def test_the_readme_prints_both_commands():
-    assert {"make train", "make test"} <= set(MAKE) and TRAIN
+    assert {"make train", "make test"} <= set(MAKE)
+    assert TRAIN
 
 
 @pytest.mark.parametrize("line", MAKE)
@@ -55,30 +60,26 @@ def arguments(line: str) -> list[str]:
     ]
 
 
-def given(flag: str, config: Config) -> object:
-    """What a configuration holds under a flag of the command line."""
+def value_of(flag: str, config: Config) -> object:
+    """Return what a configuration holds under a flag of the command line."""
     names = flag.removeprefix("--").replace("-", "_").split(".")
     return functools.reduce(getattr, names, config)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        *TRAIN,
-        *(
-            f"python -m mujica_jax.train {match[1]}"
-            for line in MAKE
-            if (match := re.search(r'train ARGS="(.*)"', line))
-        ),
-    ],
-)
+def training_by_make() -> list[str]:
+    """Return the commands that the documented `make train ARGS="..."` start."""
+    matches = [re.search(r'train ARGS="(.*)"', line) for line in MAKE]
+    return [f"python -m mujica_jax.train {match[1]}" for match in matches if match]
+
+
+@pytest.mark.parametrize("line", [*TRAIN, *training_by_make()])
 def test_the_arguments_are_taken(line, monkeypatch):
     monkeypatch.chdir(ROOT)
     words = arguments(line)
     config = command_line(words, default=DEFAULT_CONFIG)
     check(config)
     flags = {word: value for word, value in itertools.pairwise(words) if word.startswith("--")}
-    taken = {flag: given(flag, config) for flag in flags}
+    taken = {flag: value_of(flag, config) for flag in flags}
     assert {flag: str(value) for flag, value in taken.items()} == {
         flag: str(float(flags[flag])) if isinstance(value, float) else flags[flag]
         for flag, value in taken.items()

@@ -38,26 +38,26 @@ def test_the_disk_is_as_full_as_estimated(folder, capsys, kind, extra):
             "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
         )
     assert index.main(["estimate", *words(folder, kind), *extra]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["passages"] == PASSAGES
+    estimate = json.loads(capsys.readouterr().out)
+    assert estimate["passages"] == PASSAGES
     out = folder / f"{kind}{''.join(extra)}"
     assert index.main(["build", *words(folder, kind), *extra, "--out", str(out)]) == 0
     files = json.loads((out / "manifest.json").read_text())["files"]
 
-    def of(*beginnings: str) -> int:
+    def bytes_of(*beginnings: str) -> int:
         return sum(file["bytes"] for file in files if file["name"].startswith(beginnings))
 
     built = {
-        "passages": of("passages."),
-        "words": of("bm25/"),
-        "embeddings": of("embeddings."),
-        "scann": of("scann/"),
+        "passages": bytes_of("passages."),
+        "words": bytes_of("bm25/"),
+        "embeddings": bytes_of("embeddings."),
+        "scann": bytes_of("scann/"),
     }
-    assert found["disk_bytes"] == pytest.approx(
+    assert estimate["disk_bytes"] == pytest.approx(
         {name: size for name, size in built.items() if size}, rel=0.1, abs=SMALL_BYTES
     )
     assert (
-        found["searching_bytes"]
+        estimate["searching_bytes"]
         <= 1.1 * max(built["words"], built["embeddings"], built["scann"]) + SMALL_BYTES
     )
 
@@ -146,5 +146,6 @@ def test_an_estimate_counts_what_a_build_would_leave_out(folder, capsys, tmp_pat
     assert index.main(["estimate", "--kind", "bm25", "--corpus", str(corpus)]) == 2
     assert "corpus.jsonl, line 2: the passage's text is None" in capsys.readouterr().err
     assert index.main(["estimate", "--kind", "bm25", "--corpus", str(corpus), "--skip"]) == 0
-    said = json.loads(capsys.readouterr().out)
-    assert (said["passages"], said["skipped"]) == (2, 1)
+    estimate = json.loads(capsys.readouterr().out)
+    assert estimate["passages"] == 2
+    assert estimate["skipped"] == 1

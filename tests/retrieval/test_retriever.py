@@ -25,7 +25,8 @@ class RecordingIndex:
     """Finds the passages from the query's length on; remembers what was searched together."""
 
     def __init__(self) -> None:
-        self.passages, self.version = PASSAGES, "version1"
+        self.passages = PASSAGES
+        self.version = "version1"
         self.batches: list[list[str]] = []
         self.hold = threading.Event()
         self.hold.set()
@@ -47,7 +48,10 @@ class RecordingIndex:
 
     def search_encoded(self, queries, k):
         self.answered.set()
-        return [[(len(query) + n, 1.0 / (1 + n)) for n in range(k)] for query in queries]
+        return [self._hits(query, k) for query in queries]
+
+    def _hits(self, query, k):
+        return [(len(query) + n, 1.0 / (1 + n)) for n in range(k)]
 
     def search(self, queries, k):
         return self.search_encoded(self.encode(queries), k)
@@ -67,25 +71,18 @@ async def together(retriever, *queries, k=2):
 @pytest.mark.parametrize("inline", [True, False])
 def test_queries_that_arrive_together_are_searched_together_and_each_gets_its_own(index, inline):
     retriever = IndexRetriever(index, inline=inline)
-    found = asyncio.run(together(retriever, "a", "bbb", "cc", "a"))
-    assert [[passage.id for passage in of] for of in found] == [
-        ["1", "2"],
-        ["3", "4"],
-        ["2", "3"],
-        ["1", "2"],
-    ]
+    answers = asyncio.run(together(retriever, "a", "bbb", "cc", "a"))
+    expected = [["1", "2"], ["3", "4"], ["2", "3"], ["1", "2"]]
+    for answer, expected_ids in zip(answers, expected, strict=True):
+        assert [passage.id for passage in answer] == expected_ids
     assert index.batches == [["a", "bbb", "cc"]]
     statistics = retriever.statistics
-    assert (statistics.queries, statistics.shared, statistics.batches, statistics.cached) == (
-        4,
-        1,
-        1,
-        0,
-    )
-    assert (
-        statistics.waiting_seconds >= statistics.encode_seconds >= 0
-        and "4 searches" in statistics.sentence()
-    )
+    assert statistics.queries == 4
+    assert statistics.shared == 1
+    assert statistics.batches == 1
+    assert statistics.cached == 0
+    assert statistics.waiting_seconds >= statistics.encode_seconds >= 0
+    assert "4 searches" in statistics.sentence()
 
 
 def test_what_arrives_during_a_search_is_the_next_batch(index):
@@ -104,12 +101,13 @@ def test_what_arrives_during_a_search_is_the_next_batch(index):
 
 def test_results_are_kept_on_disk_for_the_version_of_the_index(index, tmp_path):
     first = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
-    found = asyncio.run(together(first, "a", "bb"))
-    again = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
-    assert asyncio.run(together(again, "bb", "a", "ccc"))[:2] == [found[1], found[0]]
-    assert (again.statistics.cached, again.statistics.batches) == (2, 1)
+    answers = asyncio.run(together(first, "a", "bb"))
+    reopened = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
+    assert asyncio.run(together(reopened, "bb", "a", "ccc"))[:2] == [answers[1], answers[0]]
+    assert reopened.statistics.cached == 2
+    assert reopened.statistics.batches == 1
     assert index.batches == [["a", "bb"], ["ccc"]]
-    asyncio.run(together(again, "a", k=3))
+    asyncio.run(together(reopened, "a", k=3))
     assert index.batches[-1] == ["a"], "another k is another search"
     other = IndexRetriever(index, cache=SearchCache(tmp_path, "version2"))
     asyncio.run(together(other, "a"))
@@ -124,17 +122,18 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
         return await asyncio.gather(*asked, return_exceptions=True)
 
     first, second, third = asyncio.run(play())
-    assert (first, third) == ([PASSAGES[1]], [PASSAGES[2]]) and index.batches == [["a", "bb"]]
-    assert isinstance(second, RetrieverRefused) and r"'\ud800' is no text" in str(second)
-    assert (retriever.statistics.queries, retriever.statistics.failed) == (3, 1)
-    assert (
-        asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]]
-        and retriever.statistics.cached == 1
-    )
+    assert (first, third) == ([PASSAGES[1]], [PASSAGES[2]])
+    assert index.batches == [["a", "bb"]]
+    assert isinstance(second, RetrieverRefused)
+    assert r"'\ud800' is no text" in str(second)
+    assert retriever.statistics.queries == 3
+    assert retriever.statistics.failed == 1
+    assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]]
+    assert retriever.statistics.cached == 1
 
 
 @pytest.mark.parametrize(
-    "kept",
+    "stored",
     [
         "[[10, 0.5]]",
         "[[-1, 0.5]]",
@@ -145,11 +144,11 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
         "[3]",
         "[" * 10**5,
     ],
-    ids=lambda kept: kept[:20],
+    ids=lambda stored: stored[:20],
 )
-def test_what_is_no_result_of_the_index_is_searched_again(index, tmp_path, kept):
+def test_what_is_no_result_of_the_index_is_searched_again(index, tmp_path, stored):
     cache = SearchCache(tmp_path, index.version)
-    cache.write([("a", 1, kept)])
+    cache.write([("a", 1, stored)])
     retriever = IndexRetriever(index, cache=cache)
     assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]]
     assert retriever.statistics.cached == 0 and cache.read("a", 1) == "[[1, 1.0]]", "and kept"
@@ -160,14 +159,18 @@ def test_the_cache_is_bounded(tmp_path, monkeypatch, caplog):
     cache = SearchCache(tmp_path, "version1")
     long = "a" * (search_cache.MAX_QUERY_CHARACTERS + 1)
     cache.write([(long, 1, "x"), (long[1:], 1, "y")])
-    assert (cache.read(long, 1), cache.read(long[1:], 1)) == (None, "y")
+    assert cache.read(long, 1) is None
+    assert cache.read(long[1:], 1) == "y"
     queries = [f"{number} {'b' * 2000}" for number in range(400)]
     for query in queries:
         cache.write([(query, 1, "x")])
-    assert not caplog.records and cache.path.stat().st_size <= 200_000
-    found = [cache.read(query, 1) is not None for query in queries]
-    assert found[-1] and not found[0] and 10 < sum(found) < 100
-    assert found == sorted(found), "the older ones went"
+    assert not caplog.records
+    assert cache.path.stat().st_size <= 200_000
+    is_cached = [cache.read(query, 1) is not None for query in queries]
+    assert is_cached[-1]
+    assert not is_cached[0]
+    assert 10 < sum(is_cached) < 100
+    assert is_cached == sorted(is_cached), "the older ones went"
 
 
 def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, caplog):
@@ -177,10 +180,10 @@ def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, ca
     retriever = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
     for _ in range(2):
         assert [passage.id for passage in asyncio.run(retriever.search("a", 1))] == ["1"]
-    (said,) = [
+    (message,) = [
         record.getMessage() for record in caplog.records if record.name.endswith("search_cache")
     ]
-    assert "version1.sqlite is not used" in said
+    assert "version1.sqlite is not used" in message
     caplog.clear()
     (tmp_path / "file").write_text("")
     SearchCache(tmp_path / "file" / "folder", "v")
@@ -201,7 +204,8 @@ def test_faults_of_the_index_are_typed_and_do_not_end_the_retriever(index, fault
     (first, second), later = asyncio.run(play(retriever))
     assert type(first) is type(second) is RetrieverUnavailable
     assert str(fault) in str(first)
-    assert later == [PASSAGES[1]] and retriever.statistics.failed == 2
+    assert later == [PASSAGES[1]]
+    assert retriever.statistics.failed == 2
 
 
 def test_a_fault_of_the_program_keeps_its_type(index):
@@ -266,7 +270,9 @@ def test_health_is_a_real_search_past_the_cache(index, tmp_path):
     retriever = IndexRetriever(index, cache=SearchCache(tmp_path, index.version))
     for _ in range(2):
         health = asyncio.run(retriever.health())
-    assert (health.version, health.passages, len(index.batches)) == ("version1", 10, 2)
+    assert health.version == "version1"
+    assert health.passages == 10
+    assert len(index.batches) == 2
     index.fault = OSError("gone")
     with pytest.raises(RetrieverUnavailable):
         asyncio.run(retriever.health())

@@ -74,24 +74,20 @@ def test_the_client_finds_what_the_index_finds_in_one_request():
     searched = RecordingIndex()
     with served(searched) as url:
         remote = client(url)
-        found = asyncio.run(together(remote, "a", "bbb", "cc", "a"))
-        assert found == [PASSAGES[1:3], PASSAGES[3:5], PASSAGES[2:4], PASSAGES[1:3]]
+        answers = asyncio.run(together(remote, "a", "bbb", "cc", "a"))
+        assert answers == [PASSAGES[1:3], PASSAGES[3:5], PASSAGES[2:4], PASSAGES[1:3]]
         assert searched.batches == [["a", "bbb", "cc"]]
         assert asyncio.run(remote.search("dddd", 1)) == [PASSAGES[4]], "in another event loop"
         health = remote.check()
-    assert (health.version, health.passages, health.kind, remote.version) == (
-        "version1",
-        10,
-        "exact",
-        "version1",
-    )
+    assert health.version == "version1"
+    assert health.passages == 10
+    assert health.kind == "exact"
+    assert remote.version == "version1"
     statistics = remote.statistics
-    assert (statistics.queries, statistics.shared, statistics.batches, statistics.failed) == (
-        5,
-        1,
-        2,
-        0,
-    )
+    assert statistics.queries == 5
+    assert statistics.shared == 1
+    assert statistics.batches == 2
+    assert statistics.failed == 0
 
 
 def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monkeypatch):
@@ -105,10 +101,8 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monk
             response = post(f"{url}/search", json={"queries": [f"query {number}"], "k": 1})
             statuses.append(response.status_code)
             if response.status_code == 429:
-                assert (
-                    response.headers["retry-after"] == "1"
-                    and "searches wait" in response.json()["error"]
-                )
+                assert response.headers["retry-after"] == "1"
+                assert "searches wait" in response.json()["error"]
                 told_to_come_back.release()
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
@@ -135,7 +129,8 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monk
         monkeypatch.setattr(remote._client, "post", send_until_refused)
         assert len(asyncio.run(remote.search("late", 1))) == 1
         metrics = get(f"{url}/metrics").text
-    assert statuses.count(429) == 12 and statuses.count(200) == 4
+    assert statuses.count(429) == 12
+    assert statuses.count(200) == 4
     assert remote.statistics.retries == 1
     assert 'mujica_retrieval_answers_total{status="429"}' in metrics
     assert "mujica_retrieval_encode_seconds_total" in metrics
@@ -154,8 +149,10 @@ def test_a_request_that_can_never_wait_here_is_told_so_and_the_client_sends_less
             post(f"{url}/search", json={"queries": ["a", "bb", "a", "a"], "k": 1}).status_code
             == 200
         )
-        found = asyncio.run(together(client(url, concurrency=1), *("x" * n for n in range(7)), k=1))
-        assert found == [[PASSAGES[n]] for n in range(7)]
+        answers = asyncio.run(
+            together(client(url, concurrency=1), *("x" * n for n in range(7)), k=1)
+        )
+        assert answers == [[PASSAGES[n]] for n in range(7)]
 
 
 def test_an_answer_that_would_be_too_large_is_asked_for_in_parts(monkeypatch):
@@ -175,7 +172,8 @@ def test_an_answer_that_would_be_too_large_is_asked_for_in_parts(monkeypatch):
 
 def test_however_many_ask_for_its_health_one_search_answers_them():
     searched = RecordingIndex()
-    app, arrived = make_app(IndexRetriever(searched), "exact"), threading.Semaphore(0)
+    app = make_app(IndexRetriever(searched), "exact")
+    arrived = threading.Semaphore(0)
 
     async def counting(scope, receive, send):
         if scope["type"] == "http":
@@ -196,9 +194,11 @@ def test_however_many_ask_for_its_health_one_search_answers_them():
         searched.hold.set()
         for thread in threads:
             thread.join()
-        assert statuses == [200] * 20 and len(searched.batches) < 20
+        assert statuses == [200] * 20
+        assert len(searched.batches) < 20
         before = len(searched.batches)
-        assert get(f"{url}/healthz").status_code == 200 and len(searched.batches) == before + 1
+        assert get(f"{url}/healthz").status_code == 200
+        assert len(searched.batches) == before + 1
 
 
 def test_a_request_that_stops_half_way_is_given_up(monkeypatch):
@@ -211,14 +211,14 @@ def test_a_request_that_stops_half_way_is_given_up(monkeypatch):
             b'POST /search HTTP/1.1\r\nHost: here\r\nContent-Length: 100\r\n\r\n{"queries"'
         )
         with half.makefile("rb") as answer:
-            said = answer.read()
-    assert said.startswith(b"HTTP/1.1 408") and b"not there within 0.2 s" in said, (
+            reply = answer.read()
+    assert reply.startswith(b"HTTP/1.1 408") and b"not there within 0.2 s" in reply, (
         "and the connection was closed"
     )
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "complaint"),
     [
         (b"{", "is no JSON"),
         (b"[" * 100_000, "is no JSON"),
@@ -233,11 +233,11 @@ def test_a_request_that_stops_half_way_is_given_up(monkeypatch):
     ],
     ids=range(10),
 )
-def test_a_bad_request_is_told_what_is_wrong(body, said):
+def test_a_bad_request_is_told_what_is_wrong(body, complaint):
     with served(RecordingIndex()) as url:
         response = post(f"{url}/search", content=body)
-        assert response.status_code == (413 if said == "more than" else 400)
-        assert said in response.json()["error"]
+        assert response.status_code == (413 if complaint == "more than" else 400)
+        assert complaint in response.json()["error"]
         assert post(f"{url}/search", json={"queries": ["a"], "k": 1}).status_code == 200
 
 
@@ -288,7 +288,8 @@ def test_the_client_survives_what_passes(clock, fault):
     with serving(lambda request, before: fault if before < 2 else good) as endpoint:
         remote = client(endpoint.base_url, timeout_seconds=1.0)
         assert asyncio.run(remote.search("a", 2)) == [PASSAGES[1]]
-        assert len(endpoint.requests) == 3 and remote.statistics.retries == 2
+        assert len(endpoint.requests) == 3
+        assert remote.statistics.retries == 2
         assert endpoint.requests[0].body == {"queries": ["a"], "k": 2}
 
 
@@ -313,10 +314,10 @@ def test_the_client_gives_up_with_a_type():
         client(endpoint.base_url).check()
 
 
-@pytest.mark.parametrize("said", [b"[" * 100_000, b"<html>", [], {"version": "v"}, "well"])
-def test_a_health_that_is_none_is_a_typed_error(said):
+@pytest.mark.parametrize("health", [b"[" * 100_000, b"<html>", [], {"version": "v"}, "well"])
+def test_a_health_that_is_none_is_a_typed_error(health):
     with (
-        serving(lambda *_: Answer(content=said)) as endpoint,
+        serving(lambda *_: Answer(content=health)) as endpoint,
         pytest.raises(RetrieverUnavailable, match="gives no health"),
     ):
         client(endpoint.base_url).check()
@@ -346,9 +347,10 @@ def test_no_more_requests_at_once_than_there_are_places():
 
     with serving(answer) as endpoint:
         remote = client(endpoint.base_url, concurrency=2)
-        found = asyncio.run(together(remote, *[f"query {n}" for n in range(300)], k=1))
-        assert found == [[PASSAGES[1]]] * 300
-        assert len(endpoint.requests) == 5 and endpoint.most_at_once == 2
+        answers = asyncio.run(together(remote, *[f"query {n}" for n in range(300)], k=1))
+        assert answers == [[PASSAGES[1]]] * 300
+        assert len(endpoint.requests) == 5
+        assert endpoint.most_at_once == 2
 
 
 def serving_process(folder: Path) -> subprocess.Popen:
@@ -381,8 +383,8 @@ def test_serve_from_the_command_line_until_sigterm(tmp_path):
             assert process.stdout is not None
             url = process.stdout.readline().split()[-1]
             assert get(f"{url}/healthz").status_code == 200, "whoever has read the line is answered"
-            (found,) = asyncio.run(together(open_remote(url, "bm25", 4), "title word3", k=4))
-            assert len(found) == 4
+            (passages,) = asyncio.run(together(open_remote(url, "bm25", 4), "title word3", k=4))
+            assert len(passages) == 4
             process.send_signal(signal.SIGTERM)
             out, err = process.communicate(timeout=HANG_SECONDS)
         finally:
@@ -394,7 +396,8 @@ def test_serve_from_the_command_line_until_sigterm(tmp_path):
 def test_a_signal_right_after_the_line_ends_it(tmp_path, number):
     with serving_process(tmp_path) as process:
         try:
-            assert process.stdout is not None and process.stdout.readline()
+            assert process.stdout is not None
+            assert process.stdout.readline()
             process.send_signal(number)
             assert process.wait(HANG_SECONDS) == 0
         finally:

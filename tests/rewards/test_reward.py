@@ -44,24 +44,26 @@ EPISODES = {
 }
 
 
-@pytest.mark.parametrize("what", EPISODES)
-def test_what_an_episode_earns(what):
-    trajectory, f1, em, f1_format = EPISODES[what]
-    found = {name: find_reward(name, "two_wiki")(trajectory, asked("Ghent")) for name in REWARDS}
-    assert {name: reward.total for name, reward in found.items()} == pytest.approx(
+@pytest.mark.parametrize("episode_name", EPISODES)
+def test_what_an_episode_earns(episode_name):
+    trajectory, f1, em, f1_format = EPISODES[episode_name]
+    rewards = {name: find_reward(name, "two_wiki")(trajectory, asked("Ghent")) for name in REWARDS}
+    assert {name: reward.total for name, reward in rewards.items()} == pytest.approx(
         {"f1": f1, "em": em, "f1_format": f1_format}
     )
     well_formed = float(f1_format > 0.9 * f1)
-    assert (found["f1"].parts, found["em"].parts) == ({"f1": pytest.approx(f1)}, {"em": em})
-    assert found["f1_format"].parts == {"f1": pytest.approx(f1), "format": well_formed}
+    assert rewards["f1"].parts == {"f1": pytest.approx(f1)}
+    assert rewards["em"].parts == {"em": em}
+    assert rewards["f1_format"].parts == {"f1": pytest.approx(f1), "format": well_formed}
 
 
 @pytest.mark.parametrize("name", REWARDS)
 def test_an_episode_whose_search_failed_earns_nothing_under_any_reward(name):
     failed = episode("Ghent", StopReason.RETRIEVER_FAILED)
     assert find_reward(name, "two_wiki")(failed, asked("Ghent")) == Reward(total=0.0)
-    again = asyncio.run(find_reward(name, "two_wiki").rewarded(failed, asked("Ghent")))
-    assert again == failed and not again.is_rewarded
+    rewarded = asyncio.run(find_reward(name, "two_wiki").rewarded(failed, asked("Ghent")))
+    assert rewarded == failed
+    assert not rewarded.is_rewarded
 
 
 def test_a_reward_may_be_waited_for_and_may_have_no_verdict(monkeypatch):
@@ -77,25 +79,28 @@ def test_a_reward_may_be_waited_for_and_may_have_no_verdict(monkeypatch):
     monkeypatch.setitem(REWARDS, "slow", slow)
     reward = find_reward("slow", "two_wiki")
     right = asyncio.run(reward.rewarded(episode("Ghent"), asked("Ghent")))
-    assert (right.reward, right.rewards_by_part, right.is_rewarded) == (0.5, {"half": 0.5}, True)
+    assert right.reward == 0.5
+    assert right.rewards_by_part == {"half": 0.5}
+    assert right.is_rewarded is True
     without = asyncio.run(reward.rewarded(episode("unknown", turns=2.0), asked("Ghent")))
-    assert (without.reward, without.rewards_by_part, without.is_rewarded) == (0.0, {}, False)
-    assert (
-        without.counts == {"turns": 2.0, "judge_failed": 1.0} and without.final_answer == "unknown"
-    )
+    assert without.reward == 0.0
+    assert without.rewards_by_part == {}
+    assert without.is_rewarded is False
+    assert without.counts == {"turns": 2.0, "judge_failed": 1.0}
+    assert without.final_answer == "unknown"
 
 
 @pytest.mark.parametrize(
-    "given", [0.5, Reward(total=float("nan")), Reward(total="1"), Reward(total=1.0, parts=None)]
+    "result", [0.5, Reward(total=float("nan")), Reward(total="1"), Reward(total=1.0, parts=None)]
 )
-def test_what_is_no_reward_is_refused_by_its_name(monkeypatch, given):
-    monkeypatch.setitem(REWARDS, "own", lambda answer, trajectory: given)
+def test_what_is_no_reward_is_refused_by_its_name(monkeypatch, result):
+    monkeypatch.setitem(REWARDS, "own", lambda answer, trajectory: result)
     with pytest.raises(
         UserError, match=r"the reward <lambda> gave .*; it must return a Reward of finite numbers"
     ):
         find_reward("own", "two_wiki")(episode("Ghent"), asked("Ghent"))
-    given = Reward(total=np.float32(0.5), parts={"one": np.int64(1)})
-    assert find_reward("own", "two_wiki")(episode("Ghent"), asked("Ghent")) == given
+    result = Reward(total=np.float32(0.5), parts={"one": np.int64(1)})
+    assert find_reward("own", "two_wiki")(episode("Ghent"), asked("Ghent")) == result
 
 
 def test_the_best_alias_counts_and_the_rule_of_the_task_decides():
@@ -116,5 +121,5 @@ def test_the_best_alias_counts_and_the_rule_of_the_task_decides():
 def test_no_episode_earns_more_than_the_best_reward(answer, golds, reason, malformed):
     for name in REWARDS:
         reward = find_reward(name, "two_wiki")
-        found = reward(episode(answer, reason, malformed_workers=float(malformed)), asked(*golds))
-        assert 0.0 <= found.total <= reward.best
+        earned = reward(episode(answer, reason, malformed_workers=float(malformed)), asked(*golds))
+        assert 0.0 <= earned.total <= reward.best

@@ -39,14 +39,15 @@ def reward(**changes) -> RewardFunction:
 
 
 def cosines(query: str, others: Sequence[str]) -> list[float]:
-    one, rest = np.array(VECTORS[query]), np.array([VECTORS[other] for other in others])
-    return (rest @ one / np.linalg.norm(rest, axis=1) / np.linalg.norm(one)).tolist()
+    vector = np.array(VECTORS[query])
+    rest = np.array([VECTORS[other] for other in others])
+    return (rest @ vector / np.linalg.norm(rest, axis=1) / np.linalg.norm(vector)).tolist()
 
 
 def parts(trajectory: Trajectory, stage: int, **changes) -> dict[str, float]:
-    found = reward(**changes).at(SWITCH - 1 if stage == 1 else SWITCH)(trajectory, QUESTION)
-    assert found.total == pytest.approx(sum(found.parts.values()))
-    return dict(found.parts)
+    earned = reward(**changes).at(SWITCH - 1 if stage == 1 else SWITCH)(trajectory, QUESTION)
+    assert earned.total == pytest.approx(sum(earned.parts.values()))
+    return dict(earned.parts)
 
 
 SIMILAR = -(0.6 + 0.8 + 0.0) / 3  # the mean over the pairs, twice what equation 8 prints
@@ -65,9 +66,9 @@ EPISODES = {
 }
 
 
-@pytest.mark.parametrize("what", EPISODES)
-def test_what_an_episode_earns_in_each_stage(what):
-    trajectory, first, second, search, form = EPISODES[what]
+@pytest.mark.parametrize("episode_name", EPISODES)
+def test_what_an_episode_earns_in_each_stage(episode_name):
+    trajectory, first, second, search, form = EPISODES[episode_name]
     for stage, answer in ((1, first), (2, second)):
         assert parts(trajectory, stage) == pytest.approx(
             {"answer": answer, "search": search, "format": form}
@@ -75,7 +76,8 @@ def test_what_an_episode_earns_in_each_stage(what):
 
 
 def test_the_stage_follows_the_round():
-    staged, searched = reward(), episode("Ghent", "a")
+    staged = reward()
+    searched = episode("Ghent", "a")
     totals = [
         staged.at(number)(searched, QUESTION).total
         for number in (0, SWITCH - 1, SWITCH, SWITCH + 5)
@@ -98,9 +100,9 @@ def test_the_stage_follows_the_round():
     ],
 )
 def test_the_ablations_of_the_answer(changes, stage, expected):
-    for said, answer in zip(("Rome", "Ghent"), expected, strict=True):
-        found = parts(episode(said, "a", "b"), stage, **changes)
-        assert found == pytest.approx({"search": -0.6, "format": 1.0} | answer)
+    for guess, answer in zip(("Rome", "Ghent"), expected, strict=True):
+        earned = parts(episode(guess, "a", "b"), stage, **changes)
+        assert earned == pytest.approx({"search": -0.6, "format": 1.0} | answer)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -123,7 +125,8 @@ def test_the_ablations_of_search_and_format():
     trajectory = episode("Ghent", "a", "b")
     assert parts(trajectory, 1, search=False) == {"answer": 1.0, "format": 1.0}
     assert parts(trajectory, 1, format=False) == pytest.approx({"answer": 1.0, "search": -0.6})
-    assert reward(format=False).best == 1.0 and reward().best == 2.0
+    assert reward(format=False).best == 1.0
+    assert reward().best == 2.0
     with pytest.raises(AssertionError):  # no embedder is asked for one query, or for none
         find_reward("staged", "two_wiki", None, raising)(trajectory, QUESTION)
     assert (
@@ -182,11 +185,13 @@ def test_an_embedder_says_how_alike_queries_are(smoke: Config, tmp_path):
     config = dataclasses.replace(
         smoke, reward="staged", staged=StagedRewardConfig(embedder=str(folder))
     )
-    found = make_reward(config, "two_wiki")
+    staged = make_reward(config, "two_wiki")
     same, other = (
-        found(episode("Ghent", WORDS[0], word), QUESTION).parts["search"] for word in WORDS[:2]
+        staged(episode("Ghent", WORDS[0], word), QUESTION).parts["search"] for word in WORDS[:2]
     )
-    assert same == pytest.approx(-1.0, abs=1e-6) and -1.0 < other < 1.0 and other != same
+    assert same == pytest.approx(-1.0, abs=1e-6)
+    assert -1.0 < other < 1.0
+    assert other != same
 
 
 @pytest.fixture

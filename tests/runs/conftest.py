@@ -16,7 +16,9 @@ def undisturbed(tmp_path_factory) -> Undisturbed:
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "undisturbed"
     folder.mkdir(exist_ok=True)
-    directory, output, rows = folder / "run", folder / "output", folder / "rows"
+    directory = folder / "run"
+    output = folder / "output"
+    rows = folder / "rows"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not output.exists():

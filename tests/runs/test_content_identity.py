@@ -112,7 +112,8 @@ def test_an_interrupted_evaluation_does_not_go_on_with_other_questions_or_passag
     change, tmp_path
 ):
     folder = folder_of_questions(tmp_path / "data")
-    config, model = config_for(folder), tmp_path / "model"
+    config = config_for(folder)
+    model = tmp_path / "model"
     write(model / "model.safetensors", "weights")
     policy = Checkpoint(
         place="here", version=0, model=model, adapter=None, run=None, name="policy", out=tmp_path
@@ -125,7 +126,8 @@ def test_an_interrupted_evaluation_does_not_go_on_with_other_questions_or_passag
 
 def test_an_interrupted_evaluation_does_not_go_on_with_other_weights(tmp_path):
     folder = folder_of_questions(tmp_path / "data")
-    config, model = config_for(folder), tmp_path / "model"
+    config = config_for(folder)
+    model = tmp_path / "model"
     write(model / "model.safetensors", "weights")
     policy = Checkpoint(
         place="here", version=0, model=model, adapter=None, run=None, name="policy", out=tmp_path
@@ -217,12 +219,13 @@ def test_questions_that_were_read_are_found_again(cache, monkeypatch, tmp_path):
 def test_a_damaged_cache_of_questions_is_read_anew_and_replaced(damage, cache, caplog, tmp_path):
     folder = nq(tmp_path / "a", "who built it", "Ann Ode")
     before = read_set(folder, "nq")
-    (kept,) = (cache / "mujica_jax" / "questions").glob("*.parquet")
-    kept.write_bytes(damage)
+    (cached,) = (cache / "mujica_jax" / "questions").glob("*.parquet")
+    cached.write_bytes(damage)
     assert read_set(folder, "nq") == before
     assert "is damaged" in caplog.text
     caplog.clear()
-    assert read_set(folder, "nq") == before and not caplog.text
+    assert read_set(folder, "nq") == before
+    assert not caplog.text
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, caplog, tmp_path):
@@ -230,7 +233,9 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, caplog, tmp
     folder = nq(tmp_path / "a", "who built it", "Ann Ode")
     assert [record.answers for _, record in read_set(folder, "nq")] == [("Ann Ode",)]
     made = cache_folder("questions")
-    assert made.is_dir() and os.access(made, os.W_OK) and "/proc/none" not in str(made)
+    assert made.is_dir()
+    assert os.access(made, os.W_OK)
+    assert "/proc/none" not in str(made)
     assert made == cache_folder("questions"), "one folder for a process"
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
 
@@ -256,11 +261,13 @@ def test_a_service_of_passages_is_known_by_the_version_that_it_serves():
 
 @pytest.mark.parametrize("damage", [b"", b"PAR1", b"no shard"])
 def test_a_part_of_an_evaluation_that_is_damaged_is_played_again(damage, caplog, tmp_path):
-    parts, played = RunDirectory(tmp_path), [play(ToldPolicy([answer("Ghent")]))]
+    parts = RunDirectory(tmp_path)
+    played = [play(ToldPolicy([answer("Ghent")]))]
     assert _read_or_play(parts, "greedy.parquet", lambda: played) == played
     (tmp_path / "greedy.parquet").write_bytes(damage)
     assert _read_or_play(parts, "greedy.parquet", lambda: played) == played
-    assert "greedy.parquet" in caplog.text and "it is played again" in caplog.text
-    assert [one.answer for one in _read_or_play(parts, "greedy.parquet", lambda: [])] == [
-        "Ghent"
-    ], "and kept"
+    assert "greedy.parquet" in caplog.text
+    assert "it is played again" in caplog.text
+    assert [
+        trajectory.answer for trajectory in _read_or_play(parts, "greedy.parquet", lambda: [])
+    ] == ["Ghent"], "and kept"

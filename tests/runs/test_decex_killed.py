@@ -38,29 +38,28 @@ def test_killed_in_each_phase_it_ends_with_the_numbers_of_a_run_left_alone(tmp_p
     # which is said.
     grown = ["trees: expanding" in ended.output for ended in (*killed[1:], last)]
     assert grown == [True, False, False], "what was kept is not grown again"
-    found = outcome(tmp_path / "killed")
-    assert found == outcome(tmp_path / "alone")
+    killed_outcome = outcome(tmp_path / "killed")
+    assert killed_outcome == outcome(tmp_path / "alone")
 
     # The run went through what it is to compare.
-    assert [phase["name"] for phase in found["summary"]["phases"]] == [
+    assert [phase["name"] for phase in killed_outcome["summary"]["phases"]] == [
         "warm-up",
         "control",
         "sft",
         "dpo",
     ]
-    models = {files["model/model.safetensors"] for files in found["policies"].values()}
-    assert len(models) == 3 and len(found["shards"]) == 2
+    models = {files["model/model.safetensors"] for files in killed_outcome["policies"].values()}
+    assert len(models) == 3
+    assert len(killed_outcome["shards"]) == 2
     (line,) = (
         line
         for line in json_lines(tmp_path / "killed" / "metrics.jsonl")
         if line["phase"] == "decex"
     )
-    assert (
-        line["questions"] == 16
-        and line["chains"] > 0
-        and line["decision_pairs"] > 0
-        and line["execution_pairs"] > 0
-    )
+    assert line["questions"] == 16
+    assert line["chains"] > 0
+    assert line["decision_pairs"] > 0
+    assert line["execution_pairs"] > 0
     assert [row.split()[0] for row in closing(last.output).splitlines()[3:7]] == [
         "warm-up",
         "control",

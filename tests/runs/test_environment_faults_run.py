@@ -39,7 +39,8 @@ def test_a_run_whose_retriever_fails_now_and_then_leaves_out_and_counts(undistur
         for trajectory in shards.decode(file.read_bytes(), file.name)
     ]
     failed = [trajectory for trajectory in stored if trajectory.is_environment_fault]
-    assert 0 < len(failed) < len(stored) and {trajectory.reward for trajectory in failed} == {0.0}
+    assert 0 < len(failed) < len(stored)
+    assert {trajectory.reward for trajectory in failed} == {0.0}
     lines = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "mygo"]
     assert sum(line["left_out"] for line in lines) == len(failed)
     assert sum(line["trajectories"] for line in lines) == len(stored)
@@ -78,9 +79,12 @@ def test_a_run_whose_retriever_is_down_ends_with_a_sentence_and_goes_on_when_it_
     monkeypatch.setitem(ENVIRONMENT, FAILING_SHARE, "100")
     flags = words(directory, "--faults.max-in-a-row", "4")
     (ended,) = disturbed(directory, flags)
-    assert ended.status == 2 and "Traceback" not in ended.messages
-    said = " ".join(ended.messages.split())
-    assert "5 attempts in a row ended because a search failed, each of them played 2 times" in said
+    assert ended.status == 2
+    assert "Traceback" not in ended.messages
+    message = " ".join(ended.messages.split())
+    assert (
+        "5 attempts in a row ended because a search failed, each of them played 2 times" in message
+    )
     monkeypatch.delitem(ENVIRONMENT, FAILING_SHARE)
     rest(directory, **words(directory))
     assert outcome(directory) == outcome(undisturbed[0])

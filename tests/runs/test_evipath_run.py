@@ -34,16 +34,17 @@ def test_killed_in_synthesis_and_in_learning_it_ends_as_if_it_had_not_been(tmp_p
         "shard-00000.parquet",
     ]
     started(killed, *bound, signal="SIGKILL", phase="evipath: learning", update=12, stretch=5)
-    assert (killed / "rounds" / "0001" / "DONE.json").exists() and not (
-        killed / "policies" / "000001"
-    ).exists()
+    assert (killed / "rounds" / "0001" / "DONE.json").exists()
+    assert not (killed / "policies" / "000001").exists()
     output = started(killed, *bound)
     assert "evipath: synthesis:" not in output, "what was done is not done again"
     assert outcome(killed) == outcome(tmp_path / "undisturbed")
     (line,) = (line for line in json_lines(killed / "metrics.jsonl") if line["phase"] == "evipath")
-    kept = int(wanted) or 16
-    assert line["right"] == 16 and line["kept"] == kept
-    assert line["planner_rows"] == kept and line["worker_rows"] > kept
+    kept_trajectories = int(wanted) or 16
+    assert line["right"] == 16
+    assert line["kept"] == kept_trajectories
+    assert line["planner_rows"] == kept_trajectories
+    assert line["worker_rows"] > kept_trajectories
 
 
 @pytest.mark.slow
@@ -61,8 +62,10 @@ def test_planner_and_executor_are_tuned_as_two_models(tmp_path):
             if line["phase"] == "evipath"
         )
         rows[tune] = line["planner_rows"], line["worker_rows"]
-    assert rows["planner"][0] == 16 and rows["planner"][1] == 0
-    assert rows["executor"][0] == 0 and rows["executor"][1] > 16
+    assert rows["planner"][0] == 16
+    assert rows["planner"][1] == 0
+    assert rows["executor"][0] == 0
+    assert rows["executor"][1] > 16
     shown = finished(
         [
             *EVAL,

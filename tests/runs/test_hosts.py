@@ -69,18 +69,18 @@ def jobs(
             here = process == which % processes
             starts_of_process.append({"words": [*words, *number], **(disturbance if here else {})})
     environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices // processes)}
-    with contextlib.ExitStack() as left:
+    with contextlib.ExitStack() as stack:
         ended = []
         started = []
-        folder = left.enter_context(tempfile.TemporaryDirectory())
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
         for starts_of_process in starts:
-            output, messages = (left.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
+            output, messages = (stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(2))
             starts_of_process[0]["job"] = {"folder": folder, "processes": processes}
             command = [*DISTURBED, json.dumps(starts_of_process)]
             program = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdout=output, stderr=messages, text=True
             )
-            left.callback(program.kill)
+            stack.callback(program.kill)
             started.append((program, output, messages))
         for program, output, messages in started:
             status = program.wait(timeout=5 * SECONDS)
@@ -104,18 +104,24 @@ def job(
 
 
 def numbers(directory: Path, evaluations: int = 4) -> dict:
-    """The outcome, with what was said in the evaluations: their log-probabilities are rounded as
-    the questions are dealt out."""
-    found = outcome(directory)
-    del found["evaluations"]
+    """Return the outcome, with the tokens of the evaluations in place of their files.
+
+    Log-probabilities of an evaluation are rounded as the questions are dealt out to hosts.
+    """
+    numbers_of_run = outcome(directory)
+    del numbers_of_run["evaluations"]
     files = sorted((directory / "eval").glob("*.parquet"))
-    said = [
-        [c for t in shards.decode(f.read_bytes(), f.name) for c in t.conversations] for f in files
-    ]
-    assert len(said) == evaluations
-    return found | {
-        "said": [[[turn.token_ids for turn in c.turns] for c in spoken] for spoken in said]
-    }
+    assert len(files) == evaluations
+    return numbers_of_run | {"said": [tokens_of_turns(file) for file in files]}
+
+
+def tokens_of_turns(file: Path) -> list[list[tuple[int, ...]]]:
+    """Return the tokens of each turn of each conversation of an evaluation."""
+    conversations = []
+    for trajectory in shards.decode(file.read_bytes(), file.name):
+        for conversation in trajectory.conversations:
+            conversations.append([turn.token_ids for turn in conversation.turns])
+    return conversations
 
 
 @pytest.fixture(scope="module")
@@ -158,9 +164,8 @@ def test_one_host_that_is_killed_ends_the_other_and_one_or_two_go_on(alone, tmp_
         directory, 1, disturbance={"signal": "SIGKILL", "phase": "round 2: sampling", "update": 1}
     )
     assert only.status == -9 and "warm-up: learning" not in only.output, only.messages
-    assert (directory / "policies" / "000001" / "COMMITTED").exists() and not (
-        directory / "summary.json"
-    ).exists()
+    assert (directory / "policies" / "000001" / "COMMITTED").exists()
+    assert not (directory / "summary.json").exists()
     first, second = job(directory, 2)
     assert (first.status, second.status) == (0, 0), first.messages + second.messages
     assert numbers(directory) == numbers(alone)
@@ -185,16 +190,17 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
         assert [process.status for process in ended] == [0, 0], (
             f"{phase}: {ended[0].messages}{ended[1].messages}"
         )
-        said = [process.messages.strip().splitlines()[-1] for process in ended]
+        messages = [process.messages.strip().splitlines()[-1] for process in ended]
         assert (
-            "preempted in" in said[which]
-            and "go on with: python -m mujica_jax.train" in said[which]
-        ), said
+            "preempted in" in messages[which]
+            and "go on with: python -m mujica_jax.train" in messages[which]
+        ), messages
         if phase == "warm-up: learning":
-            steps = [line.partition("learning; ")[2].partition(" is saved")[0] for line in said]
+            steps = [line.partition("learning; ")[2].partition(" is saved")[0] for line in messages]
             # The notice comes at the 40th update of the console: one a step, and one more every ten
             # steps.
-            assert steps[0] == steps[1] and int(steps[0].split()[1]) >= 37
+            assert steps[0] == steps[1]
+            assert int(steps[0].split()[1]) >= 37
         seconds = ended[which].cpu_seconds_after_signal
         assert seconds is not None and seconds < MOST_CPU_SECONDS, phase
         assert not any("Traceback" in process.messages for process in ended), (
@@ -207,7 +213,8 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
 
 def test_a_mistake_is_told_once_by_each_process(tmp_path):
     first, second = job(tmp_path / "run", 2, "--trainer.data", "2")
-    assert (first.status, second.status) == (2, 2)
+    assert first.status == 2
+    assert second.status == 2
     for ended in (first, second):
         assert "needs 4 devices and 2 are available" in ended.messages
         assert "Traceback" not in ended.messages
@@ -225,7 +232,8 @@ INIT = """
 @pytest.fixture
 def cut_smollm2(tmp_path) -> Path:
     """SmolLM2-135M's first layers, with its whole vocabulary and tokenizer."""
-    whole, cut = checkpoint_folder(SMOLLM2), tmp_path / "cut"
+    whole = checkpoint_folder(SMOLLM2)
+    cut = tmp_path / "cut"
     shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((cut / "config.json").read_text())
     (cut / "config.json").write_text(json.dumps(config | {"num_hidden_layers": CUT_LAYERS}))
@@ -235,9 +243,11 @@ def cut_smollm2(tmp_path) -> Path:
         for name, value in load_file(file).items()
     }
     layer = re.compile(r"model\.layers\.(\d+)\.")
-    beyond = [
-        name for name in tensors if (found := layer.match(name)) and int(found[1]) >= CUT_LAYERS
-    ]
+    beyond = []
+    for name in tensors:
+        match = layer.match(name)
+        if match and int(match[1]) >= CUT_LAYERS:
+            beyond.append(name)
     assert beyond
     save_file(
         {name: value for name, value in tensors.items() if name not in beyond},
@@ -262,28 +272,28 @@ def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_sm
         score(directory, processes, devices=8)
     alone, both = (numbers(directory, evaluations=2) for directory in runs.values())
     assert both["said"] == alone["said"]
-    assert (
-        both["shards"].keys() == alone["shards"].keys()
-        and both["thresholds"] == alone["thresholds"]
-    )
-    losses = [
-        [line["loss"] for line in json_lines(of / "metrics.jsonl") if "loss" in line]
-        for of in runs.values()
-    ]
-    assert len(losses[0]) > 2 and losses[1] == pytest.approx(losses[0], rel=0, abs=1e-4)
+    assert both["shards"].keys() == alone["shards"].keys()
+    assert both["thresholds"] == alone["thresholds"]
+    losses = []
+    for directory in runs.values():
+        metrics = json_lines(directory / "metrics.jsonl")
+        losses.append([line["loss"] for line in metrics if "loss" in line])
+    assert len(losses[0]) > 2
+    assert losses[1] == pytest.approx(losses[0], rel=0, abs=1e-4)
     for policy in ("000000", "000001"):
         first, second = (
-            load_file(of / "policies" / policy / "model" / "model.safetensors")
-            for of in runs.values()
+            load_file(directory / "policies" / policy / "model" / "model.safetensors")
+            for directory in runs.values()
         )
         assert max(float(np.abs(first[name] - second[name]).max()) for name in first) < 1e-4
     scores = [
-        json.loads((of / "scores" / "tiny_world-graph-dev.json").read_text())
-        for of in runs.values()
+        json.loads((directory / "scores" / "tiny_world-graph-dev.json").read_text())
+        for directory in runs.values()
     ]
     assert scores[0]["greedy"]["questions"] == 12
-    kept = [{kind: {**of[kind], "seconds": 0} for kind in ("greedy", "sampled")} for of in scores]
-    assert kept[0] == kept[1]
+    for kind in ("greedy", "sampled"):
+        alone_scores, both_scores = ({**result[kind], "seconds": 0} for result in scores)
+        assert alone_scores == both_scores
 
 
 def score(directory: Path, processes: int, devices: int) -> None:
@@ -317,5 +327,5 @@ def score(directory: Path, processes: int, devices: int) -> None:
         for process in range(processes)
     ]
     for process in started:
-        said, _ = process.communicate(timeout=SECONDS)
-        assert process.returncode == 0, said
+        output, _ = process.communicate(timeout=SECONDS)
+        assert process.returncode == 0, output

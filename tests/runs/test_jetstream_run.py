@@ -27,9 +27,9 @@ def words(directory: Path) -> list[str]:
     return [str(CONFIG), "--engine.kind", "jetstream", "--run", str(directory)]
 
 
-def without_log_probabilities(found: dict[str, Any]) -> dict[str, Any]:
-    losses = [line for line in found["metrics"] if line[2] is not None]
-    return {name: found[name] for name in FOLLOWS_FROM_TOKENS} | {"losses": losses}
+def without_log_probabilities(numbers: dict[str, Any]) -> dict[str, Any]:
+    losses = [line for line in numbers["metrics"] if line[2] is not None]
+    return {name: numbers[name] for name in FOLLOWS_FROM_TOKENS} | {"losses": losses}
 
 
 @pytest.mark.slow
@@ -38,7 +38,8 @@ def test_a_run_by_jetstream_that_is_killed_ends_with_the_numbers_of_the_native_e
 ):
     """Policies are compared by the checksums of their files: the same tokens were sampled and
     learnt."""
-    directory, whole = tmp_path / "killed", tmp_path / "whole"
+    directory = tmp_path / "killed"
+    whole = tmp_path / "whole"
     rest(whole, words=words(whole))
     (ended,) = disturbed(
         directory,
@@ -80,7 +81,8 @@ def test_an_engine_of_somebody_else_scores_a_run_as_the_native_one_does(copy, tm
     ]
     finished([*evaluate, str(tmp_path / "native")])
     finished([*evaluate, str(tmp_path / "foreign"), *foreign])
-    results, predictions = [], []
+    results = []
+    predictions = []
     for name in ("native", "foreign"):
         result = json.loads((tmp_path / name / "tiny_world-graph-dev.json").read_text())["greedy"]
         del result["seconds"]
@@ -88,10 +90,10 @@ def test_an_engine_of_somebody_else_scores_a_run_as_the_native_one_does(copy, tm
         predictions.append(json_lines(tmp_path / name / "tiny_world-graph-dev.predictions.jsonl"))
     assert results[0] == results[1]
     compared = ("id", "prediction", "stop_reason", "searches")
-    native, through_jetstream = (
-        [[line[key] for key in compared] for line in lines] for lines in predictions
-    )
-    assert native == through_jetstream
+    for native, through_jetstream in zip(*predictions, strict=True):
+        assert {key: native[key] for key in compared} == {
+            key: through_jetstream[key] for key in compared
+        }
 
 
 @pytest.mark.slow

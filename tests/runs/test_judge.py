@@ -32,7 +32,7 @@ from tests.helpers.turned_clock import TurnedClock
 
 SMOKE = load_config(str(HELPERS / "smoke_config.py"))
 # what was answered to a question whose answer is Ghent, what the judge says, and its verdict
-SAID = [
+PREDICTIONS = [
     ("Ghent", "YES", True),
     ("the city of Ghent", "YES", True),  # no exact match
     ("Ghent, Belgium", "no", False),
@@ -49,11 +49,11 @@ def clock(turned_clock) -> TurnedClock:
     return turned_clock
 
 
-def episode(given: str, **changes) -> Trajectory:
-    return dataclasses.replace(play(ToldPolicy([answer("Ghent")])), answer=given, **changes)
+def episode(prediction: str, **changes) -> Trajectory:
+    return dataclasses.replace(play(ToldPolicy([answer("Ghent")])), answer=prediction, **changes)
 
 
-def said(text: str) -> Answer:
+def chat_reply(text: str) -> Answer:
     message = {"role": "assistant", "content": text}
     return Answer(content={"choices": [{"message": message, "finish_reason": "stop"}]})
 
@@ -84,7 +84,7 @@ def opened(config: Config, verdicts=None) -> Judge:
 
 
 def judged(config: Config) -> Judgement:
-    trajectories = [episode(given) for given, _, _ in SAID]
+    trajectories = [episode(prediction) for prediction, _, _ in PREDICTIONS]
     trajectories.append(episode("Ghent", stop_reason=StopReason.NO_ACTION))
     trajectories.append(episode("Ghent", stop_reason=StopReason.RETRIEVER_FAILED))
     questions = [
@@ -96,7 +96,7 @@ def judged(config: Config) -> Judgement:
 @pytest.mark.parametrize("show_question", [False, True])
 def test_a_judge_says_yes_or_no_and_nothing_else(tokenizer, tmp_path, monkeypatch, show_question):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    replies = {normalise_squad(given): text for given, text, _ in SAID}
+    replies = {normalise_squad(prediction): text for prediction, text, _ in PREDICTIONS}
 
     def reply(request: Request, before: int) -> Answer:
         assert "YES" in request.body["messages"][0]["content"]
@@ -104,36 +104,41 @@ def test_a_judge_says_yes_or_no_and_nothing_else(tokenizer, tmp_path, monkeypatc
         expected = [f"Prediction: {prediction_in(request)}", "Reference: ghent"]
         assert shown.splitlines() == [f"Question: {QUESTION.text}"] * show_question + expected
         text = replies[prediction_in(request)]
-        return Answer(status=500) if text == "500" else said(text)
+        return Answer(status=500) if text == "500" else chat_reply(text)
 
     with serving(reply) as endpoint:
         config = config_of(endpoint, tokenizer, show_question=show_question)
         first = judged(config)
         asked = len(endpoint.requests)
-        again = judged(config)
+        repeated = judged(config)
         kinds = {prediction_in(request) for request in endpoint.requests[asked:]}
-    assert first.verdicts == again.verdicts == (*(verdict for *_, verdict in SAID), False), (
-        "the last gave no answer"
-    )
-    failing = {normalise_squad(given) for given, _, verdict in SAID if verdict is None}
+    assert (
+        first.verdicts == repeated.verdicts == (*(verdict for *_, verdict in PREDICTIONS), False)
+    ), "the last gave no answer"
+    failing = {
+        normalise_squad(prediction) for prediction, _, verdict in PREDICTIONS if verdict is None
+    }
     assert kinds == failing, "verdicts are kept, failures are not"
     summary = first.summary()
     assert (summary["judge"], summary["judge_failures"]) == (40.0, 3), (
         "2 of the 5 that have a verdict"
     )
-    assert (summary["judge_yes_not_exact"], summary["judge_no_but_exact"]) == (1, 0)
+    assert summary["judge_yes_not_exact"] == 1
+    assert summary["judge_no_but_exact"] == 0
 
 
 def test_disagreement_is_counted_by_hand():
-    found = Judgement(
+    counts = Judgement(
         verdicts=(True, True, False, None, False), exact=(True, False, True, True, False)
     ).summary()
-    assert (found["judge"], found["judge_failures"]) == (50.0, 1), (
+    assert (counts["judge"], counts["judge_failures"]) == (50.0, 1), (
         "2 of 4: a failing judge is not the policy's fault"
     )
-    assert (found["judge_yes_not_exact"], found["judge_no_but_exact"]) == (1, 1)
+    assert counts["judge_yes_not_exact"] == 1
+    assert counts["judge_no_but_exact"] == 1
     nothing = Judgement(verdicts=(None,), exact=(True,)).summary()
-    assert (nothing["judge"], nothing["judge_interval"]) == (None, None)
+    assert nothing["judge"] is None
+    assert nothing["judge_interval"] is None
 
 
 def test_half_a_judge_is_refused():
@@ -147,7 +152,7 @@ def test_half_a_judge_is_refused():
 
 
 def yes_if(right: Callable[[str], bool]) -> Callable[[Request, int], Answer]:
-    return lambda request, before: said("YES" if right(prediction_in(request)) else "NO")
+    return lambda request, before: chat_reply("YES" if right(prediction_in(request)) else "NO")
 
 
 def earned(
@@ -167,14 +172,14 @@ def earned(
 def test_a_judge_gives_the_reward_and_equal_answers_are_asked_about_once(tokenizer, tmp_path):
     answers = ["Gent", "Gent", "gent.", "Rome"]  # the first three are one when normalised
     unanswered = episode("Gent", stop_reason=StopReason.ITERATION_LIMIT)
-    with serving(yes_if(lambda given: given == "gent")) as endpoint:
+    with serving(yes_if(lambda prediction: prediction == "gent")) as endpoint:
         config = config_of(endpoint, tokenizer)
-        found = earned(
+        trajectories = earned(
             config, *map(episode, answers), unanswered, verdicts=RunVerdicts(Store(tmp_path))
         )
         assert sorted(map(prediction_in, endpoint.requests)) == ["gent", "rome"]
-    assert [trajectory.reward for trajectory in found] == [1.0, 1.0, 1.0, 0.0, 0.0]
-    assert found[0].rewards_by_part == {"judge": 1.0}
+    assert [trajectory.reward for trajectory in trajectories] == [1.0, 1.0, 1.0, 0.0, 0.0]
+    assert trajectories[0].rewards_by_part == {"judge": 1.0}
 
 
 def test_staged_rewards_by_a_judge_worked_by_hand(tokenizer, tmp_path):
@@ -184,9 +189,9 @@ def test_staged_rewards_by_a_judge_worked_by_hand(tokenizer, tmp_path):
         Search(iteration=place, query=query)
         for place, query in enumerate(("amber tide", "vandermark"))
     )
-    gent, rome = (episode(given, searches=searches) for given in ("Gent", "Rome"))
+    gent, rome = (episode(prediction, searches=searches) for prediction in ("Gent", "Rome"))
     staged = StagedRewardConfig(correctness="judge", stage_two_round=3)
-    with serving(yes_if(lambda given: given == "gent")) as endpoint:
+    with serving(yes_if(lambda prediction: prediction == "gent")) as endpoint:
         config = dataclasses.replace(config_of(endpoint, tokenizer, "staged"), staged=staged)
         totals = [
             trajectory.reward
@@ -199,10 +204,10 @@ def test_staged_rewards_by_a_judge_worked_by_hand(tokenizer, tmp_path):
 
 
 def test_a_run_that_goes_on_asks_nothing_twice_whatever_the_judge_says_now(tokenizer, tmp_path):
-    with serving(yes_if(lambda given: True)) as endpoint:
+    with serving(yes_if(lambda prediction: True)) as endpoint:
         config = config_of(endpoint, tokenizer)
         (before,) = earned(config, episode("Gent"), verdicts=RunVerdicts(Store(tmp_path)))
-    with serving(yes_if(lambda given: False)) as endpoint:  # another address and another mind
+    with serving(yes_if(lambda prediction: False)) as endpoint:  # another address and another mind
         (after,) = earned(
             config_of(endpoint, tokenizer), episode("Gent"), verdicts=RunVerdicts(Store(tmp_path))
         )
@@ -217,7 +222,8 @@ def test_a_run_that_goes_on_asks_nothing_twice_whatever_the_judge_says_now(token
             episode("Gent"),
             verdicts=RunVerdicts(Store(tmp_path)),
         )
-    assert (before.reward, after.reward) == (1.0, 1.0)
+    assert before.reward == 1.0
+    assert after.reward == 1.0
     assert (other.reward, shown.reward) == (0.0, 0.0), (
         "another model or another prompt is asked anew"
     )
@@ -243,7 +249,7 @@ def test_a_damaged_verdict_of_a_run_is_one_sentence(damage, tmp_path):
 
 def test_a_kept_reply_that_is_no_verdict_is_asked_about_again(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with serving(yes_if(lambda given: True)) as endpoint:
+    with serving(yes_if(lambda prediction: True)) as endpoint:
         config = config_of(endpoint, tokenizer)
         assert [episode.reward for episode in earned(config, episode("Gent"))] == [1.0]
         cache = SearchCache(tmp_path / "mujica_jax" / "verdicts", "replies")
@@ -258,9 +264,10 @@ def test_a_kept_reply_that_is_no_verdict_is_asked_about_again(tokenizer, tmp_pat
 def test_an_answer_of_articles_reaches_the_judge_as_it_is_written(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     band = dataclasses.replace(QUESTION, answers=("The The",))
-    with serving(yes_if(lambda given: True)) as endpoint:
+    with serving(yes_if(lambda prediction: True)) as endpoint:
         judge = open_judge(config_of(endpoint, tokenizer), None, out=tmp_path)
-        assert judge is not None and asyncio.run(judge(band, "A"))
+        assert judge is not None
+        assert asyncio.run(judge(band, "A"))
         (request,) = endpoint.requests
     assert request.body["messages"][1]["content"].splitlines() == [
         "Prediction: A",
@@ -310,11 +317,13 @@ class Slow:
     """Gives one verdict after the other, and counts what is under way."""
 
     def __init__(self, replies: list[str]) -> None:
-        self.replies, self.under_way, self.most = replies, 0, 0
+        self.replies = replies
+        self.under_way = 0
+        self.max_under_way = 0
 
     async def generate(self, prompt, params, *, continues=False):
         self.under_way += 1
-        self.most = max(self.most, self.under_way)
+        self.max_under_way = max(self.max_under_way, self.under_way)
         await asyncio.sleep(0)
         self.under_way -= 1
         reply = self.replies.pop(0)
@@ -342,12 +351,13 @@ def test_failures_count_in_a_row_only_and_requests_wait_for_a_place(tmp_path):
         asked = (judge(QUESTION, f"answer {number}") for number in range(6))
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    found = asyncio.run(all_of_them())
-    assert sum(isinstance(verdict, NoVerdict) for verdict in found) == 4
-    assert [verdict for verdict in found if isinstance(verdict, bool)] == [
+    verdicts = asyncio.run(all_of_them())
+    assert sum(isinstance(verdict, NoVerdict) for verdict in verdicts) == 4
+    assert [verdict for verdict in verdicts if isinstance(verdict, bool)] == [
         True,
         False,
-    ] and slow.most == 1
+    ]
+    assert slow.max_under_way == 1
 
 
 @pytest.mark.parametrize(
@@ -419,14 +429,14 @@ def test_an_evaluation_has_the_judge_of_its_run_unless_another_reward_is_named(t
     trained = dataclasses.replace(SMOKE, reward="judge", judge=judge)
     config = {"config": dataclasses.asdict(trained)}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    given, found = evaluation.command_line(["--checkpoint", str(tmp_path)])
-    assert given.judge == found.judge == judge and found.reward == "judge"
-    given, found = evaluation.command_line(["--checkpoint", str(tmp_path), "--reward", "em"])
-    assert given.judge.base_url is None and found.judge.base_url is None
+    options, config = evaluation.command_line(["--checkpoint", str(tmp_path)])
+    assert options.judge == config.judge == judge
+    assert config.reward == "judge"
+    options, config = evaluation.command_line(["--checkpoint", str(tmp_path), "--reward", "em"])
+    assert options.judge.base_url is None
+    assert config.judge.base_url is None
     flags = ["--judge.base-url", "http://other/v1", "--faults.repeats", "5"]
-    given, found = evaluation.command_line(["--checkpoint", str(tmp_path), *flags])
-    assert (given.judge.base_url, found.judge.model, found.faults.repeats) == (
-        "http://other/v1",
-        "m",
-        5,
-    )
+    options, config = evaluation.command_line(["--checkpoint", str(tmp_path), *flags])
+    assert options.judge.base_url == "http://other/v1"
+    assert config.judge.model == "m"
+    assert config.faults.repeats == 5

@@ -76,10 +76,10 @@ def test_a_killed_run_with_a_judge_asks_nothing_twice_and_ends_with_the_same_num
         rest(killed, **words(killed, endpoint, tokenizer))
         texts = Counter(request.body["messages"][1]["content"] for request in endpoint.requests)
         (check, starts_of_runs), *others = texts.most_common()
-        assert (check, starts_of_runs) == ("Prediction: paris\nReference: paris", 4)
-        assert {count for _, count in others} == {1} and {text for text, _ in others} == set(
-            predictions
-        )
+        assert check == "Prediction: paris\nReference: paris"
+        assert starts_of_runs == 4
+        assert {count for _, count in others} == {1}
+        assert {text for text, _ in others} == set(predictions)
     assert outcome(killed) == outcome(undisturbed)
 
 
@@ -89,7 +89,9 @@ def test_a_run_whose_judge_never_answers_ends_before_it_begins(tokenizer, tmp_pa
         flags = words(tmp_path / "run", endpoint, tokenizer)
         flags["words"] += ["--judge.deadline-seconds", "1"]
         (ended,) = disturbed(tmp_path / "run", flags)
-    assert ended.status == 2 and "Traceback" not in ended.messages
-    said = " ".join(ended.messages.split())
-    assert "the judge judge gives no verdict" in said and "within the deadline of 1 s" in said
+    assert ended.status == 2
+    assert "Traceback" not in ended.messages
+    messages = " ".join(ended.messages.split())
+    assert "the judge judge gives no verdict" in messages
+    assert "within the deadline of 1 s" in messages
     assert not (tmp_path / "run").exists()

@@ -26,7 +26,9 @@ def killed(directory: Path, *starts: dict[str, Any]) -> list[Ended]:
 def test_killed_again_and_again_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
     """The twenty steps of the first phase are seven, a kill and thirteen: each step sees the rows
     it would have seen, and all that follows from them has the same checksums, bit for bit."""
-    directory, first, second = tmp_path / "run", tmp_path / "first", tmp_path / "second"
+    directory = tmp_path / "run"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     ends = killed(
         directory,
         {

@@ -102,7 +102,7 @@ def test_a_configuration_for_pods_from_create_to_delete(cloud, tmp_path):
     (cloud.folder / "workers").write_text("1")
     cloud.done("create.sh")
     long(cloud, "setup.sh")
-    said = long(
+    messages = long(
         cloud,
         "index.sh",
         "two_wiki",
@@ -113,7 +113,7 @@ def test_a_configuration_for_pods_from_create_to_delete(cloud, tmp_path):
         "--embedder",
         "embedder",
     )
-    assert "recall" in said, "ScaNN's recall beside exact search is printed"
+    assert "recall" in messages, "ScaNN's recall beside exact search is printed"
     cloud.done("delete.sh", "--yes")
     manifest = [
         name
@@ -129,7 +129,8 @@ def test_a_configuration_for_pods_from_create_to_delete(cloud, tmp_path):
     cloud.done("create.sh")
     long(cloud, "train.sh", *WORDS_OF_THE_RUN, *CUT)
     config = json.loads(cloud.bucket.content("my-bucket", "runs/first/config.json"))["config"]
-    assert (config["name"], config["engine"]["kind"]) == ("two_wiki_text_v5e", "jetstream")
+    assert config["name"] == "two_wiki_text_v5e"
+    assert config["engine"]["kind"] == "jetstream"
     summary = json.loads(cloud.bucket.content("my-bucket", "runs/first/summary.json"))
     assert [phase["trajectories"] for phase in summary["phases"]] == [0, 4]
     assert "greedy" in long(cloud, "eval.sh", "--eval.questions", "4")

@@ -78,8 +78,9 @@ def test_a_pod_from_nothing_through_a_preemption_and_back(cloud, tmp_path, monke
         for home in cloud.folder.glob("worker-*"):
             end_units(home)
         assert train.wait(timeout=SECONDS) == 0, (tmp_path / "output").read_text()
-    said = (tmp_path / "output").read_text()
-    assert "mujica is preempted: 1 of at most 50 times" in said and "failed" not in said
+    messages = (tmp_path / "output").read_text()
+    assert "mujica is preempted: 1 of at most 50 times" in messages
+    assert "failed" not in messages
     assert "policy      policies/000001" in cloud.done("status.sh")
     assert "go" not in cloud.done("logs.sh", "--worker", "0", "--lines", "1")
     assert "greedy" in cloud.done("eval.sh", "--eval.questions", "4")
@@ -89,7 +90,6 @@ def test_a_pod_from_nothing_through_a_preemption_and_back(cloud, tmp_path, monke
 
     monkeypatch.setitem(ENVIRONMENT, "JAX_NUM_CPU_DEVICES", "2")
     finished([sys.executable, "-m", "mujica_jax.train", *WORDS, "--run", str(tmp_path / "alone")])
-    found = json.loads(cloud.bucket.content("my-bucket", "runs/first/summary.json"))
-    for name in ("summary.json",):
-        (tmp_path / name).write_text(json.dumps(found))
+    remote_summary = json.loads(cloud.bucket.content("my-bucket", "runs/first/summary.json"))
+    (tmp_path / "summary.json").write_text(json.dumps(remote_summary))
     assert summary(tmp_path) == summary(tmp_path / "alone")

@@ -114,13 +114,13 @@ def test_the_adapter_that_is_written_gives_the_policy_back_and_brings_its_config
         "--eval.split",
         "dev",
     ]
-    given, found = command_line(arguments)
-    assert (
-        found.agent == config.agent and found.trainer.lora_rank == 4 and found.eval.split == "dev"
-    )
-    checkpoint = find_checkpoint(given)
+    options, found_config = command_line(arguments)
+    assert found_config.agent == config.agent
+    assert found_config.trainer.lora_rank == 4
+    assert found_config.eval.split == "dev"
+    checkpoint = find_checkpoint(options)
     assert checkpoint.about() == {"checkpoint": config.init, "policy": 0, "adapter": str(adapter)}
-    opened = checkpoint.open(found)[1]
+    opened = checkpoint.open(found_config)[1]
     expected = engine_weights(policy, load_checkpoint(config.init).config, "int8", jnp.float32)
     apart = unstacked(expected, opened._engine.config, output_major=frozenset())
     jax.tree.map(np.testing.assert_array_equal, opened._engine._weights, apart)
@@ -157,25 +157,26 @@ def test_a_started_again_phase_gives_the_same_state(run, learnt):
 
 
 def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, monkeypatch):
-    given = []
+    published = []
     set_weights = run.generator.set_weights
     monkeypatch.setattr(
         run.generator,
         "set_weights",
-        lambda weights, version: given.append(weights) or set_weights(weights, version),
+        lambda weights, version: published.append(weights) or set_weights(weights, version),
     )
     use_policy(run, learnt, 3)
     model = run.trainer.decoder(learnt())
     expected = engine_weights(nnx.state(model), model.config, "int8", jnp.float32)
-    jax.tree.map(np.testing.assert_array_equal, given[0], expected)
+    jax.tree.map(np.testing.assert_array_equal, published[0], expected)
     (question, *_) = run.task.questions("train")
     attempts = [Attempt(question=question, number=0, seed=0, temperature=1.0)]
     _, (trajectory,) = play_attempts(run, 0, 0, attempts, lambda trajectory: None)
     assert trajectory.policy_version == 3
     planner = trajectory.conversations[0]
     last = planner.turns[-1]
-    assert last.role == "model" and last.logprobs is not None
-    sampled_by = nnx.merge(nnx.graphdef(model), given[0])
+    assert last.role == "model"
+    assert last.logprobs is not None
+    sampled_by = nnx.merge(nnx.graphdef(model), published[0])
     scores = nnx.jit(token_log_probs)(
         sampled_by, pack([planner], row_tokens=1024, seed=0).batch(slice(None))
     )

@@ -39,28 +39,28 @@ def configured(**engine):
 
 def planned(**engine) -> dict[str, PhaseMemory]:
     config = configured(**engine)
-    found = phases(
+    phases_of_run = phases(
         config, MODEL, Trainer(MODEL, config.trainer), step=1000, calls=200, retrieval=30
     )
-    return {phase.name: phase for phase in found}
+    return {phase.name: phase for phase in phases_of_run}
 
 
 def test_each_phase_holds_what_it_says():
-    found = planned()
+    phases_by_name = planned()
     state = {
         memory.PARAMETERS: 4 * NUMBERS,
-        memory.MOMENTS: found["learning"].parts[memory.MOMENTS],
+        memory.MOMENTS: phases_by_name["learning"].parts[memory.MOMENTS],
     }
     assert 0 <= state[memory.MOMENTS] - 2 * 4 * NUMBERS < 64, "two moments in float32, and counters"
     state |= {memory.CACHE: 4 * 2 * PAGE, memory.RETRIEVAL: 30}
     engine = {memory.ENGINE: 2 * NUMBERS}
-    assert {name: dict(phase.parts) for name, phase in found.items()} == {
+    assert {name: dict(phase.parts) for name, phase in phases_by_name.items()} == {
         "loading": {memory.CHECKPOINT: 4 * NUMBERS, **state},
         "syncing": {memory.POLICY: 2 * NUMBERS, **state, **engine},
         "sampling": {**state, **engine, memory.CALLS: 200},
         "learning": {**state, memory.STEP: 1000},
     }
-    assert found["learning"].bytes == sum(state.values()) + 1000
+    assert phases_by_name["learning"].bytes == sum(state.values()) + 1000
 
 
 def test_keys_and_values_are_no_more_than_was_allowed_and_none_where_nothing_was_said():
@@ -74,13 +74,13 @@ def test_keys_and_values_are_no_more_than_was_allowed_and_none_where_nothing_was
     [(memory.STEP, "raise trainer.accumulation_steps"), (memory.MOMENTS, "raise trainer.fsdp")],
 )
 def test_what_does_not_fit_is_told_with_its_sum_its_largest_part_and_what_to_change(part, change):
-    found = [
+    phases_of_run = [
         PhaseMemory(name="sampling", parts={part: int(15e9)}),
         PhaseMemory(name="learning", parts={memory.PARAMETERS: int(4e9), part: int(13.1e9)}),
     ]
     with pytest.raises(UserError) as refused:
-        check_memory(configured(), found, V5E)
-    said = str(refused.value)
-    assert "two_wiki_text_v5e needs 17.1 GB a chip while learning and a v5e has 16.0 GB" in said
-    assert f"13.1 GB of {part}, so {change}" in said
-    check_memory(configured(), found[:1], V5E)
+        check_memory(configured(), phases_of_run, V5E)
+    message = str(refused.value)
+    assert "two_wiki_text_v5e needs 17.1 GB a chip while learning and a v5e has 16.0 GB" in message
+    assert f"13.1 GB of {part}, so {change}" in message
+    check_memory(configured(), phases_of_run[:1], V5E)

@@ -23,16 +23,16 @@ from tests.helpers.packed_rows import (
 )
 
 
-def sampled(one: Conversation, logprobs: list[float]) -> Conversation:
+def sampled(spoken: Conversation, logprobs: list[float]) -> Conversation:
     """With these as the engine's numbers of the model's tokens, turn after turn."""
-    left = iter(logprobs)
+    remaining = iter(logprobs)
     turns = [
-        dataclasses.replace(turn, logprobs=tuple(next(left) for _ in turn.token_ids))
+        dataclasses.replace(turn, logprobs=tuple(next(remaining) for _ in turn.token_ids))
         if turn.role == "model"
         else turn
-        for turn in one.turns
+        for turn in spoken.turns
     ]
-    return dataclasses.replace(one, turns=tuple(turns))
+    return dataclasses.replace(spoken, turns=tuple(turns))
 
 
 def test_differences_are_those_of_the_sampled_tokens():
@@ -41,17 +41,17 @@ def test_differences_are_those_of_the_sampled_tokens():
     rows = pack([first, second], row_tokens=16, seed=0)
     # whoever reads a token that was not sampled sees this
     scores = np.full(rows.tokens.shape, 99.0, np.float32)
-    for one, numbers in ((0, {2: -1.0, 3: -2.5, 5: -0.25}), (1, {2: -3.0})):
-        row, start = rows.placements[one]
+    for index, numbers in ((0, {2: -1.0, 3: -2.5, 5: -0.25}), (1, {2: -3.0})):
+        row, start = rows.placements[index]
         for offset, number in numbers.items():
             scores[row, start + offset] = number
-    found = differences([first, second], rows, scores)
-    assert found["compared_tokens"] == 4
-    assert found["logprob_difference_mean"] == pytest.approx((0.5 - 0.25) / 4)
-    assert found["logprob_difference_mean_absolute"] == pytest.approx((0.5 + 0.25) / 4)
-    assert found["logprob_difference_max_absolute"] == pytest.approx(0.5)
+    comparison = differences([first, second], rows, scores)
+    assert comparison["compared_tokens"] == 4
+    assert comparison["logprob_difference_mean"] == pytest.approx((0.5 - 0.25) / 4)
+    assert comparison["logprob_difference_mean_absolute"] == pytest.approx((0.5 + 0.25) / 4)
+    assert comparison["logprob_difference_max_absolute"] == pytest.approx(0.5)
     expected = (math.exp(-0.5) - 1 + 0.5 + math.exp(0.25) - 1 - 0.25) / 4
-    assert found["logprob_kl"] == pytest.approx(expected)
+    assert comparison["logprob_kl"] == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")
@@ -65,22 +65,24 @@ def right() -> list[Conversation]:
     """Conversations with the numbers of the same weights, computed one by one and unpacked."""
     decoder = tiny_decoder()
     score = jax.jit(lambda batch: token_log_probs(decoder, batch))
-    found = []
-    for one in random_conversations(12, longest=24):
-        alone = pack([one], row_tokens=32, seed=0)
+    conversations = []
+    for spoken in random_conversations(12, longest=24):
+        alone = pack([spoken], row_tokens=32, seed=0)
         numbers = np.asarray(score(alone.batch(slice(None))))[0]
-        model = np.array([turn.role == "model" for turn in one.turns for _ in turn.token_ids])
-        found.append(sampled(one, numbers[: len(model)][model].tolist()))
-    return found
+        model = np.array([turn.role == "model" for turn in spoken.turns for _ in turn.token_ids])
+        conversations.append(sampled(spoken, numbers[: len(model)][model].tolist()))
+    return conversations
 
 
 def test_the_same_policy_agrees(trained, right):
-    found = compared(*trained, [episode(*right[:5]), episode(*right[5:])], conversations=64, seed=3)
-    assert found["compared_tokens"] == sum(
-        len(t.token_ids) for one in right for t in one.turns if t.logprobs
+    comparison = compared(
+        *trained, [episode(*right[:5]), episode(*right[5:])], conversations=64, seed=3
     )
-    assert found["logprob_difference_max_absolute"] < 1e-5
-    assert abs(found["logprob_kl"]) < 1e-6
+    assert comparison["compared_tokens"] == sum(
+        len(t.token_ids) for spoken in right for t in spoken.turns if t.logprobs
+    )
+    assert comparison["logprob_difference_max_absolute"] < 1e-5
+    assert abs(comparison["logprob_kl"]) < 1e-6
 
 
 def test_one_wrong_number_is_seen(trained, right):
@@ -88,8 +90,10 @@ def test_one_wrong_number_is_seen(trained, right):
     assert turn.logprobs is not None
     wrong = dataclasses.replace(turn, logprobs=(turn.logprobs[0] + 0.5, *turn.logprobs[1:]))
     changed = dataclasses.replace(right[4], turns=(right[4].turns[0], wrong, *right[4].turns[2:]))
-    found = compared(*trained, [episode(*right[:4], changed, *right[5:])], conversations=64, seed=3)
-    assert found["logprob_difference_max_absolute"] == pytest.approx(0.5, abs=1e-4)
+    comparison = compared(
+        *trained, [episode(*right[:4], changed, *right[5:])], conversations=64, seed=3
+    )
+    assert comparison["logprob_difference_max_absolute"] == pytest.approx(0.5, abs=1e-4)
 
 
 def test_a_sample_is_bounded_and_drawn_by_the_seed(trained, right):
@@ -98,7 +102,9 @@ def test_a_sample_is_bounded_and_drawn_by_the_seed(trained, right):
 
     assert tokens(1) == tokens(1)
     assert len({tokens(seed) for seed in range(5)}) > 1
-    longest = max(sum(len(turn.token_ids) for turn in one.turns if turn.logprobs) for one in right)
+    longest = max(
+        sum(len(turn.token_ids) for turn in spoken.turns if turn.logprobs) for spoken in right
+    )
     assert tokens(1)[-1] <= 3 * longest
 
 
@@ -106,7 +112,7 @@ def test_what_has_no_numbers_or_fits_no_row_is_left_out(trained, right):
     bare = conversation((1, 2), (3,))
     long = sampled(conversation((1,), tuple(range(40))), [-1.0] * 40)
     assert compared(*trained, [episode(bare, long)], conversations=8, seed=0) == {}
-    found = compared(*trained, [episode(bare, long, right[0])], conversations=8, seed=0)
-    assert found["compared_tokens"] == sum(
+    comparison = compared(*trained, [episode(bare, long, right[0])], conversations=8, seed=0)
+    assert comparison["compared_tokens"] == sum(
         len(turn.token_ids) for turn in right[0].turns if turn.logprobs
     )

@@ -112,9 +112,8 @@ def test_grpo_keeps_its_distance_to_policy_0(tmp_path):
         line for line in json_lines(directory / "metrics.jsonl") if line["phase"].endswith("/learn")
     ]
     distance = {line["phase"]: line["reference_kl"] for line in lines if "reference_kl" in line}
-    assert set(distance) >= {"round 1/learn", "round 2/learn"} and distance["round 2/learn"] > 0
+    assert set(distance) >= {"round 1/learn", "round 2/learn"}
+    assert distance["round 2/learn"] > 0
     summary = json.loads((directory / "summary.json").read_text())
-    assert (summary["method"], [row["name"] for row in summary["phases"]]) == (
-        "grpo",
-        ["warm-up", "round 2", "round 3"],
-    )
+    assert summary["method"] == "grpo"
+    assert [row["name"] for row in summary["phases"]] == ["warm-up", "round 2", "round 3"]

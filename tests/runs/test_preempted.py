@@ -50,19 +50,17 @@ def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
     ]
     ends = disturbed(directory, *starts)
     for phase, ended in zip(phases, ends, strict=True):
-        said = ended.messages.strip().splitlines()[-1]
+        message = ended.messages.strip().splitlines()[-1]
         assert ended.status == 0, f"{phase}: {ended.output}{ended.messages}"
-        where, _, kept = said.removeprefix("preempted ").partition("; ")
+        where, _, what_is_kept = message.removeprefix("preempted ").partition("; ")
         expected = [f"in {phase}", f"in {next_phase(phase)}"]
         if phase == next(iter(PHASES)):  # asked as it begins, that is before it has
             expected.append("before anything began")
-        assert where in expected and kept, said
-        again = shlex.split(said.partition("go on with: ")[2])
-        assert again == ["python", "-m", "mujica_jax.train", str(CONFIG), "--run", str(directory)]
-        assert (
-            ended.cpu_seconds_after_signal is not None
-            and ended.cpu_seconds_after_signal < MOST_CPU_SECONDS
-        )
+        assert where in expected and what_is_kept, message
+        command = shlex.split(message.partition("go on with: ")[2])
+        assert command == ["python", "-m", "mujica_jax.train", str(CONFIG), "--run", str(directory)]
+        assert ended.cpu_seconds_after_signal is not None
+        assert ended.cpu_seconds_after_signal < MOST_CPU_SECONDS
     return ends
 
 
@@ -71,7 +69,8 @@ def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
 def test_preempted_in_every_kind_of_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
     learning, sampling, committing, evaluating = preempted(tmp_path / "run", THIN)
     step = int(learning.messages.partition("learning; step ")[2].split()[0])
-    assert 7 <= step < 20 and f"step {step} of 20 is saved" in learning.messages
+    assert 7 <= step < 20
+    assert f"step {step} of 20 is saved" in learning.messages
     first, second = (json_lines(tmp_path / f"run.rows-{number}") for number in range(2))
     assert first == undisturbed.rows[:step] and second[: 20 - step] == undisturbed.rows[step:20], (
         "it went on from there"
@@ -124,18 +123,27 @@ def test_eval_that_is_asked_to_end_writes_no_result(undisturbed, tmp_path):
         text=True,
     )
     try:
-        assert evaluating.stdout is not None and evaluating.stdout.readline().startswith(
-            "policy 2 from "
-        )
+        assert evaluating.stdout is not None
+        assert evaluating.stdout.readline().startswith("policy 2 from ")
         evaluating.send_signal(signal.SIGTERM)
         _, messages = evaluating.communicate(timeout=SECONDS)
     finally:
         evaluating.kill()
     assert evaluating.returncode == 0, messages
-    assert "preempted" in messages and messages.strip().endswith("the same command goes on")
+    assert "preempted" in messages
+    assert messages.strip().endswith("the same command goes on")
     assert not [
         file for file in (tmp_path / "results").iterdir() if not file.name.startswith(".parts-")
     ]
+
+
+def results_in(folder: Path) -> dict[str, bytes]:
+    """Return the files of results in a folder, by name."""
+    return {
+        file.name: file.read_bytes()
+        for file in folder.iterdir()
+        if file.suffix in (".json", ".jsonl")
+    }
 
 
 @pytest.mark.slow
@@ -144,7 +152,7 @@ def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_pa
     asked = ["--eval.questions", "100", "--task.dev-questions", "100"]
     command = [*EVAL, "--checkpoint", str(undisturbed.directory), *asked, "--out"]
     finished([*command, str(tmp_path / "whole")])
-    for kept in (1, 2, 3):
+    for parts in (1, 2, 3):
         evaluating = subprocess.Popen(
             [*command, str(tmp_path / "killed")],
             cwd=ROOT,
@@ -153,28 +161,23 @@ def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_pa
         )
         until = time.monotonic() + SECONDS
         while (
-            len(list((tmp_path / "killed").glob(".parts-*/*.parquet"))) < kept
+            len(list((tmp_path / "killed").glob(".parts-*/*.parquet"))) < parts
             and time.monotonic() < until
         ):
             assert evaluating.poll() is None, "it ended before it was killed"
             time.sleep(0.01)
         evaluating.kill()
         assert evaluating.wait() == -signal.SIGKILL
-    said = finished([*command, str(tmp_path / "killed")])
-    assert "sampled: 100/100 episodes" in said
-    results = [
-        {
-            file.name: file.read_bytes()
-            for file in (tmp_path / folder).iterdir()
-            if file.suffix in (".json", ".jsonl")
-        }
-        for folder in ("whole", "killed")
-    ]
+    output = finished([*command, str(tmp_path / "killed")])
+    assert "sampled: 100/100 episodes" in output
+    results = [results_in(tmp_path / folder) for folder in ("whole", "killed")]
     (name,) = [name for name in results[0] if name.endswith(".json")]
-    scores = [json.loads(of.pop(name)) for of in results]
-    for of in scores:
-        del of["greedy"]["seconds"], of["sampled"]["seconds"]
-    assert scores[0] == scores[1] and results[0] == results[1]
+    scores = [json.loads(scores_of_run.pop(name)) for scores_of_run in results]
+    for scores_of_run in scores:
+        del scores_of_run["greedy"]["seconds"]
+        del scores_of_run["sampled"]["seconds"]
+    assert scores[0] == scores[1]
+    assert results[0] == results[1]
     assert not list((tmp_path / "killed").glob(".parts-*")), "what is done is not kept twice"
 
 
@@ -189,15 +192,17 @@ def test_agents_are_compared_and_two_models_play_as_users_ask(undisturbed, tmp_p
         "--out",
         str(tmp_path),
     ]
-    said = finished([*command, "--agents", "direct", "chain_of_thought", "--plot", "True"])
-    assert "comparison: " in said
+    output = finished([*command, "--agents", "direct", "chain_of_thought", "--plot", "True"])
+    assert "comparison: " in output
     rows = json.loads((tmp_path / "comparison-dev.json").read_text())
     assert [row["agent"] for row in rows] == ["mujica", "direct", "chain_of_thought"]
     for row, name in zip(rows, ("graph", "graph-direct", "graph-chain-of-thought"), strict=True):
         result = json.loads((tmp_path / f"tiny_world-{name}-dev.json").read_text())
-        assert (result["greedy"]["em"], result["greedy"]["tokens"]) == (row["em"], row["tokens"])
+        assert result["greedy"]["em"] == row["em"]
+        assert result["greedy"]["tokens"] == row["tokens"]
         assert result["settings"]["agent"]["kind"] == row["agent"]
-    assert (tmp_path / "comparison-dev.md").exists() and (tmp_path / "comparison-dev.png").exists()
+    assert (tmp_path / "comparison-dev.md").exists()
+    assert (tmp_path / "comparison-dev.png").exists()
     finished([*command, "--worker", str(undisturbed.directory)])
     result = json.loads((tmp_path / "tiny_world-graph-dev.json").read_text())
     assert result["worker"].startswith(str(undisturbed.directory))

@@ -31,9 +31,9 @@ def begin(bucket, cache, *words: str, **options) -> subprocess.Popen[str]:
 
 
 def ended(process: subprocess.Popen[str]) -> dict:
-    said, errors = process.communicate(timeout=SECONDS)
+    output, errors = process.communicate(timeout=SECONDS)
     assert process.returncode == 0, errors
-    return json.loads(said.splitlines()[-1])
+    return json.loads(output.splitlines()[-1])
 
 
 def leases(bucket) -> list[str]:
@@ -52,16 +52,17 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
         trainer = begin(bucket, tmp_path / "cache", str(CONFIG), *EXTERNAL)
         until = time.monotonic() + SECONDS
         while not bucket.names("bucket", "runs/smoke/config.json"):
-            assert trainer.poll() is None and time.monotonic() < until
+            assert trainer.poll() is None
+            assert time.monotonic() < until
             time.sleep(0.1)
         killed = [sampler(), sampler()]
         while not leases(bucket):
             assert time.monotonic() < until
             time.sleep(0.05)
-        for one in killed:
+        for process in killed:
             time.sleep(random.Random(7).uniform(0.0, 1.0))
-            os.killpg(one.pid, signal.SIGKILL)
-            one.communicate()
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
         last = ended(sampler())
         of_trainer = ended(trainer)
         run = fetched(bucket, tmp_path / "run")
@@ -72,10 +73,11 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
     told = [json.loads(file.read_text()) for file in (run / "samplers").glob("*.json")]
     # Whether a unit was under way when its worker was killed is chance: seconds are told, not
     # compared.
-    longest = max(one["takeover_seconds"] for one in told)
+    longest = max(processord["takeover_seconds"] for processord in told)
     print("taken over after", longest, "seconds")
-    found, alone = outcome(run), undisturbed.outcome
-    assert {name: found[name] for name in found if name != "metrics"} == {
+    numbers = outcome(run)
+    alone = undisturbed.outcome
+    assert {name: numbers[name] for name in numbers if name != "metrics"} == {
         name: alone[name] for name in alone if name != "metrics"
     }
 
@@ -89,7 +91,8 @@ def test_a_worker_samples_through_jetstream_where_the_run_says_so(undisturbed, t
         )
         until = time.monotonic() + SECONDS
         while not bucket.names("bucket", "runs/smoke/config.json"):
-            assert trainer.poll() is None and time.monotonic() < until
+            assert trainer.poll() is None
+            assert time.monotonic() < until
             time.sleep(0.1)
         worker = ended(begin(bucket, tmp_path / "cache", program="sample"))
         of_trainer = ended(trainer)
@@ -113,11 +116,11 @@ def test_asynchronous_rounds_by_a_worker_are_those_of_one_program(tmp_path):
             time.sleep(0.1)
         worker = ended(begin(bucket, tmp_path / "cache", program="sample"))
         of_trainer = ended(trainer)
-        found = outcome(fetched(bucket, tmp_path / "run"))
+        numbers = outcome(fetched(bucket, tmp_path / "run"))
     assert worker["status"] == 0 and of_trainer["status"] == 0, (
         of_trainer["messages"] + worker["messages"]
     )
-    assert {name: found[name] for name in found if name != "metrics"} == {
+    assert {name: numbers[name] for name in numbers if name != "metrics"} == {
         name: of_one[name] for name in of_one if name != "metrics"
     }
     assert "sampled by policy 1, 1 behind" in of_trainer["output"]
@@ -138,12 +141,11 @@ def test_a_second_trainer_is_refused_while_the_first_one_trains(tmp_path):
     finally:
         first.kill()
         first.communicate()
-    assert (
-        second.returncode == 2
-        and "trains in" in second.stderr
-        and "already: end it first" in second.stderr
-    )
+    assert second.returncode == 2
+    assert "trains in" in second.stderr
+    assert "already: end it first" in second.stderr
     asked = whole_runs.start(
         [*whole_runs.EVAL[:2], "mujica_jax.sample", "--run", str(tmp_path / "elsewhere")]
     )
-    assert asked.returncode == 2 and "start its trainer first" in asked.stderr
+    assert asked.returncode == 2
+    assert "start its trainer first" in asked.stderr

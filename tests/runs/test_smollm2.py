@@ -35,7 +35,8 @@ def test_smollm2_is_trained_and_its_adapter_scored(tmp_path):
         shlex.split(line.replace("DIR", str(TWO_WIKI)).replace("runs/", f"{tmp_path}/"))
         for line in COMMANDS
     )
-    assert train[2] == "mujica_jax.train" and score[2] == "mujica_jax.eval"
+    assert train[2] == "mujica_jax.train"
+    assert score[2] == "mujica_jax.eval"
     finished([sys.executable, *train[1:]], cwd=ROOT)
     losses = [
         line["loss"]
@@ -45,7 +46,8 @@ def test_smollm2_is_trained_and_its_adapter_scored(tmp_path):
     assert losses[-1] < UNTRAINED_LOSS / 2
     finished([sys.executable, *score[1:], "--out", str(tmp_path / "scores")], cwd=ROOT)
     result = json.loads((tmp_path / "scores" / "two_wiki-text-dev.json").read_text())
-    assert (result["greedy"]["questions"], result["split"]) == (10, "dev")
+    assert result["greedy"]["questions"] == 10
+    assert result["split"] == "dev"
 
 
 PROMPTS = (
@@ -62,7 +64,8 @@ PROMPTS = (
 )
 def test_greedy_outputs_of_jetstream_equal_those_of_native_token_by_token():
     folder = checkpoint_folder("smollm2")
-    decoder, tokenizer = load_checkpoint(folder), Tokenizer.load(folder)
+    decoder = load_checkpoint(folder)
+    tokenizer = Tokenizer.load(folder)
     prompts = [tokenizer.open_conversation("Answer in one sentence.", prompt) for prompt in PROMPTS]
     wanted = SamplingParams(max_new_tokens=24, temperature=0.0, seed=0, stop_strings=(".",))
     settings = EngineConfig(slots=3, decode_steps_per_call=4, prefill_tokens=256, page_tokens=8)

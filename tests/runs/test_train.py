@@ -37,7 +37,9 @@ from tests.helpers.whole_runs import (
 def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
     value = json.loads((undisturbed.directory / "summary.json").read_text())
     assert set(value) == {"task", "method", "reward", "split", "seed", "phases", "seconds"}
-    assert (value["task"], value["method"], value["seed"]) == ("tiny_world", "mygo", 0)
+    assert value["task"] == "tiny_world"
+    assert value["method"] == "mygo"
+    assert value["seed"] == 0
     assert [phase["name"] for phase in value["phases"]] == [
         "warm-up",
         "control",
@@ -66,14 +68,14 @@ def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
 @pytest.mark.fault
 def test_the_small_run_goes_through_everything_it_is_to_measure(undisturbed):
     """Otherwise the comparisons below compare nothing."""
-    found = undisturbed.outcome
+    numbers = undisturbed.outcome
     # first attempts and later ones
-    assert len(set(found["shards"].values())) == len(found["shards"]) >= 5
-    models = [files["model/model.safetensors"] for files in found["policies"].values()]
+    assert len(set(numbers["shards"].values())) == len(numbers["shards"]) >= 5
+    models = [files["model/model.safetensors"] for files in numbers["policies"].values()]
     assert len(set(models)) == len(models) == 3, "the warm-up and both rounds learnt"
-    assert [phase["accepted"] > 0 for phase in found["summary"]["phases"][2:]] == [True, True]
-    assert len(set(found["evaluations"].values())) == 4
-    assert any(phase["searches"] > 0 for phase in found["summary"]["phases"]), "workers took part"
+    assert [phase["accepted"] > 0 for phase in numbers["summary"]["phases"][2:]] == [True, True]
+    assert len(set(numbers["evaluations"].values())) == 4
+    assert any(phase["searches"] > 0 for phase in numbers["summary"]["phases"]), "workers took part"
 
 
 @pytest.mark.slow
@@ -99,14 +101,16 @@ def test_interrupted_it_says_how_to_go_on_and_another_seed_gives_another_run(und
         running.kill()
     assert running.returncode == 130
     assert "Traceback" not in messages
-    again = shlex.split(messages.strip().splitlines()[-1].partition("go on with: ")[2])
-    assert again[:3] == ["python", "-m", "mujica_jax.train"] and "--run" in again
-    finished([sys.executable, *again[1:]], cwd=tmp_path)
+    command = shlex.split(messages.strip().splitlines()[-1].partition("go on with: ")[2])
+    assert command[:3] == ["python", "-m", "mujica_jax.train"]
+    assert "--run" in command
+    finished([sys.executable, *command[1:]], cwd=tmp_path)
     (directory,) = tmp_path.glob("runs/smoke-*")
-    found, measure = outcome(directory), undisturbed.outcome
-    assert found["summary"]["seed"] == 1
+    numbers = outcome(directory)
+    measure = undisturbed.outcome
+    assert numbers["summary"]["seed"] == 1
     for key in ("evaluations", "policies"):
-        assert all(found[key][name] != value for name, value in measure[key].items()), key
+        assert all(numbers[key][name] != value for name, value in measure[key].items()), key
 
 
 @pytest.mark.slow
@@ -129,19 +133,17 @@ def test_eval_repeats_what_the_run_found(copy):
     printed = finished([*EVAL, "--checkpoint", str(copy)])
     result = json.loads((copy / "eval" / "tiny_world-graph-dev.json").read_text())
     own = json.loads((copy / "eval" / "round-2.json").read_text())
-    for of in (result, own):
-        del of["greedy"]["seconds"], of["sampled"]["seconds"]
-    assert (result["policy"], result["greedy"], result["sampled"]) == (
-        2,
-        own["greedy"],
-        own["sampled"],
-    )
+    for scores in (result, own):
+        del scores["greedy"]["seconds"]
+        del scores["sampled"]["seconds"]
+    assert result["policy"] == 2
+    assert result["greedy"] == own["greedy"]
+    assert result["sampled"] == own["sampled"]
     lines = json_lines(copy / "eval" / "tiny_world-graph-dev.predictions.jsonl")
     earlier = json_lines(copy / "eval" / "round-2.predictions.jsonl")
     compared = ("id", "prediction", "stop_reason", "searches")
-    assert [[line[key] for key in compared] for line in lines] == [
-        [line[key] for key in compared] for line in earlier
-    ]
+    for line, earlier_line in zip(lines, earlier, strict=True):
+        assert [line[key] for key in compared] == [earlier_line[key] for key in compared]
     rows = dict(line.split()[:2] for line in printed.splitlines() if len(line.split()) == 8)
     questions = {kind: str(score["questions"]) for kind, score in own["greedy"]["by_kind"].items()}
     assert rows == questions | {"all": "12"}
@@ -151,7 +153,8 @@ def test_eval_repeats_what_the_run_found(copy):
 def test_without_demonstrations_the_rounds_begin_with_the_checkpoint(undisturbed, tmp_path):
     """Nothing is played by a script and nothing is sampled with worked examples, as for a task that
     has neither."""
-    model, directory = undisturbed.directory / "policies" / "000002" / "model", tmp_path / "run"
+    model = undisturbed.directory / "policies" / "000002" / "model"
+    directory = tmp_path / "run"
     flags = (
         "--warmup.source few_shot --warmup.steps 0 --pretraining.steps 0 --eval.control False "
         "--method.rounds 1"
@@ -231,16 +234,17 @@ def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp
         "is_supporting": True,
     }
     asked |= {"answer_aliases": [], "answerable": True, "paragraphs": [paragraph]}
-    passages, graphs = tmp_path / "musique", tmp_path / "qald"
+    passages = tmp_path / "musique"
+    graphs = tmp_path / "qald"
     passages.mkdir()
     graphs.mkdir()
     (passages / "musique_ans_v1.0_dev.jsonl").write_text(json.dumps(asked) + "\n")
     query = {"sparql": "SELECT ?uri WHERE { wd:Q1 wdt:P57 ?uri . }"}
     rows = {"bindings": [{"uri": {"type": "uri", "value": "http://www.wikidata.org/entity/Q2"}}]}
-    said = [{"language": "en", "string": "Who directed The Purple Shore?"}]
+    wordings = [{"language": "en", "string": "Who directed The Purple Shore?"}]
     record = {
         "id": 1,
-        "question": said,
+        "question": wordings,
         "query": query,
         "answers": [{"head": {"vars": ["uri"]}, "results": rows}],
     }
@@ -268,12 +272,14 @@ def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp
     finished([*EVAL, "qald10_v5e", *of_run, *graph_flags])
     for task, question, answer in (
         ("musique-text", asked["question"], "Ghent"),
-        ("qald10-graph", said[0]["string"], "Ada Moss"),
+        ("qald10-graph", wordings[0]["string"], "Ada Moss"),
     ):
         result = json.loads((run / "eval" / f"{task}-test.json").read_text())
-        assert (result["policy"], result["greedy"]["questions"]) == (2, 1)
+        assert result["policy"] == 2
+        assert result["greedy"]["questions"] == 1
         (line,) = json_lines(run / "eval" / f"{task}-test.predictions.jsonl")
-        assert (line["question"], line["answers"]) == (question, [answer])
+        assert line["question"] == question
+        assert line["answers"] == [answer]
 
 
 def documented(heading: str) -> set[str]:
@@ -320,7 +326,8 @@ def test_engine_and_trainer_agree_on_what_was_sampled(undisturbed):
     assert [line["step"] for line in lines] == [1, 2]
     for line in lines:
         assert line["compared_tokens"] > 100
-        assert line["logprob_difference_max_absolute"] < 1e-4 and abs(line["logprob_kl"]) < 1e-6
+        assert line["logprob_difference_max_absolute"] < 1e-4
+        assert abs(line["logprob_kl"]) < 1e-6
 
 
 @pytest.mark.slow

@@ -33,9 +33,9 @@ def fake(monkeypatch, tmp_path):
         yield bucket
 
 
-def starts(*given: dict) -> list[Ended]:
+def starts(*options: dict) -> list[Ended]:
     return disturbed(
-        Path(), *({"words": [str(CONFIG), "--run", ADDRESS], **start} for start in given)
+        Path(), *({"words": [str(CONFIG), "--run", ADDRESS], **start} for start in options)
     )
 
 
@@ -58,7 +58,7 @@ def test_killed_and_resumed_in_a_bucket_that_fails_now_and_then_it_ends_as_on_lo
         ),
         {},
     )
-    assert [one.status for one in killed] == [-signal.SIGKILL] * 3, killed
+    assert [ended.status for ended in killed] == [-signal.SIGKILL] * 3, killed
     assert ended.status == 0, ended.messages
     output = ended.output
     assert "warm-up: learning" not in output and "round 1: sampling" not in output, (
@@ -72,14 +72,13 @@ def test_killed_and_resumed_in_a_bucket_that_fails_now_and_then_it_ends_as_on_lo
     lines = json_lines(run / "metrics.jsonl")
     costs = [line for line in lines if line["phase"].endswith("/store")]
     assert sum(line["repeated_requests"] for line in costs) > 0
-    assert len(costs) == 4 and all(
-        line["write_bytes"] > 1000 and line["write_seconds"] > 0 for line in costs
-    )
+    assert len(costs) == 4
+    assert all(line["write_bytes"] > 1000 and line["write_seconds"] > 0 for line in costs)
     assert not [name for name in fake.names("bucket") if ".part-" in name]
 
     before = {name: made.content for (_, name), made in fake.objects.items()}
-    (again,) = starts({})
-    assert closing(again.output) == closing(output)
+    (repeated,) = starts({})
+    assert closing(repeated.output) == closing(output)
     assert {name: made.content for (_, name), made in fake.objects.items()} == before, (
         "a finished run changes nothing"
     )
@@ -87,7 +86,8 @@ def test_killed_and_resumed_in_a_bucket_that_fails_now_and_then_it_ends_as_on_lo
     finished([*EVAL, "--checkpoint", ADDRESS])
     result = json.loads(fake.content("bucket", "runs/smoke/eval/tiny_world-graph-dev.json"))
     own = json.loads(fake.content("bucket", "runs/smoke/eval/round-2.json"))
-    assert (result["policy"], result["checkpoint"]) == (2, f"{ADDRESS}/policies/000002/model")
+    assert result["policy"] == 2
+    assert result["checkpoint"] == f"{ADDRESS}/policies/000002/model"
     predicted = len(
         fake.content(
             "bucket", "runs/smoke/eval/tiny_world-graph-dev.predictions.jsonl"

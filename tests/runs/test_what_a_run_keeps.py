@@ -51,12 +51,13 @@ def learn_phases(run: Run, *names: str) -> list[list[str]]:
     """Learns the phases one after another, from each other, and commits each one's policy. Returns
     the folders with checkpoints after each."""
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
-    state, left = run.initial_state, []
+    state = run.initial_state
+    folders = []
     for version, name in enumerate(names):
         state = train(run, name, state, rows, plan=LearningPlan(steps=1, peak=0.1, end_value=0.1))
         commit_policy(run, state, version)
-        left.append(sorted(folder.name for folder in (run.store.root / "learning").iterdir()))
-    return left
+        folders.append(sorted(folder.name for folder in (run.store.root / "learning").iterdir()))
+    return folders
 
 
 def test_checkpoints_leave_when_the_next_policy_is_committed(opened, config):
@@ -69,8 +70,8 @@ def test_checkpoints_leave_when_the_next_policy_is_committed(opened, config):
 
 def test_the_warm_up_stays_for_the_control_that_begins_with_it(opened, config):
     with_control = dataclasses.replace(config, eval=dataclasses.replace(config.eval, control=True))
-    left = learn_phases(opened(with_control), "warm-up", "round 1", "round 2")
-    assert left == [["warm-up"], ["round-1", "warm-up"], ["round-2", "warm-up"]]
+    folders = learn_phases(opened(with_control), "warm-up", "round 1", "round 2")
+    assert folders == [["warm-up"], ["round-1", "warm-up"], ["round-2", "warm-up"]]
 
 
 @pytest.mark.parametrize(("keep", "expected"), [(0, [0, 1, 2]), (1, [2]), (2, [1, 2])])
@@ -99,7 +100,7 @@ def test_saves_come_as_often_as_the_configuration_says(
     monkeypatch.setattr(
         Checkpoints,
         "save",
-        lambda self, state, about: saved.append(int(state.step)) or save(self, state, about),
+        lambda self, state, metadata: saved.append(int(state.step)) or save(self, state, metadata),
     )
     monkeypatch.setattr("mujica_jax.runs.learning.STEPS_A_STRETCH", 1)
     run = opened(
@@ -125,8 +126,8 @@ def test_saves_that_take_long_come_seldom(opened, config, monkeypatch):
     looks = itertools.count(0, 100)
     save = Checkpoints.save
 
-    def slow(self: Checkpoints, state: object, about: dict) -> None:
-        save(self, state, about)
+    def slow(self: Checkpoints, state: object, metadata: dict) -> None:
+        save(self, state, metadata)
         saved.append(int(state.step))
         self.finish()
         self.seconds_a_save = 60.0

@@ -32,7 +32,8 @@ def test_chips_are_known_by_what_jax_calls_them():
         "TPU7x": "v7x",
     }
     assert {kind: chip_of(kind).name for kind in names} == names
-    assert chip_of("cpu") is None and chip_of("NVIDIA H200") is None
+    assert chip_of("cpu") is None
+    assert chip_of("NVIDIA H200") is None
     assert len({kind for chip in CHIPS for kind in chip.kinds}) == sum(
         len(chip.kinds) for chip in CHIPS
     )
@@ -43,16 +44,16 @@ def test_a_slice_can_do_what_its_chips_can():
 
 
 @pytest.mark.parametrize(
-    ("found", "times"),
+    ("same_machine", "times"),
     [
         (devices("cpu", "cpu", 8), 1),
         (devices("cpu", "cpu", 8, processes=2), 2),
         (devices("H200", "gpu", 8), 8),
     ],
 )
-def test_devices_of_one_cpu_are_one_machine(found, times, monkeypatch):
+def test_devices_of_one_cpu_are_one_machine(same_machine, times, monkeypatch):
     monkeypatch.setattr(chips, "measured_flops_per_second", lambda platform, dtype: 5.0)
-    assert peak_flops_per_second(found, "float32") == 5.0 * times
+    assert peak_flops_per_second(same_machine, "float32") == 5.0 * times
 
 
 def test_a_cpu_is_measured_once():
@@ -63,17 +64,23 @@ def test_a_cpu_is_measured_once():
     assert measured_flops_per_second.cache_info().misses == measured >= 1
 
 
+class CallClock:
+    """A clock that only calls move: the first call is slow, as one that compiles."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self._call_seconds = itertools.cycle([9.0, 0.03125, 0.015625])
+
+    def call(self) -> None:
+        self.now += next(self._call_seconds)
+
+
 def test_measuring_spends_what_it_may_and_keeps_the_fastest(monkeypatch):
-    clock = 100.0
-    monkeypatch.setattr(chips, "time", types.SimpleNamespace(perf_counter=lambda: clock))
-    takes = itertools.cycle([9.0, 0.03125, 0.015625])  # the first may compile
+    clock = CallClock()
+    monkeypatch.setattr(chips, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
 
-    def call() -> None:
-        nonlocal clock
-        clock += next(takes)
-
-    assert chips.fastest_seconds(call, spend_seconds=0.0625) == 0.015625
-    assert clock == 100.0 + 9.0 + (0.03125 + 0.015625 + 9.0), (
+    assert chips.fastest_seconds(clock.call, spend_seconds=0.0625) == 0.015625
+    assert clock.now == 100.0 + 9.0 + (0.03125 + 0.015625 + 9.0), (
         "the first one's time is not among what it may spend"
     )
-    assert chips.fastest_seconds(call, spend_seconds=0.0) > 0, "once at least"
+    assert chips.fastest_seconds(clock.call, spend_seconds=0.0) > 0, "once at least"

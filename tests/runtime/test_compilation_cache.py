@@ -52,10 +52,12 @@ def test_half_a_compiled_program_is_compiled_again(tmp_path):
 def test_a_program_is_counted_when_it_is_compiled_and_not_when_it_runs():
     counted = compile_counter()
     twice = jax.jit(lambda values: values * 2 + 40)
-    short, long = jnp.ones(3), jnp.ones(4)
+    short = jnp.ones(3)
+    long = jnp.ones(4)
     before = counted.programs, counted.seconds
     twice(short)
-    assert counted.programs == before[0] + 1 and counted.seconds > before[1]
+    assert counted.programs == before[0] + 1
+    assert counted.seconds > before[1]
     after = counted.programs, counted.seconds
     twice(short)
     assert (counted.programs, counted.seconds) == after

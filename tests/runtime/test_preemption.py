@@ -123,13 +123,15 @@ def preemption(ends):
 
 def test_nobody_asked(preemption):
     preemption.enter("warm-up: learning")
-    assert not preemption.requested and not preemption.at_step()
+    assert not preemption.requested
+    assert not preemption.at_step()
 
 
 def test_sigterm_is_told_to_whoever_polls(preemption, ends):
     preemption.enter("warm-up: learning")
     signal.raise_signal(signal.SIGTERM)
-    assert until(lambda: preemption.requested) and preemption.at_step()
+    assert until(lambda: preemption.requested)
+    assert preemption.at_step()
     with pytest.raises(
         Preempted, match=r"^preempted in warm-up: learning; all is kept; go on with: it$"
     ):
@@ -137,7 +139,8 @@ def test_sigterm_is_told_to_whoever_polls(preemption, ends):
     assert str(preemption.ended("step 3 is saved")).startswith(
         "preempted in warm-up: learning; step 3 is saved;"
     )
-    assert (preemption.status, ends) == (0, [])
+    assert preemption.status == 0
+    assert ends == []
 
 
 def test_a_phase_that_is_entered_afterwards_does_not_begin(preemption):
@@ -152,27 +155,29 @@ def test_ctrl_c_ends_with_130_and_a_second_one_at_once(preemption, ends, capsys)
     preemption.enter("warm-up: learning")
     signal.raise_signal(signal.SIGINT)
     assert until(lambda: preemption.requested)
-    assert (preemption.status, ends) == (130, [])
+    assert preemption.status == 130
+    assert ends == []
     signal.raise_signal(signal.SIGINT)
-    assert until(lambda: bool(ends)) and ends == [130]
-    said = capsys.readouterr().err
-    assert (
-        "Ctrl-C again ends at once" in said
-        and "interrupted in warm-up: learning; all is kept; go on" in said
-    )
+    assert until(lambda: bool(ends))
+    assert ends == [130]
+    message = capsys.readouterr().err
+    assert "Ctrl-C again ends at once" in message
+    assert "interrupted in warm-up: learning; all is kept; go on" in message
 
 
 def test_many_sigterms_are_one(preemption, ends):
     preemption.enter("warm-up: learning")
     for _ in range(100):
         signal.raise_signal(signal.SIGTERM)
-    assert until(lambda: preemption.requested) and ends == []
+    assert until(lambda: preemption.requested)
+    assert ends == []
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
 def test_before_anything_began_the_end_comes_at_once(preemption, ends, capsys, number, status):
     signal.raise_signal(number)
-    assert until(lambda: bool(ends)) and ends == [status]
+    assert until(lambda: bool(ends))
+    assert ends == [status]
     assert "before anything began; go on with: it" in capsys.readouterr().err
 
 
@@ -181,12 +186,15 @@ def test_where_nobody_polls_the_process_ends_after_the_grace_time(ends, capsys):
         preemption.enter("warm-up: learning", kept="step 7 is kept")
         preemption.keeps("step 9 is kept")
         signal.raise_signal(signal.SIGTERM)
-        assert until(lambda: bool(ends)) and ends == [0]
+        assert until(lambda: bool(ends))
+        assert ends == [0]
     assert "preempted in warm-up: learning; step 9 is kept" in capsys.readouterr().err
 
 
 def test_whoever_was_told_is_not_ended_in_the_middle(ends, monkeypatch):
-    polled, grace_is_over, wait_for_bytes = threading.Event(), threading.Event(), select.select
+    polled = threading.Event()
+    grace_is_over = threading.Event()
+    wait_for_bytes = select.select
 
     def wait_until_polled(reading, writing, errors, seconds):
         """The listener waits for the end of the grace time when the main thread has polled, and
@@ -241,10 +249,10 @@ def program(source: str, *words: str) -> subprocess.Popen[str]:
 def test_a_compilation_cannot_be_interrupted_and_is_ended():
     compiling = program(COMPILING)
     try:
-        said, messages = compiling.communicate(timeout=HANG_SECONDS)
+        output, messages = compiling.communicate(timeout=HANG_SECONDS)
     finally:
         compiling.kill()
-    assert (compiling.returncode, said) == (0, ""), "it ended before the program was compiled"
+    assert (compiling.returncode, output) == (0, ""), "it ended before the program was compiled"
     assert messages.strip().endswith(
         "preempted in warm-up: learning; what was finished is kept; go on"
     )
@@ -255,11 +263,11 @@ class Others:
 
     def __init__(self, monkeypatch) -> None:
         self.announced: list[int] = []
-        self.left: list[tuple[str, int]] = []
+        self.aborts: list[tuple[str, int]] = []
         self.answer: list[object] | None = None  # None: this is process 0
         monkeypatch.setattr(distributed, "announce_preemption", self.announced.append)
         monkeypatch.setattr(
-            distributed, "abort", lambda sentence, status: self.left.append((sentence, status))
+            distributed, "abort", lambda sentence, status: self.aborts.append((sentence, status))
         )
         monkeypatch.setattr(distributed, "broadcast", lambda name, decide: self.answer or decide())
 
@@ -272,7 +280,8 @@ def others(monkeypatch) -> Others:
 def test_the_others_are_told_of_a_signal(preemption, others):
     preemption.enter("warm-up: learning")
     signal.raise_signal(signal.SIGTERM)
-    assert until(lambda: preemption.requested) and others.announced == [signal.SIGTERM]
+    assert until(lambda: preemption.requested)
+    assert others.announced == [signal.SIGTERM]
 
 
 def test_a_notice_of_another_process_is_heard_as_a_signal_and_not_told_again(
@@ -281,7 +290,8 @@ def test_a_notice_of_another_process_is_heard_as_a_signal_and_not_told_again(
     preemption.enter("warm-up: learning")
     preemption.on_notice(signal.SIGTERM)
     assert until(lambda: preemption.requested)
-    assert preemption.at_step() and (preemption.status, ends, others.left, others.announced) == (
+    assert preemption.at_step()
+    assert (preemption.status, ends, others.aborts, others.announced) == (
         0,
         [],
         [],
@@ -297,7 +307,8 @@ def test_process_0_decides_before_which_step_all_stop(preemption, others):
         "the others do not stop here"
     )
     others.answer = [True, 130]
-    assert preemption.at_step() and preemption.status == 130
+    assert preemption.at_step()
+    assert preemption.status == 130
 
 
 def test_an_interrupt_in_all_processes_at_once_is_no_second_one(preemption, ends, others, capsys):
@@ -307,7 +318,8 @@ def test_an_interrupt_in_all_processes_at_once_is_no_second_one(preemption, ends
     signal.raise_signal(signal.SIGINT)
     preemption.on_notice(signal.SIGINT)
     assert until(lambda: others.announced == [signal.SIGINT])
-    assert preemption.requested and (preemption.status, ends) == (130, [])
+    assert preemption.requested
+    assert (preemption.status, ends) == (130, [])
 
 
 def test_a_process_that_is_ended_in_the_middle_tells_the_others(ends, others):
@@ -315,7 +327,7 @@ def test_a_process_that_is_ended_in_the_middle_tells_the_others(ends, others):
         preemption.enter("round 1: sampling", kept="shards are kept")
         signal.raise_signal(signal.SIGTERM)
         assert until(lambda: bool(ends))
-    assert others.left == [("preempted in round 1: sampling; shards are kept", 0)]
+    assert others.aborts == [("preempted in round 1: sampling; shards are kept", 0)]
 
 
 def said_by_processes(count: int, source: str, word: str) -> list[tuple[str, str]]:
@@ -323,23 +335,24 @@ def said_by_processes(count: int, source: str, word: str) -> list[tuple[str, str
     address = f"localhost:{free_port()}"
     running = [program(source, str(process), address, word) for process in range(count)]
     try:
-        said = [process.communicate(timeout=HANG_SECONDS) for process in running]
+        outputs = [process.communicate(timeout=HANG_SECONDS) for process in running]
     finally:
         for process in running:
             process.kill()
-    assert [process.returncode for process in running] == [0] * count, said
-    assert not any("Traceback" in messages for _, messages in said), said
-    return said
+    assert [process.returncode for process in running] == [0] * count, outputs
+    assert not any("Traceback" in messages for _, messages in outputs), outputs
+    return outputs
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["learning", "sampling", "waiting"])
 def test_the_processes_of_a_run_end_together(where):
     """By one SIGTERM to one of them: in training before the same step, elsewhere where each is."""
-    said = said_by_processes(2, TWO_PROCESSES, where)
-    (first, reasons), (second, _) = said
+    outputs = said_by_processes(2, TWO_PROCESSES, where)
+    (first, reasons), (second, _) = outputs
     if where == "learning":
-        assert first == second and int(first.partition(";")[0].split()[-1]) > 20
+        assert first == second
+        assert int(first.partition(";")[0].split()[-1]) > 20
     else:
         assert "preempted in round 1" in second
         assert first == second or f"ended: preempted in round 1: {where}" in reasons
@@ -349,8 +362,8 @@ def test_the_processes_of_a_run_end_together(where):
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_all_read_of_an_end_before_the_process_that_holds_the_store_is_gone(leaver):
     """Also one that reads it seconds later: a machine may be that busy."""
-    said = said_by_processes(3, THREE_PROCESSES, str(leaver))
-    for process, (_, messages) in enumerate(said):
+    outputs = said_by_processes(3, THREE_PROCESSES, str(leaver))
+    for process, (_, messages) in enumerate(outputs):
         assert (f"process {leaver} on" in messages and "ended: preempted" in messages) == (
             process != leaver
-        ), said
+        ), outputs

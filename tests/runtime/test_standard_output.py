@@ -25,7 +25,8 @@ def test_a_reader_that_has_enough_ends_the_program_quietly(name):
         )
     finally:
         os.close(writing)
-    assert (ended.returncode, ended.stderr) == (READER_GONE, "")
+    assert ended.returncode == READER_GONE
+    assert ended.stderr == ""
 
 
 def test_another_broken_pipe_keeps_its_traceback():

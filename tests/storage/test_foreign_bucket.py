@@ -80,8 +80,8 @@ def address(monkeypatch) -> Iterator[str]:
 
 def _with_generation(download, request, response, storage, *others) -> None:
     with contextlib.suppress(NotFound):
-        found = storage.get_file_obj(request.params["bucket_name"], request.params["object_id"])
-        response["X-Goog-Generation"] = found["generation"]
+        stored = storage.get_file_obj(request.params["bucket_name"], request.params["object_id"])
+        response["X-Goog-Generation"] = stored["generation"]
     download(request, response, storage, *others)
 
 
@@ -101,12 +101,12 @@ def test_everything_a_run_writes_comes_back(address, tmp_path):
         timeout=HANG_SECONDS,
     )
     assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
-    assert said["steps"] == [0, 1, 2]
-    assert "rounds/0001/shard-00000.parquet" in said["names"]
+    reported = json.loads(done.stdout)
+    assert reported["steps"] == [0, 1, 2]
+    assert "rounds/0001/shard-00000.parquet" in reported["names"]
     assert {
         "config.json",
         "metrics.jsonl",
         "policies/000001/COMMITTED",
         "learning/warm-up/000002/COMMITTED",
-    } <= set(said["names"])
+    } <= set(reported["names"])

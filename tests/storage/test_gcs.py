@@ -53,15 +53,15 @@ def store(fake) -> Store:
 def once(kind: str, *faults: Fault) -> Callable[[Request], Fault | None]:
     """The first requests of a kind meet these faults, one each. Where one hangs, a request may take
     a second until then, and any time afterwards."""
-    left = list(faults)
+    faults_to_come = list(faults)
     # the fixture `fake` restores it
     gcs.REQUEST_SECONDS = 1.0 if "hang" in faults else HANG_SECONDS
 
     def next_fault(request: Request) -> Fault | None:
-        if not left or request.kind != kind:
+        if not faults_to_come or request.kind != kind:
             return None
-        fault = left.pop(0)
-        if not left:
+        fault = faults_to_come.pop(0)
+        if not faults_to_come:
             gcs.REQUEST_SECONDS = HANG_SECONDS
         return fault
 
@@ -116,7 +116,8 @@ def test_of_many_writers_behind_a_bad_network_exactly_one_wins(fake, store, monk
     # a row.
     monkeypatch.setattr(gcs, "MAX_ATTEMPTS", 1000)
     monkeypatch.setattr(gcs, "MAX_WAIT_SECONDS", 0.01)
-    draw, lock = random.Random(0), threading.Lock()
+    draw = random.Random(0)
+    lock = threading.Lock()
 
     def faults(request: Request) -> Fault | None:
         with lock:
@@ -193,15 +194,17 @@ def test_a_bucket_that_hangs_for_ever_is_one_sentence_within_the_deadline(fake, 
     with pytest.raises(
         StoreUnavailable,
         match=r"^gs://bucket/run/x could not be written in \d attempts within 1 seconds",
-    ) as said:
+    ) as error:
         store.create("x", b"")
-    assert "start the same command again" in str(said.value) and "\n" not in str(said.value)
+    assert "start the same command again" in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_retries_are_counted_and_many_are_on_the_console(fake, store, caplog):
     fake.faults = once("upload", "503", "429")
     store.create("x", b"")
-    assert store.io_statistics.summary()["repeated_requests"] == 2 and not caplog.text
+    assert store.io_statistics.summary()["repeated_requests"] == 2
+    assert not caplog.text
     store.io_statistics.reset()
     fake.faults = once("upload", "503", "429", "503")
     store.create("y", b"")
@@ -238,9 +241,9 @@ def test_an_unreachable_store_is_no_damaged_shard(fake, store):
     """StoreError means damage, upon which a shard is set aside."""
     store.write_shard(0, 0, [trajectory()])
     fake.faults = lambda request: "503" if request.kind == "download" else None
-    with pytest.raises(StoreUnavailable) as said:
+    with pytest.raises(StoreUnavailable) as error:
         store.find_shard(0, 0)
-    assert not isinstance(said.value, StoreError)
+    assert not isinstance(error.value, StoreError)
 
 
 @pytest.mark.parametrize(
@@ -399,7 +402,8 @@ def test_a_resumed_run_adds_only_what_is_new(fake, store):
         assert metrics.write("learn", 2, {"loss": 0.5})
     assert [line["step"] for line in lines(fake)] == [1, 2]
     events = [name for name in fake.names("bucket") if "/events." in name]
-    assert len(events) == 1 and fake.content("bucket", events[0]).count(b"learn/loss") == 2
+    assert len(events) == 1
+    assert fake.content("bucket", events[0]).count(b"learn/loss") == 2
     assert len(fake.names("bucket")) == 2
 
 
@@ -422,11 +426,11 @@ def test_the_costs_of_a_line_do_not_grow_with_the_file(fake, store):
         file.write(b"x" * 1000)
         file.flush()
         mine = [
-            one
-            for one in fake.requests[before:]
-            if one.kind == "upload" or "costs.jsonl" in one.path
+            request
+            for request in fake.requests[before:]
+            if request.kind == "upload" or "costs.jsonl" in request.path
         ]
-        requests.append([one.kind for one in mine])
+        requests.append([request.kind for request in mine])
     assert requests == [["upload"]] + [["upload", "compose", "delete"]] * 19
     assert len(fake.content("bucket", "run/costs.jsonl")) == 20_000
 
@@ -452,15 +456,15 @@ def test_an_interrupted_append_is_repeated_as_the_same_one(fake, store, monkeypa
 
 
 def test_two_programs_in_one_run_are_told(fake, store):
-    one, other = (open_to_append(store.root / "metrics.jsonl") for _ in range(2))
-    one.write(b"1\n")
-    one.flush()
-    other.write(b"1\n")
+    first, second = (open_to_append(store.root / "metrics.jsonl") for _ in range(2))
+    first.write(b"1\n")
+    first.flush()
+    second.write(b"1\n")
     with pytest.raises(
         StoreError,
         match=r"metrics\.jsonl was changed by another process; let one process at a time train",
     ):
-        other.flush()
+        second.flush()
 
 
 # Everything at once
@@ -482,7 +486,7 @@ def a_round(store: Store) -> None:
         metrics.write("round 1", 2, {"rows": 6})
 
 
-def held(fake: FakeBucket) -> dict[str, object]:
+def content_of(fake: FakeBucket) -> dict[str, object]:
     """All objects, without what a clock said."""
     contents = {
         name: fake.content("bucket", name)
@@ -497,7 +501,7 @@ def undisturbed() -> dict[str, object]:
     with pytest.MonkeyPatch.context() as patch:
         fake = use(patch)
         a_round(Store("gs://bucket/run"))
-        return held(fake)
+        return content_of(fake)
 
 
 @hypothesis.settings(
@@ -516,9 +520,9 @@ def test_faults_at_any_request_change_nothing(fake, monkeypatch, faults) -> None
     fake.faults = lambda request: faults.get(request.nth)
     a_round(Store("gs://bucket/run"))
     fake.faults = lambda request: None
-    assert held(fake) == expected
+    assert content_of(fake) == expected
     a_round(Store("gs://bucket/run"))
-    assert held(fake) == expected, "a second time nothing is counted twice"
+    assert content_of(fake) == expected, "a second time nothing is counted twice"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,8 @@ PROCESSES = (os.getpid(), os.getppid(), 1)  # that live
 
 
 def made(tmp_path, count: int) -> tuple[Clock, list[Leases]]:
-    clock, directory = Clock(), RunDirectory(tmp_path)
+    clock = Clock()
+    directory = RunDirectory(tmp_path)
     return clock, [
         Leases(directory, seconds=60.0, clock=clock, process=process)
         for process in PROCESSES[:count]
@@ -27,24 +28,28 @@ def made(tmp_path, count: int) -> tuple[Clock, list[Leases]]:
 
 
 def test_a_lease_has_one_holder_until_it_is_over(tmp_path):
-    clock, (one, other) = made(tmp_path, 2)
-    lease = one.claim("unit")
-    assert lease is not None and other.claim("unit") is None
+    clock, (first, second) = made(tmp_path, 2)
+    lease = first.claim("unit")
+    assert lease is not None
+    assert second.claim("unit") is None
     clock.now += 59
     lease.renew()
     clock.now += 59
-    assert other.claim("unit") is None, "it was renewed"
+    assert second.claim("unit") is None, "it was renewed"
     clock.now += 2
     assert not lease.is_lost
-    assert other.claim("unit") is not None and other.takeovers == 1 and lease.is_lost
-    assert other.takeover_seconds == 61, "since the renewal at 1059"
-    holder = one.holder("unit")
-    assert holder is not None and holder.owner == other.owner
+    assert second.claim("unit") is not None
+    assert second.takeovers == 1
+    assert lease.is_lost
+    assert second.takeover_seconds == 61, "since the renewal at 1059"
+    holder = first.holder("unit")
+    assert holder is not None
+    assert holder.owner == second.owner
 
 
 def test_a_lease_is_written_again_only_when_a_quarter_of_it_is_over(tmp_path):
-    clock, (one,) = made(tmp_path, 1)
-    lease = one.claim("unit")
+    clock, (first,) = made(tmp_path, 1)
+    lease = first.claim("unit")
     assert lease is not None
     file = tmp_path / "unit" / "00001.json"
     clock.now += 14
@@ -56,26 +61,29 @@ def test_a_lease_is_written_again_only_when_a_quarter_of_it_is_over(tmp_path):
 
 
 def test_one_that_is_released_or_whose_process_is_gone_is_free_at_once(tmp_path):
-    _, (one, other, third) = made(tmp_path, 3)
-    lease = one.claim("unit")
+    _, (first, second, third) = made(tmp_path, 3)
+    lease = first.claim("unit")
     assert lease is not None
     lease.release()
-    assert other.claim("unit") is not None
+    assert second.claim("unit") is not None
     file = tmp_path / "unit" / "00002.json"
     gone = json.loads(file.read_text()) | {"process": 2**22 + 1}  # above what Linux gives out
     file.write_text(json.dumps(gone))
     assert third.claim("unit") is not None
-    assert gone["host"] == socket.gethostname() and third.claim("other unit") is not None
+    assert gone["host"] == socket.gethostname()
+    assert third.claim("other unit") is not None
 
 
 def test_of_two_that_come_at_the_same_time_one_has_it(tmp_path, monkeypatch):
-    _, (one, other) = made(tmp_path, 2)
-    monkeypatch.setattr(other, "_numbers", lambda name: [])  # it looked before the first one wrote
-    assert one.claim("unit") is not None and other.claim("unit") is None
+    _, (first, second) = made(tmp_path, 2)
+    monkeypatch.setattr(second, "_numbers", lambda name: [])  # it looked before the first one wrote
+    assert first.claim("unit") is not None
+    assert second.claim("unit") is None
 
 
 def test_what_another_program_left_there_counts_for_nothing(tmp_path):
     (tmp_path / "unit").mkdir()
     (tmp_path / "unit" / "00001.json").write_text("{}")
-    _, (one,) = made(tmp_path, 1)
-    assert one.holder("unit") is None and one.claim("unit") is not None
+    _, (lease_holder,) = made(tmp_path, 1)
+    assert lease_holder.holder("unit") is None
+    assert lease_holder.claim("unit") is not None

@@ -25,10 +25,8 @@ from mujica_jax.tasks.two_wiki import task as two_wiki
 from tests.helpers.shared_data import DATA, needs_data
 
 QUESTION = Question(id="q", text="When was the harbour opened?", answers=("1911",))
-GOLD, OTHER = (
-    "Ferries first called in 1911, says the chronicle.",
-    "The harbour of Lisma was opened; it is a harbour.",
-)
+GOLD = "Ferries first called in 1911, says the chronicle."
+OTHER = "The harbour of Lisma was opened; it is a harbour."
 LISMA = [{"title": "Lisma", "paragraph_text": GOLD, "is_supporting": True}]
 LISMA += [{"title": "Lisma", "paragraph_text": OTHER, "is_supporting": False}]
 
@@ -98,13 +96,17 @@ def test_of_two_paragraphs_with_one_title_only_the_supporting_one_is_gold(
     task = musique(tmp_path, paragraphs, setting=setting)
     (question,) = task.questions("test")
     assert question.gold_passages == (GoldPassage(title="Lisma", text=GOLD),)
-    found = shown(task.environment(question), question.text)
-    assert found == [f"Lisma: {OTHER}"], "the other one is found first"
-    missed = figures(question, read(*found))
-    assert (missed["gold_found"], missed["support_em"], missed["support_f1"]) == (0.0, 0.0, 0.0)
+    materials = shown(task.environment(question), question.text)
+    assert materials == [f"Lisma: {OTHER}"], "the other one is found first"
+    missed = figures(question, read(*materials))
+    assert missed["gold_found"] == 0.0
+    assert missed["support_em"] == 0.0
+    assert missed["support_f1"] == 0.0
     both = figures(question, read(f"Lisma: {OTHER}", f"Lisma: {GOLD}"))
     # one of one gold passage was found; of the two that were read one is gold
-    assert (both["gold_found"], both["support_em"], both["support_f1"]) == (100.0, 0.0, 66.67)
+    assert both["gold_found"] == 100.0
+    assert both["support_em"] == 0.0
+    assert both["support_f1"] == 66.67
     selected = Search(
         iteration=0, query="x", materials=(f"Lisma: {OTHER}", f"Lisma: {GOLD}"), selected=(1,)
     )
@@ -134,11 +136,14 @@ def test_gold_passages_of_musique_are_its_supporting_paragraphs(setting):
         MusiqueConfig(data_dir=str(DATA / "musique"), top_k=20, setting=setting)
     )
     asked = [*task.questions("dev"), *task.questions("test")]
-    assert len(asked) == 74 and not task.left_out
+    assert len(asked) == 74
+    assert not task.left_out
     for question in asked:
         paragraphs = records[question.id]["paragraphs"]
         supporting = {
-            (of["title"], of["paragraph_text"].strip()) for of in paragraphs if of["is_supporting"]
+            (paragraph["title"], paragraph["paragraph_text"].strip())
+            for paragraph in paragraphs
+            if paragraph["is_supporting"]
         }
         assert {(passage.title, passage.text) for passage in question.gold_passages} == supporting
         assert len(question.gold_passages) == len(supporting) == int(question.id[0])
@@ -147,14 +152,14 @@ def test_gold_passages_of_musique_are_its_supporting_paragraphs(setting):
 def test_passages_of_two_questions_with_one_title_are_both_searched(tmp_path):
     records = [
         {
-            "question": f"Who built the {what} of Lisma?",
+            "question": f"Who built the {building} of Lisma?",
             "supporting_facts": [["Lisma", 0]],
             "context": [
-                ["Lisma", [f"The {what} of Lisma was built by {who}."]],
+                ["Lisma", [f"The {building} of Lisma was built by {who}."]],
                 ["Kolm", ["Kolm is a hill."]],
             ],
         }
-        for what, who in (("mill", "Ann Ode"), ("pier", "Bo Rask"))
+        for building, who in (("mill", "Ann Ode"), ("pier", "Bo Rask"))
     ]
     task = own(tmp_path, records)
     mill, pier = sorted(task.questions("test"), key=lambda question: question.id)
@@ -231,27 +236,23 @@ def test_a_corpus_may_have_another_version_of_a_gold_paragraph():
             text="Lisma is a small town on the Quina. Its mill was built by Ann Ode in 1901, and",
         ),
     ]
-    found = GoldInCorpus(chunks, ["Lisma"]).find(paragraph)
-    assert found == GoldPassage(title="Lisma", text=chunks[1].text)
+    gold = GoldInCorpus(chunks, ["Lisma"]).find(paragraph)
+    assert gold == GoldPassage(title="Lisma", text=chunks[1].text)
     assert GoldInCorpus(chunks[:1], ["Lisma"]).find(paragraph) is None, (
         "another paragraph of the article is no version"
     )
     exact = [*chunks, Passage(id="2", title="Lisma", text=paragraph.text.replace(". ", ".  "))]
-    found = GoldInCorpus(exact, ["Lisma"]).find(paragraph)
-    assert found is not None and found.text == exact[2].text, (
-        "the same text up to spaces comes first"
-    )
+    gold = GoldInCorpus(exact, ["Lisma"]).find(paragraph)
+    assert gold is not None and gold.text == exact[2].text, "the same text up to spaces comes first"
 
 
 def test_behind_an_address_titles_decide():
     """Nobody knows the texts that are searched there."""
     service = GoldInCorpus([], ["Lisma"], by_title=True)
-    found = service.find(GoldPassage(title="Lisma", text="A town."))
-    assert (
-        found is not None
-        and found.is_shown_by("Lisma: Any other text.")
-        and not found.is_shown_by("Kolm: A town.")
-    )
+    gold = service.find(GoldPassage(title="Lisma", text="A town."))
+    assert gold is not None
+    assert gold.is_shown_by("Lisma: Any other text.")
+    assert not gold.is_shown_by("Kolm: A town.")
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
@@ -273,8 +274,8 @@ def test_titles_are_equal_however_their_letters_and_entities_are_written(tmp_pat
     task = own(tmp_path, [{"question": "Which house?", "supporting_facts": facts}], **changes)
     (question,) = task.questions("test")
     assert [passage.text for passage in question.gold_passages] == ["A house.", "A shop."]
-    found = shown(task.environment(question), "house")
-    assert figures(question, read(*found))["gold_found"] == 50.0
+    materials = shown(task.environment(question), "house")
+    assert figures(question, read(*materials))["gold_found"] == 50.0
 
 
 def test_entities_of_hotpotqa_are_read_and_its_gold_passages_found(tmp_path):
@@ -294,7 +295,8 @@ def test_entities_of_hotpotqa_are_read_and_its_gold_passages_found(tmp_path):
         HotpotConfig(data_dir=str(tmp_path), top_k=1, dev_percent=0, setting="distractor")
     )
     (question,) = task.questions("test")
-    assert question.text == "Who founded Marks & Spencer?" and question.answers == ("Tom & Co",)
+    assert question.text == "Who founded Marks & Spencer?"
+    assert question.answers == ("Tom & Co",)
     assert question.gold_passages == (
         GoldPassage(title="Marks & Spencer", text='Founded by "Tom" & Co.'),
     )
@@ -308,12 +310,12 @@ class Found:
 
     kind = "text"
 
-    def __init__(self, *found: Material) -> None:
-        self._found = found
+    def __init__(self, *materials: Material) -> None:
+        self._materials = materials
 
     async def search(self, query: str, entity: object) -> tuple[Material, ...]:
         del query, entity
-        return self._found
+        return self._materials
 
 
 def test_demonstrations_and_syntheses_tell_gold_passages_by_their_texts():
@@ -326,7 +328,8 @@ def test_demonstrations_and_syntheses_tell_gold_passages_by_their_texts():
     )
     assert shown(WithAllGoldPassages(world, question, lambda pool: pool), "Lisma?") == [gold.text]
     (piece,) = pieces(question, "text")
-    assert place_in([other, gold], piece) == 1 and place_in([other], piece) is None
+    assert place_in([other, gold], piece) == 1
+    assert place_in([other], piece) is None
 
 
 def test_a_paragraph_without_a_title_is_shown_as_it_is(tmp_path):
@@ -341,5 +344,6 @@ def test_a_paragraph_without_a_title_is_shown_as_it_is(tmp_path):
         ],
     )
     (question,) = task.questions("test")
-    found = shown(task.environment(question), "mill")
-    assert found == ["The mill."] and figures(question, read(*found))["gold_found"] == 100.0
+    materials = shown(task.environment(question), "mill")
+    assert materials == ["The mill."]
+    assert figures(question, read(*materials))["gold_found"] == 100.0

@@ -104,7 +104,7 @@ def qald(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def said(text: object) -> list[dict[str, object]]:
+def wordings(text: object) -> list[dict[str, object]]:
     return [{"language": "en", "string": text}]
 
 
@@ -116,7 +116,7 @@ def read_qald_file(tmp_path: Path, *records: dict[str, Any]) -> list[dict[str, A
 def test_one_id_for_two_questions_of_qald_is_refused_with_both_places(tmp_path):
     expected = r"question 1: the question 1 is 'Where\?' here and 'Who\?' in .*question 0"
     with pytest.raises(UserError, match=expected):
-        read_qald_file(tmp_path, qald(id=1), qald(question=said("Where?")))
+        read_qald_file(tmp_path, qald(id=1), qald(question=wordings("Where?")))
 
 
 def test_a_question_of_qald_that_is_given_twice_counts_once(tmp_path):
@@ -128,9 +128,9 @@ def test_a_question_of_qald_that_is_given_twice_counts_once(tmp_path):
     [
         ({"id": None}, "the id is None and must be a text or a number"),
         ({"id": float("nan")}, "nan is no number"),
-        ({"question": said(5)}, "the question is 5 and must be a text"),
-        ({"question": said(" ")}, "the question is blank in the language en"),
-        ({"question": said("Who \ud83d?")}, "is no text that UTF-8 can write"),
+        ({"question": wordings(5)}, "the question is 5 and must be a text"),
+        ({"question": wordings(" ")}, "the question is blank in the language en"),
+        ({"question": wordings("Who \ud83d?")}, "is no text that UTF-8 can write"),
     ],
 )
 def test_a_field_of_qald_that_cannot_be_read_is_refused_with_its_place(tmp_path, changes, sentence):

@@ -41,7 +41,8 @@ def test_every_search_shows_all_paragraphs_of_the_question_in_an_order_of_its_ow
         "Tin Orchard: Another film.",
     }
     orders = {tuple(shown(pool, query)) for query in ("Who?", "Where?", "When?", "What?", "Why?")}
-    assert all(set(order) == everything for order in orders) and len(orders) > 1
+    assert all(set(order) == everything for order in orders)
+    assert len(orders) > 1
     assert shown(pool, "Who?") == shown(pool, "Who?"), "the same query shows the same order"
 
 
@@ -75,7 +76,8 @@ def test_a_paragraph_without_a_title_is_shown_as_its_text_alone():
     (piece,) = pieces(question, "text")
     materials = asyncio.run(pool.search("Who?", None))
     place = place_in(materials, piece)
-    assert place is not None and materials[place].text == "Ilse Vand was born in Ghent."
+    assert place is not None
+    assert materials[place].text == "Ilse Vand was born in Ghent."
 
 
 def test_a_gold_passage_of_an_index_is_found_by_its_title():
@@ -89,8 +91,12 @@ def test_a_gold_passage_of_an_index_is_found_by_its_title():
 
 def test_evidence_stands_where_its_text_stands_and_not_at_a_namesake():
     gold, birth = pieces(QUESTION, "text")
-    pool = [Material(text=f"{of.title}: {of.text}", title=of.title) for of in (TWIN, NOISE, GOLD)]
-    assert place_in(pool, gold) == 2 and place_in(pool, birth) is None
+    pool = [
+        Material(text=f"{passage.title}: {passage.text}", title=passage.title)
+        for passage in (TWIN, NOISE, GOLD)
+    ]
+    assert place_in(pool, gold) == 2
+    assert place_in(pool, birth) is None
     cut = [Material(text="Ilse Vand: Born", title="Ilse Vand")]
     assert place_in(cut, birth) == 0, "a passage that was cut is found by its title"
 
@@ -104,9 +110,8 @@ def test_hotpotqa_gives_ten_paragraphs_and_their_question_brings_them_from_the_f
     (question,) = task.questions("train")
     assert isinstance(task, ParagraphTask)
     paragraphs = task.own_paragraphs(question)
-    assert len(paragraphs) == 10 and paragraphs[3] == GoldPassage(
-        title="Title 3", text="Sentence 3. Another."
-    )
+    assert len(paragraphs) == 10
+    assert paragraphs[3] == GoldPassage(title="Title 3", text="Sentence 3. Another.")
     pool = OwnParagraphs(question, paragraphs, lambda materials: materials[:2])
     assert sorted(text[:7] for text in shown(pool, "Who?")) == ["Title 3", "Title 7"]
 
@@ -180,5 +185,5 @@ def test_two_wiki_brings_the_contexts_of_its_records(tmp_path: Path):
         top_k=2,
     )
     task = build_two_wiki(config)
-    (question,) = [of for split in ("train", "dev", "test") for of in task.questions(split)]
+    (question,) = [asked for split in ("train", "dev", "test") for asked in task.questions(split)]
     assert task.own_paragraphs(question) == (GOLD, NOISE)

@@ -47,19 +47,21 @@ def changed(folder: Path, **changes) -> None:
 def test_the_example_is_read_searched_and_demonstrated(folder):
     task = build(folder)
     born, older = sorted(task.questions("train"), key=lambda question: question.id)
-    assert born.answers == ("Corham", "Corham Town") and [
-        of.id for of in task.questions("dev")
-    ] == ["q1"]
+    assert born.answers == ("Corham", "Corham Town")
+    assert [asked.id for asked in task.questions("dev")] == ["q1"]
     assert [passage.title for passage in born.gold_passages] == ["Tisby", "Nils Lomund"]
-    found = asyncio.run(task.environment(born).search("Who is the mayor of Tisby?", None))
-    assert found[0].title == "Tisby" and left_out(task) == ""
+    materials = asyncio.run(task.environment(born).search("Who is the mayor of Tisby?", None))
+    assert materials[0].title == "Tisby"
+    assert left_out(task) == ""
     assert {question.id for question, _ in task.demonstrations()} == {born.id, older.id}
     graph = build(folder, environment="graph")
-    candidates = {
-        question.id: [of.label for of in question.candidates]
-        for question in graph.questions("train")
-    }
-    assert candidates == {"q3": ["Tisby"], "q5": ["Nils Lomund", "Clara Ibsted"]}
+    over_graph = {question.id: question for question in graph.questions("train")}
+    assert over_graph.keys() == {"q3", "q5"}
+    assert [candidate.label for candidate in over_graph["q3"].candidates] == ["Tisby"]
+    assert [candidate.label for candidate in over_graph["q5"].candidates] == [
+        "Nils Lomund",
+        "Clara Ibsted",
+    ]
     assert left_out(graph).startswith("1 questions cannot be asked"), (
         "the third one has no evidences"
     )
@@ -86,10 +88,10 @@ def test_without_ids_topics_are_what_nothing_finds_and_ids_of_a_graph_stay(folde
     )
     task = build(folder, environment="graph")
     asked = {question.id: question for question in task.questions("train")}
-    assert [of.label for of in asked["q5"].candidates] == ["Alpha", "Beta"]
+    assert [candidate.label for candidate in asked["q5"].candidates] == ["Alpha", "Beta"]
     (tisby,) = asked["q3"].candidates
-    found = asyncio.run(task.environment(asked["q3"]).search("Which country is it in?", tisby))
-    assert {material.text for material in found} >= {
+    materials = asyncio.run(task.environment(asked["q3"]).search("Which country is it in?", tisby))
+    assert {material.text for material in materials} >= {
         "Tisby, mayor, Nils Lomund",
         "Tisby, country, Quinland",
     }
@@ -145,9 +147,8 @@ def test_a_split_of_ones_own_is_kept_and_a_hash_decides_without(folder, environm
 def test_how_many_questions_are_left_out_is_said(folder):
     changed(folder, supporting_facts=[["Ulmby", 0]])
     task = build(folder)
-    assert len(task.questions("train")) == 1 and left_out(task).startswith(
-        "1 questions cannot be asked"
-    )
+    assert len(task.questions("train")) == 1
+    assert left_out(task).startswith("1 questions cannot be asked")
     (folder / "corpus.jsonl").write_text('{"title": "Elsewhere", "text": "Nothing."}\n')
     with pytest.raises(
         UserError,
@@ -164,19 +165,19 @@ def test_a_question_is_asked_over_the_passages_and_shown(
     def answer(request: Request, before: int) -> Answer:
         messages = request.body["messages"]
         if "<select>" in messages[0]["content"]:
-            said = (
+            reply = (
                 "<think>The first.</think>\n"
                 "<select>[0]</select>\n"
                 "<sentence>It is Clara Ibsted.</sentence>"
             )
         elif "It is Clara Ibsted." in messages[-1]["content"]:
-            said = "<think>Done.</think>\n<answer>Clara Ibsted</answer>"
+            reply = "<think>Done.</think>\n<answer>Clara Ibsted</answer>"
         else:
-            said = "<think>I search.</think>\n<search>Who is the mayor of Venford?</search>"
+            reply = "<think>I search.</think>\n<search>Who is the mayor of Venford?</search>"
         return Answer(
             content={
                 "choices": [
-                    {"message": {"role": "assistant", "content": said}, "finish_reason": "stop"}
+                    {"message": {"role": "assistant", "content": reply}, "finish_reason": "stop"}
                 ]
             }
         )
@@ -200,9 +201,8 @@ def test_a_question_is_asked_over_the_passages_and_shown(
         words += [*remote, "--remote.tokenizer", str(tokenizer)]
         assert evaluation.main([*words, *asked]) == 0
         shown = capsys.readouterr().out
-        assert "evidence: Venford: Venford is a village" in shown and shown.rstrip().endswith(
-            "answer: Clara Ibsted"
-        )
+        assert "evidence: Venford: Venford is a village" in shown
+        assert shown.rstrip().endswith("answer: Clara Ibsted")
         assert evaluation.main([*words, "--ask", " "]) == 2
         assert evaluation.main([*words, *asked, "--task.setting", "distractor"]) == 2
         assert (

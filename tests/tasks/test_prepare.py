@@ -304,11 +304,12 @@ def test_a_prepared_set_gives_what_its_official_files_give(prepared, name):
 
 def test_the_official_splits_and_aliases_of_2wiki_are_kept(prepared):
     questions, _, notes = prepared.results["2wiki"]["loaded"]["text False"]
-    ids = {
-        split: {question["id"] for question in of_split} for split, of_split in questions.items()
-    }
-    assert ids["train"] == {"t0", "t2", "t3", "t4", "t5"}, "t1 stands in dev.json too"
-    assert ids["dev"] | ids["test"] == {"t1", *(f"d{n}" for n in range(6))}
+
+    def ids_of(split: str) -> set[str]:
+        return {question["id"] for question in questions[split]}
+
+    assert ids_of("train") == {"t0", "t2", "t3", "t4", "t5"}, "t1 stands in dev.json too"
+    assert ids_of("dev") | ids_of("test") == {"t1", *(f"d{n}" for n in range(6))}
     answers = ["Detroit", "Motor City", "Detroit & suburbs", "Detroiter"]
     assert all(
         question["answers"] == answers for of_split in questions.values() for question in of_split
@@ -333,8 +334,9 @@ def test_the_command_says_how_to_load_and_a_second_time_that_the_set_is_there(pr
         if isinstance(result, dict)
     )
     folder = prepared.folder / "sets" / "mujica_hotpotqa" / VERSION
-    said = "(4 in train, 5 in validation): --task.kind hotpotqa --task.data-dir tfds:hotpotqa"
-    assert f"{folder} is prepared {said}" in lines and f"{folder} is there already {said}" in lines
+    loading = "(4 in train, 5 in validation): --task.kind hotpotqa --task.data-dir tfds:hotpotqa"
+    assert f"{folder} is prepared {loading}" in lines
+    assert f"{folder} is there already {loading}" in lines
     assert (
         sum(f"--task.data-dir tfds:{prepared.folder}/other/two_wiki" in line for line in lines) == 2
     )
@@ -343,10 +345,8 @@ def test_the_command_says_how_to_load_and_a_second_time_that_the_set_is_there(pr
 
 def test_a_killed_preparation_leaves_nothing_that_loads_and_starts_again(prepared):
     assert prepared.killed.returncode == -9, prepared.killed.stderr
-    assert (
-        any(name.startswith("incomplete.") for name in prepared.after_kill)
-        and VERSION not in prepared.after_kill
-    )
+    assert any(name.startswith("incomplete.") for name in prepared.after_kill)
+    assert VERSION not in prepared.after_kill
     assert "holds no prepared mujica_musique: prepare it with" in prepared.after_kill_error
     names = {path.name for path in (prepared.folder / "sets" / "mujica_musique").iterdir()}
     assert names == {VERSION, ".lock"}
@@ -444,7 +444,8 @@ def test_the_folder_of_tensorflow_datasets_is_searched(sets, monkeypatch):
 )
 def test_a_name_that_cannot_be_loaded_is_refused(sets, data_dir, sentence):
     message = refusal(data_dir, "hotpotqa")
-    assert message.startswith(f"task.data_dir is {data_dir}") and sentence in message
+    assert message.startswith(f"task.data_dir is {data_dir}")
+    assert sentence in message
 
 
 def test_a_set_that_is_not_prepared_says_the_command_and_the_folder(sets):
@@ -536,10 +537,8 @@ def test_a_damaged_folder_is_refused_by_name_and_by_path(sets, damage):
     break_file(sorted(folder.glob(pattern))[-1])
     for data_dir in ("tfds:two_wiki", str(folder)):
         message = refusal(data_dir, "two_wiki")
-        assert (
-            message.startswith(f"the prepared data set {folder} is damaged (")
-            and sentence in message
-        )
+        assert message.startswith(f"the prepared data set {folder} is damaged (")
+        assert sentence in message
         assert (
             f"`python -m mujica_jax.tasks.prepare two_wiki --from DIR --data-dir {sets}`" in message
         )
@@ -633,19 +632,19 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
     ran = run(["-c", program, "musique", "--from", str(official)], tmp_path)
     assert ran.returncode == 2, ran.stderr
     (error,) = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
-    assert (
-        f"musique could not be prepared in {tmp_path / 'sets'} (" in error
-        and "give another --data-dir" in error
-    )
+    assert f"musique could not be prepared in {tmp_path / 'sets'} (" in error
+    assert "give another --data-dir" in error
     assert [path.name for path in (tmp_path / "sets" / "mujica_musique").iterdir()] == [".lock"]
 
 
 def command_error(capsys, *words: str) -> str:
     """Return the one line that the command says before it ends with status 2."""
     assert prepare.main(words) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
-    return said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("error: ")
+    assert output.err.count("\n") == 1
+    return output.err
 
 
 def test_the_command_refuses_what_it_cannot_prepare(sets, prepared, tmp_path, capsys):
@@ -694,7 +693,9 @@ def test_the_help_says_what_each_set_needs(capsys):
     assert ended.value.code == 0
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     for kind, official in OFFICIAL_FILES.items():
-        assert kind in text and official.page in text and official.size in text
+        assert kind in text
+        assert official.page in text
+        assert official.size in text
         assert all(name in text for name in official.names)
 
 

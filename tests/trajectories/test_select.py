@@ -26,7 +26,7 @@ def trajectory(
 
 
 def attempts(selected: list[Trajectory]) -> list[tuple[str, int]]:
-    return [(one.question_id, one.attempt) for one in selected]
+    return [(chosen.question_id, chosen.attempt) for chosen in selected]
 
 
 @pytest.mark.parametrize(
@@ -103,5 +103,10 @@ def test_the_same_planner_conversation_may_serve_two_questions():
 
 def test_planner_and_every_worker_become_rows():
     workers = (conversation((3,), (4,)), conversation((5,), (6,)))
-    one, other = trajectory("a", 0, 1.0, workers=workers), trajectory("b", 0, 1.0)
-    assert training_rows([one, other]) == [one.conversations[0], *workers, other.conversations[0]]
+    with_workers = trajectory("a", 0, 1.0, workers=workers)
+    without_workers = trajectory("b", 0, 1.0)
+    assert training_rows([with_workers, without_workers]) == [
+        with_workers.conversations[0],
+        *workers,
+        without_workers.conversations[0],
+    ]

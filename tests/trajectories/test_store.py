@@ -177,7 +177,8 @@ def test_json_refuses_what_is_not_a_number(store):
 
 def test_trajectories_come_back(store, rows):
     entry = store.write_shard(3, 7, rows)
-    assert (entry.name, entry.rows) == ("rounds/0003/shard-00007.parquet", 4)
+    assert entry.name == "rounds/0003/shard-00007.parquet"
+    assert entry.rows == 4
     assert store.read_shard(entry) == rows
     assert store.find_shard(3, 7) == entry
     assert store.find_shard(3, 8) is None
@@ -247,17 +248,19 @@ def test_other_tools_read_plain_columns_and_metadata(store, rows):
     assert table.column("search_count").to_pylist() == [2, 2, 2, 2]
     assert table.column("reward").to_pylist() == [row.reward for row in rows]
     turn = table.column("conversations").to_pylist()[0][0]["turns"][1]
-    assert (turn["role"], turn["trained"]) == ("model", True)
+    assert turn["role"] == "model"
+    assert turn["trained"] is True
     assert turn["token_ids"] == list(rows[0].conversations[0].turns[1].token_ids)
     metadata = pyarrow.parquet.read_metadata(io.BytesIO(store.read(entry.name))).metadata
-    assert (metadata[b"schema_version"], metadata[b"rows"]) == (b"3", b"4")
+    assert metadata[b"schema_version"] == b"3"
+    assert metadata[b"rows"] == b"4"
 
 
 def test_the_first_shard_stays(store, rows):
     first = store.write_shard(0, 0, rows)
-    again = store.write_shard(0, 0, [dataclasses.replace(row, seconds=9.0) for row in rows])
-    assert again == first
-    assert store.read_shard(again) == rows
+    second = store.write_shard(0, 0, [dataclasses.replace(row, seconds=9.0) for row in rows])
+    assert second == first
+    assert store.read_shard(second) == rows
 
 
 def test_content_does_not_depend_on_seconds(rows):
@@ -310,10 +313,10 @@ def test_every_flipped_bit_is_found_before_a_manifest_exists():
             shards.decode(bytes(damaged), "shard-x")
 
 
-@pytest.mark.parametrize("kept", [0, 1, 100, -1])
-def test_a_truncated_shard_is_found_before_a_manifest_exists(store, rows, kept):
+@pytest.mark.parametrize("length", [0, 1, 100, -1])
+def test_a_truncated_shard_is_found_before_a_manifest_exists(store, rows, length):
     path = store.root / store.write_shard(1, 2, rows).name
-    path.write_bytes(path.read_bytes()[:kept])
+    path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(StoreError, match=r"shard-00002\.parquet is .*sample it again"):
         store.find_shard(1, 2)
 
@@ -355,12 +358,12 @@ def test_a_shard_that_does_not_say_which_turns_were_cut_is_read(monkeypatch, row
     place = schema.get_field_index("conversations")
     conversation = schema.field("conversations").type.value_type
     turn = conversation.field("turns").type.value_type
-    kept = [field for field in turn if field.name != "cut"]
+    old_fields = [field for field in turn if field.name != "cut"]
     old = pyarrow.list_(
         pyarrow.struct(
             [
                 conversation.field("role"),
-                pyarrow.field("turns", pyarrow.list_(pyarrow.struct(kept))),
+                pyarrow.field("turns", pyarrow.list_(pyarrow.struct(old_fields))),
             ]
         )
     )
@@ -372,7 +375,8 @@ def test_a_shard_that_does_not_say_which_turns_were_cut_is_read(monkeypatch, row
     monkeypatch.undo()
     assert b"cut" not in data
     read = shards.decode(data, "shard-x")
-    assert read == rows and shards.content_sha256(read) == before
+    assert read == rows
+    assert shards.content_sha256(read) == before
 
 
 @pytest.mark.parametrize("damage", ["missing", "truncated", "flipped", "replaced"])
@@ -400,9 +404,9 @@ def test_a_quarantined_shard_can_be_sampled_again(store, rows):
     assert json.loads(reason.read_text()) == {"shard": damaged.name, "reason": "its size is 7"}
     assert (reason.parent / "shard-00002.parquet").read_bytes() == b"rubbish"
     assert store.find_shard(1, 2) is None
-    again = store.write_shard(1, 2, rows)
-    assert store.read_shard(again) == rows
-    assert again.content_sha256 == damaged.content_sha256
+    sampled_anew = store.write_shard(1, 2, rows)
+    assert store.read_shard(sampled_anew) == rows
+    assert sampled_anew.content_sha256 == damaged.content_sha256
 
 
 def test_quarantine_opens_the_round_again(store, rows):
@@ -473,19 +477,20 @@ def test_what_was_written_and_read_is_counted_in_bytes_and_seconds(store, rows):
     entry = store.write_shard(0, 0, rows)
     store.read_shard(entry)
     store.read_shard(entry)
-    found = store.io_statistics.summary()
-    assert (found["writes"], found["write_bytes"], found["reads"], found["read_bytes"]) == (
-        1,
-        entry.bytes,
-        2,
-        2 * entry.bytes,
-    )
-    assert found["write_seconds"] > 0 and found["read_seconds"] > 0
+    counts = store.io_statistics.summary()
+    assert counts["writes"] == 1
+    assert counts["write_bytes"] == entry.bytes
+    assert counts["reads"] == 2
+    assert counts["read_bytes"] == 2 * entry.bytes
+    assert counts["write_seconds"] > 0
+    assert counts["read_seconds"] > 0
     store.io_statistics.reset()
     store.commit_policy(1, write_weights)
     store.policy_path(1)
-    found, committed = store.io_statistics.summary(), len(store.read("policies/000001/COMMITTED"))
-    assert (found["write_bytes"], found["read_bytes"]) == (10, 10 + committed)
+    counts = store.io_statistics.summary()
+    committed = len(store.read("policies/000001/COMMITTED"))
+    assert counts["write_bytes"] == 10
+    assert counts["read_bytes"] == 10 + committed
 
 
 # Policies

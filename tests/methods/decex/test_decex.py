@@ -69,7 +69,8 @@ CHEAP = DecexTreeConfig(
     epochs=1,
 )
 METHOD = dataclasses.replace(CHEAP, score_both_branches=True)
-GOLD, WRONG = "a </think>\n<answer> gold </answer>", "a </think>\n<answer> wrong </answer>"
+GOLD = "a </think>\n<answer> gold </answer>"
+WRONG = "a </think>\n<answer> wrong </answer>"
 
 
 def ask(text: str) -> str:
@@ -109,9 +110,9 @@ class Table:
         assert isinstance(state, DecexState)
         await asyncio.sleep(0)
         text = self.turn(state, params.seed)
-        found = completion(text if state.turn or state.begins else f"<think> {text}")
-        self.written_tokens += len(found.token_ids)
-        return found
+        reply = completion(text if state.turn or state.begins else f"<think> {text}")
+        self.written_tokens += len(reply.token_ids)
+        return reply
 
     def turn(self, state: DecexState, seed: int) -> str:
         name = self.name(state)
@@ -149,10 +150,10 @@ class FailsOnce(Echo):
 
     async def search(self, query, entity):
         first = not any(query == searched for searched, _ in self.searched)
-        found = await super().search(query, entity)
+        materials = await super().search(query, entity)
         if first:
             raise RetrievalError(f"the search for {query} timed out")
-        return found
+        return materials
 
 
 def grow(
@@ -201,7 +202,11 @@ def pairs_of(tree: Tree) -> list[tuple]:
 
 
 def searches_of_leaves(tree: Tree) -> list[list[str]]:
-    return [[search.query for search in leaf.searches] for leaf in tree.finished[: tree.leaves]]
+    return [queries_of(leaf) for leaf in tree.finished[: tree.leaves]]
+
+
+def queries_of(leaf: Trajectory) -> list[str]:
+    return [search.query for search in leaf.searches]
 
 
 # Sub-question a is worth 1/2 and b nothing; from memory m1 is worth nothing and m2 1/2; q1 is worth
@@ -244,9 +249,11 @@ def test_a_pruned_tree_by_hand():
         ("sub_query", "q1", "q2", (1.0, 0.0)),
         ("search_over_memory", "q1", "m2", (1.0, 0.5)),
     ]
-    assert tree.leaves == 1 and len(tree.finished) == 13
+    assert tree.leaves == 1
+    assert len(tree.finished) == 13
     leaf = tree.finished[0]
-    assert (leaf.reward, [search.query for search in leaf.searches]) == (1.0, ["q1"])
+    assert leaf.reward == 1.0
+    assert [search.query for search in leaf.searches] == ["q1"]
     assert [trajectory.reward for trajectory in tree.finished[1:]] == [
         1,
         0,
@@ -273,7 +280,9 @@ def test_a_pruned_tree_by_hand():
     ]
     # Decisions: 3 samples and what was played; executions 3 each; the last state's 3 votes after 2
     # episodes.
-    assert table.asked[""] == 3 and table.asked["a?"] == 2 and table.asked["a?<memory>"] == 3
+    assert table.asked[""] == 3
+    assert table.asked["a?"] == 2
+    assert table.asked["a?<memory>"] == 3
     assert table.asked["[q1]"] == 2 + 3
 
 
@@ -311,7 +320,8 @@ def test_searches_are_skipped_above_six_tenths_and_not_at_it(right, skipped):
     assert bool(world.searched) != bool(skipped)
     assert ("search_over_memory", "q1", "m1", (1.0, right / 5)) in pairs_of(tree) or skipped
     best, is_leaf = best_chain(tree, "most")
-    assert len(best.searches) == (0 if skipped else 1) and is_leaf is True
+    assert len(best.searches) == (0 if skipped else 1)
+    assert is_leaf is True
     assert ("memory_answer", "m1", "m2", (right / 5, 0.0)) in pairs_of(tree)
 
 
@@ -345,7 +355,8 @@ def test_a_tree_ends_where_more_than_half_of_the_turns_stop(stopping, ends):
     decision = ("stop_over_go_on", "gold", "b?", (1.0, 0.0))
     assert (decision in pairs_of(tree)) == (not ends and stopping > 1)
     if ends:
-        assert sorted(one.answer for one in tree.finished) == ["gold", "wrong"] and tree.leaves == 2
+        assert sorted(episode.answer for episode in tree.finished) == ["gold", "wrong"]
+        assert tree.leaves == 2
         assert pairs_of(tree) == [("final_answer", "gold", "wrong", (1.0, 0.0))]
 
 
@@ -356,9 +367,11 @@ def test_a_turn_that_cannot_be_read_votes_for_nothing_and_is_no_branch():
         "b?<search>": [" not closed", " x </search>"],
     }
     tree = grow(Table(turns | {"x": [WRONG], "[x]": [GOLD]}))
-    assert tree.counts["malformed"] == 1 + 2 + 2 and tree.counts["rollouts"] == 6
+    assert tree.counts["malformed"] == 1 + 2 + 2
+    assert tree.counts["rollouts"] == 6
     empty = grow(Table({"": ["no tag"]}))
-    assert not empty.finished and empty.counts["malformed"] == 3
+    assert not empty.finished
+    assert empty.counts["malformed"] == 3
     assert empty.unfinished.stop_reason is StopReason.NO_ACTION
 
 
@@ -368,13 +381,16 @@ def test_a_turn_that_cannot_be_read_votes_for_nothing_and_is_no_branch():
 def test_the_search_is_scored_where_memory_was_good_enough_and_not_expanded():
     """m2 is worth 1 and q1 1/2: the pair prefers memory, and the leaf is without a search."""
     turns = TURNS | {"m2": [GOLD], "[q1]": [GOLD, WRONG], "m2<go on>": ["\n"]}
-    cheap, both = grow(Table(turns)), grow(Table(turns), both=True)
+    cheap = grow(Table(turns))
+    both = grow(Table(turns), both=True)
     decision = ("memory_over_search", "m2", "q1", (1.0, 0.5))
-    assert decision in pairs_of(both) and decision not in pairs_of(cheap)
+    assert decision in pairs_of(both)
+    assert decision not in pairs_of(cheap)
     assert ("sub_query", "q1", "q2", (0.5, 0.0)) in pairs_of(both)
     assert searches_of_leaves(both) == searches_of_leaves(cheap) == [[]]
     assert both.counts["skipped_searches"] == cheap.counts["skipped_searches"] == 1
-    assert (both.counts["rollouts_for_pairs"], cheap.counts["rollouts_for_pairs"]) == (4, 0)
+    assert both.counts["rollouts_for_pairs"] == 4
+    assert cheap.counts["rollouts_for_pairs"] == 0
     assert both.counts["rollouts"] == cheap.counts["rollouts"] + 4
     assert both.counts["malformed"] == 3, "forced to go on, the last state writes no sub-question"
 
@@ -385,7 +401,8 @@ def test_going_on_is_scored_where_the_vote_ends_the_tree_and_not_expanded():
         ("final_answer", "gold", "wrong", (1.0, 0.0)),
         ("stop_over_go_on", "gold", "b?", (1.0, 0.0)),
     ]
-    assert tree.leaves == 2 and (tree.counts["rollouts"], tree.counts["rollouts_for_pairs"]) == (
+    assert tree.leaves == 2
+    assert (tree.counts["rollouts"], tree.counts["rollouts_for_pairs"]) == (
         2,
         2,
     )
@@ -405,8 +422,10 @@ def test_the_decision_that_no_sample_took_is_forced_after_the_same_thoughts():
     assert pair.rejected.turns[-1].text == "<think> a So, the next sub-question is: d?\n"
     assert pair.chosen.turns[-1].text == "<think> a </think>\n<answer> gold </answer>"
     assert pair.chosen.turns[:-1] == pair.rejected.turns[:-1]
-    assert (tree.counts["forced_decisions"], tree.counts["rollouts_for_pairs"]) == (3, 4)
-    assert table.asked["<stop>"] == 0 and tree.leaves == 1
+    assert tree.counts["forced_decisions"] == 3
+    assert tree.counts["rollouts_for_pairs"] == 4
+    assert table.asked["<stop>"] == 0
+    assert tree.leaves == 1
 
 
 def test_stopping_is_forced_where_every_sample_goes_on():
@@ -432,11 +451,9 @@ def test_stopping_is_forced_where_every_sample_goes_on():
 
 def test_a_search_that_fails_is_no_branch_and_counted():
     tree = grow(Table(TURNS), world=Echo(kind="text", failing=frozenset({"q1", "q2"})))
-    assert (tree.counts["malformed"], tree.counts["retriever_failed"], tree.counts["repeated"]) == (
-        0,
-        3,
-        6,
-    )
+    assert tree.counts["malformed"] == 0
+    assert tree.counts["retriever_failed"] == 3
+    assert tree.counts["repeated"] == 6
     assert [search for search in tree.finished[0].searches] == [], (
         "the best of memory is what is left"
     )
@@ -452,10 +469,12 @@ def test_an_episode_that_a_failed_search_ended_enters_no_mean():
     tree = grow(Seeded(turns), rollouts=4, world=Echo(kind="text", failing=frozenset({"lost"})))
     (node,) = (node for node in tree.nodes if node["text"] == "a?")
     rewards = node["rewards"]
-    assert isinstance(rewards, list) and 0 < len(rewards) < 4 and set(rewards) == {1.0}
+    assert isinstance(rewards, list)
+    assert 0 < len(rewards) < 4
+    assert set(rewards) == {1.0}
     assert tree.counts["retriever_failed"] == 4 - len(rewards)
     assert tree.counts["repeated"] == 2 * (4 - len(rewards))
-    assert not any(one.stop_reason is StopReason.RETRIEVER_FAILED for one in tree.finished)
+    assert not any(episode.stop_reason is StopReason.RETRIEVER_FAILED for episode in tree.finished)
 
 
 def test_repeated_by_the_same_seeds_a_tree_is_the_one_without_the_fault():
@@ -464,10 +483,14 @@ def test_repeated_by_the_same_seeds_a_tree_is_the_one_without_the_fault():
         "[ra]": [GOLD, WRONG],
     }
     turns |= {"": [ask("a"), ask("b")], "a?<memory>": [from_memory("m1"), from_memory("m2")]}
-    whole, repeated = grow(Seeded(turns)), grow(Seeded(turns), world=FailsOnce(kind="text"))
+    whole = grow(Seeded(turns))
+    repeated = grow(Seeded(turns), world=FailsOnce(kind="text"))
     assert repeated.counts["repeated"] > 0 == repeated.counts["retriever_failed"]
-    assert pairs_of(repeated) == pairs_of(whole) and repeated.nodes == whole.nodes
-    assert [one.reward for one in repeated.finished] == [one.reward for one in whole.finished]
+    assert pairs_of(repeated) == pairs_of(whole)
+    assert repeated.nodes == whole.nodes
+    assert [episode.reward for episode in repeated.finished] == [
+        episode.reward for episode in whole.finished
+    ]
 
 
 def test_a_node_whose_episodes_are_all_lost_is_not_expanded():
@@ -476,14 +499,20 @@ def test_a_node_whose_episodes_are_all_lost_is_not_expanded():
         "": [ask("a")],
     }
     tree = grow(Table(turns), world=Echo(kind="text", failing=frozenset({"lost"})))
-    assert not tree.finished and not tree.pairs
+    assert not tree.finished
+    assert not tree.pairs
     assert tree.unfinished.stop_reason is StopReason.RETRIEVER_FAILED
-    lost, whole = records_of(tree, "most", 1.0), records_of(grow(Table(TURNS)), "most", 1.0)
-    found = figures([*lost, *whole])
-    assert (found["best_reward"], found["leaf_share"], found["retrievals"]) == (1.0, 1.0, 1.0), (
-        "of the whole tree alone"
-    )
-    assert (found["questions"], found["unfinished"], found["retriever_failed"]) == (2, 1, 2)
+    lost = records_of(tree, "most", 1.0)
+    whole = records_of(grow(Table(TURNS)), "most", 1.0)
+    tree_figures = figures([*lost, *whole])
+    assert (
+        tree_figures["best_reward"],
+        tree_figures["leaf_share"],
+        tree_figures["retrievals"],
+    ) == (1.0, 1.0, 1.0), "of the whole tree alone"
+    assert tree_figures["questions"] == 2
+    assert tree_figures["unfinished"] == 1
+    assert tree_figures["retriever_failed"] == 2
 
 
 # Every layer has two sub-questions, two answers from memory and two sub-queries, and ends with one
@@ -503,8 +532,8 @@ class Wide(Table):
             return from_memory(f"memory{self._next('memory', state)}")
         return f" search{self._next('search', state)} </search>"
 
-    def _next(self, what: str, state: DecexState) -> int:
-        key = f"{what}{state.steps}{state.asked}"
+    def _next(self, question: str, state: DecexState) -> int:
+        key = f"{question}{state.steps}{state.asked}"
         self.asked[key] += 1
         return self.asked[key] % 2
 
@@ -517,19 +546,20 @@ def test_layers_grow_linearly_and_by_two_and_by_all_executions():
         name: grow(Wide(), branches=2, expansion=name).counts
         for name in ("pruned", "unpruned", "full")
     }
-    assert counts["pruned"]["nodes"] == 6 + 6 + 1 and counts["pruned"]["rollouts"] == 2 * 12
-    assert counts["unpruned"]["nodes"] == 6 + 2 * 6 + 4 and counts["unpruned"]["rollouts"] == 2 * 18
-    assert counts["full"]["nodes"] == 10 + 8 * 10 + 64 and counts["full"]["rollouts"] == 0
+    assert counts["pruned"]["nodes"] == 6 + 6 + 1
+    assert counts["pruned"]["rollouts"] == 2 * 12
+    assert counts["unpruned"]["nodes"] == 6 + 2 * 6 + 4
+    assert counts["unpruned"]["rollouts"] == 2 * 18
+    assert counts["full"]["nodes"] == 10 + 8 * 10 + 64
+    assert counts["full"]["rollouts"] == 0
 
 
 def test_an_unpruned_tree_keeps_both_branches_of_each_decision():
     tree = grow(Table(TURNS), expansion="unpruned")
     assert tree.leaves == 3, "gold and wrong after m2, gold after q1"
-    assert [[search.query for search in leaf.searches] for leaf in tree.finished[:3]] == [
-        ["q1"],
-        [],
-        [],
-    ]
+    assert queries_of(tree.finished[0]) == ["q1"]
+    assert queries_of(tree.finished[1]) == []
+    assert queries_of(tree.finished[2]) == []
     assert ("final_answer", "gold", "wrong", (1.0, 0.0)) in pairs_of(tree), "after m2"
 
 
@@ -543,7 +573,8 @@ def test_a_full_tree_scores_by_the_answers_beneath(both):
         "[q2]": [WRONG],
     }
     tree = grow(Table(turns), branches=2, expansion="full", both=both)
-    assert tree.counts["rollouts"] == 0 and tree.leaves == len(tree.finished) == 5
+    assert tree.counts["rollouts"] == 0
+    assert tree.leaves == len(tree.finished) == 5
     assert pairs_of(tree) == [
         ("memory_answer", "m1", "m2", (1.0, 0.0)),
         ("sub_query", "q1", "q2", (0.5, 0.0)),
@@ -556,13 +587,15 @@ def test_a_spent_budget_keeps_what_was_made():
     whole = grow(Wide(), branches=2, expansion="full")
     half = round(whole.counts["generated_tokens"] / 2)
     part = grow(Wide(), branches=2, expansion="full", budget_tokens=half)
-    assert part.counts["budget_spent"] == 1 and whole.counts["budget_spent"] == 0
+    assert part.counts["budget_spent"] == 1
+    assert whole.counts["budget_spent"] == 0
     assert 0 < part.leaves < whole.leaves
     assert half <= part.counts["generated_tokens"] < whole.counts["generated_tokens"]
     none = grow(Wide(), branches=2, expansion="full", budget_tokens=1)
     assert not none.finished and none.counts["nodes"] == 10, "the first layer was begun"
     (record,) = records_of(none, "most", 1.0)
-    assert (record.stop_reason, record.reward) == (StopReason.ITERATION_LIMIT, 0.0)
+    assert record.stop_reason == StopReason.ITERATION_LIMIT
+    assert record.reward == 0.0
     assert figures([record])["unfinished"] == figures([record])["budget_spent"] == 1
 
 
@@ -579,11 +612,9 @@ def test_the_chain_is_a_leaf_with_the_best_reward_whatever_an_episode_searched()
         "[more]>[q1]": [GOLD],
     }
     tree = grow(Table(turns), expansion="unpruned")
-    assert (
-        searches_of_leaves(tree) == [["q1"], [], []]
-        and tree.finished[1].reward == tree.finished[0].reward == 1
-    )
-    assert max(len(one.searches) for one in tree.finished if one.reward == 1) == 2, (
+    assert searches_of_leaves(tree) == [["q1"], [], []]
+    assert tree.finished[1].reward == tree.finished[0].reward == 1
+    assert max(len(episode.searches) for episode in tree.finished if episode.reward == 1) == 2, (
         "an episode searched twice"
     )
     chains = {name: best_chain(tree, name) for name in ("most", "least")}
@@ -595,13 +626,14 @@ def test_an_episode_stands_in_only_where_no_leaf_has_the_best_reward():
     """The votes after q1 are wrong, the episodes after m2 and q1 were right: of these, most or
     least searches."""
     tree = grow(Table(TURNS | {"[q1]": [GOLD, GOLD, WRONG, WRONG, WRONG]}))
-    most, least = best_chain(tree, "most"), best_chain(tree, "least")
-    assert (most[0].reward, [search.query for search in most[0].searches], most[1]) == (
-        1.0,
-        ["q1"],
-        False,
-    )
-    assert (least[0].reward, least[0].searches, least[1]) == (1.0, (), False)
+    most_chain = best_chain(tree, "most")
+    least_chain = best_chain(tree, "least")
+    assert most_chain[0].reward == 1.0
+    assert [search.query for search in most_chain[0].searches] == ["q1"]
+    assert most_chain[1] is False
+    assert least_chain[0].reward == 1.0
+    assert least_chain[0].searches == ()
+    assert least_chain[1] is False
     assert figures(records_of(tree, "most", 1.0))["leaf_share"] == 0
 
 
@@ -618,14 +650,14 @@ def test_records_survive_a_shard_and_say_what_the_tree_was():
             record.conversations[0].turns[:-1] == record.conversations[1].turns[:-1]
             or pair.kind == "decision"
         )
-    found = figures(records)
-    assert (found["questions"], found["seconds"], found["nodes"], found["best_reward"]) == (
-        1,
-        2.0,
-        7,
-        1.0,
-    )
-    assert (found["decision_pairs"], found["execution_pairs"], found["retrievals"]) == (1, 3, 1)
+    tree_figures = figures(records)
+    assert tree_figures["questions"] == 1
+    assert tree_figures["seconds"] == 2.0
+    assert tree_figures["nodes"] == 7
+    assert tree_figures["best_reward"] == 1.0
+    assert tree_figures["decision_pairs"] == 1
+    assert tree_figures["execution_pairs"] == 3
+    assert tree_figures["retrievals"] == 1
     preferred = {name: count for name, count in pairs_by_preference(records).items() if count}
     assert preferred == {
         "sub_question": 1,
@@ -633,7 +665,8 @@ def test_records_survive_a_shard_and_say_what_the_tree_was():
         "sub_query": 1,
         "search_over_memory": 1,
     }
-    assert found["pairs_search_over_memory"] == 1 and found["pairs_memory_over_search"] == 0
+    assert tree_figures["pairs_search_over_memory"] == 1
+    assert tree_figures["pairs_memory_over_search"] == 0
 
 
 def test_dpo_moves_towards_what_was_chosen():
@@ -646,10 +679,12 @@ def test_dpo_moves_towards_what_was_chosen():
     state = trainer.initial_state(tiny_decoder(model))
     packed = pack(sides, row_tokens=512, seed=0, pairs=True)
     reference = trainer.score(state, packed)
-    rows, seen = packed.with_columns(reference_log_probs=reference), []
+    rows = packed.with_columns(reference_log_probs=reference)
+    seen = []
     rates = schedule(peak=3e-3, end_value=3e-3, total_steps=8)
     state = fit(trainer, state, rows, schedule=rates, steps=8, seed=0, on_step=seen.append).state
-    assert seen[0].loss == pytest.approx(math.log(2), abs=1e-5) and seen[-1].loss < 0.6
+    assert seen[0].loss == pytest.approx(math.log(2), abs=1e-5)
+    assert seen[-1].loss < 0.6
     gains = np.where(packed.loss_mask, trainer.score(state, packed) - reference, 0.0)
     signs = np.sign(packed.columns["pairs"])
     assert (gains * signs).sum() > 1.0, "chosen turns gained on rejected ones"
@@ -670,10 +705,11 @@ class Dice:
 
     async def generate(self, prompt, params, *, continues):
         await asyncio.sleep(0)
-        text, die = tokenizer_of_run(prompt), params.seed + round(1000 * params.temperature)
+        text = tokenizer_of_run(prompt)
+        die = params.seed + round(1000 * params.temperature)
         answer = "gold" if die % 2 else "wrong"
         solved = f"x. {decex_agent.RECALL} {die % 3}\n"
-        said = {
+        text_of_opening = {
             decex_agent.MEMORY: f" {solved}",
             "<search>": f" {die % 3} </search>",
             "<answer>": f" {answer} </answer>",
@@ -682,8 +718,8 @@ class Dice:
         searching = ask(f"q{die % 2}") + decex_agent.write_search("x")
         recalling = ask("q") + recalled("x")
         turns = [GOLD, WRONG, searching, recalling + GOLD, searching, recalling + WRONG]
-        begun = next((name for name in said if text.endswith(name)), None)
-        written = turns[die % 6] if begun is None else said[begun]
+        begun = next((name for name in text_of_opening if text.endswith(name)), None)
+        written = turns[die % 6] if begun is None else text_of_opening[begun]
         if text.endswith("assistant\n"):
             written = f"<think> {written}"
         ids = (*Dice.tokenizer.encode_model(written), Dice.tokenizer.end_of_turn_id)
@@ -727,9 +763,9 @@ class TreeRun(RecordedRun):
         )
 
     def read_or_play(self, number: int, shard: int, play) -> tuple:
-        entry, found = READ_OR_PLAY(self, number, shard, play)  # pyright: ignore[reportArgumentType]
-        self.asked.append((number, shard, shards.content_sha256(found)))
-        return entry, found
+        entry, trajectories = READ_OR_PLAY(self, number, shard, play)  # pyright: ignore[reportArgumentType]
+        self.asked.append((number, shard, shards.content_sha256(trajectories)))
+        return entry, trajectories
 
     def intact_shard(self, number: int, shard: int):
         return self.store.find_shard(number, shard)
@@ -738,19 +774,23 @@ class TreeRun(RecordedRun):
         return [record for entry in entries for record in self.store.read_shard(entry)]
 
 
+def without_seconds(figures: dict) -> dict:
+    return {name: value for name, value in figures.items() if name != "seconds"}
+
+
 @pytest.fixture
 def played(tmp_path):
-    """What a run would be asked for under a configuration."""
+    """Return a function that plays a configuration and returns the events of its run."""
     numbers = iter(range(1000))
 
     def play(config: Config) -> list:
         own: Any = TreeRun(config, tmp_path / str(next(numbers)))
         own.asked.append([result.row.name for result in decex.decex(own)])
-        return [str(one) for one in own.asked if "seconds" not in str(one)] + [
-            str({name: value for name, value in one[2].items() if name != "seconds"})
-            for one in own.asked
-            if one[0] == "decex"
-        ]
+        events = [str(event) for event in own.asked if "seconds" not in str(event)]
+        for event in own.asked:
+            if event[0] == "decex":
+                events.append(str(without_seconds(event[2])))
+        return events
 
     return play
 
@@ -817,9 +857,9 @@ def refused_or(play, config: Config) -> list:
 def test_the_phases_are_those_that_are_asked_for(config, played):
     def rows(**fields) -> str:
         return next(
-            one
-            for one in played(changed(config, "method", **fields))
-            if one.startswith("['warm-up'")
+            event
+            for event in played(changed(config, "method", **fields))
+            if event.startswith("['warm-up'")
         )
 
     assert rows() == "['warm-up', 'sft', 'dpo']"
@@ -828,8 +868,9 @@ def test_the_phases_are_those_that_are_asked_for(config, played):
 
 
 def test_where_no_pair_is_left_dpo_is_skipped_with_a_line(config, played):
-    said = played(changed(config, "method", decision_pairs=False, execution_pairs=False))
-    assert "['warm-up', 'sft']" in said and any("left no preference pair" in one for one in said)
+    events = played(changed(config, "method", decision_pairs=False, execution_pairs=False))
+    assert "['warm-up', 'sft']" in events
+    assert any("left no preference pair" in event for event in events)
 
 
 @pytest.mark.parametrize("lost", [(), ("DONE.json", "shard-00001.parquet")])
@@ -838,7 +879,7 @@ def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(
 ):
     def learnt(own: Any) -> list:
         decex.decex(own)
-        return [one for one in own.asked if one[0] in ("sft", "dpo")]
+        return [event for event in own.asked if event[0] in ("sft", "dpo")]
 
     first = learnt(TreeRun(config, tmp_path))
     nodes = [
@@ -849,7 +890,8 @@ def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(
         for file in sorted((tmp_path / "rounds/0001").glob("*.parquet"))
     ]
     assert nodes == [
-        sum(record.counts["nodes"] for record in kept if not is_pair(record)) for kept in entries
+        sum(record.counts["nodes"] for record in records if not is_pair(record))
+        for records in entries
     ]
     for name in lost:
         (tmp_path / "rounds" / "0001" / name).unlink()
@@ -861,26 +903,29 @@ def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(
         return await generate(self, prompt, params, continues=continues)
 
     monkeypatch.setattr(Dice, "generate", heard)
-    again: Any = TreeRun(config, tmp_path)
-    again.trainer = None  # the reference was scored
-    assert learnt(again) == first and len(first) == 2
-    texts = {question.text for question in again.task.questions("train")[:6]}
+    second_run: Any = TreeRun(config, tmp_path)
+    second_run.trainer = None  # the reference was scored
+    assert learnt(second_run) == first
+    assert len(first) == 2
+    texts = {question.text for question in second_run.task.questions("train")[:6]}
     seen = {text for text in texts if any(text in prompt for prompt in asked)}
     assert len(seen) == (2 if lost else 0), "the second shard has two of six questions"
 
 
 def test_trees_that_spend_their_budget_before_a_chain_are_told_of(config, played):
     early = changed(config, "method", expansion="full", budget_tokens=1, sft=False)
-    (said,) = (one for one in played(early) if "have no chain" in one)
+    (message,) = (event for event in played(early) if "have no chain" in event)
     (of_others,) = (
-        one for one in played(changed(early, "method", budget_tokens=300)) if "have no chain" in one
+        event
+        for event in played(changed(early, "method", budget_tokens=300))
+        if "have no chain" in event
     )
     assert re.match(
         r"0 of 6 trees have no chain, [1-6] trees spent method\.budget_tokens", of_others
     )
     assert re.match(
         r"[1-6] of 6 trees have no chain, [1-6] trees spent method\.budget_tokens 1; what they made",
-        said,
+        message,
     )
 
 
@@ -912,32 +957,34 @@ def test_a_second_model_writes_the_trees_of_a_run(config, played, monkeypatch):
     endpoint = types.SimpleNamespace(generator=Replies(), tokenizer=tokenizer())
     monkeypatch.setattr(decex, "open_endpoint", lambda remote, out: endpoint)
     remote = RemoteConfig(base_url="http://localhost:1/v1", model="m", mode="chat", tokenizer="t")
-    said = played(changed(config, "method", remote=remote))
-    figures = next(one for one in said if "writer_tokens" in one)
-    found = ast.literal_eval(figures)
-    assert found["writer_tokens"] > found["generated_tokens"] > 0
-    assert (found["best_reward"], found["leaf_share"], found["chains"]) == (1.0, 1.0, 6)
-    assert any(one.startswith("['warm-up', 'sft'") for one in said)
+    events = played(changed(config, "method", remote=remote))
+    figures_line = next(event for event in events if "writer_tokens" in event)
+    figures = ast.literal_eval(figures_line)
+    assert figures["writer_tokens"] > figures["generated_tokens"] > 0
+    assert figures["best_reward"] == 1.0
+    assert figures["leaf_share"] == 1.0
+    assert figures["chains"] == 6
+    assert any(event.startswith("['warm-up', 'sft'") for event in events)
 
 
 def test_a_run_says_what_its_pairs_prefer_and_how_many_chains_are_leaves(config, played):
-    said = played(config)
-    (line,) = (one for one in said if "the best chain is a leaf in" in one)
-    found = ast.literal_eval(next(one for one in said if "pairs_stop_over_go_on" in one))
+    events = played(config)
+    (line,) = (event for event in events if "the best chain is a leaf in" in event)
+    figures = ast.literal_eval(next(event for event in events if "pairs_stop_over_go_on" in event))
     names = ("stop over go on", "go on over stop", "memory over search", "search over memory")
     counts = {name: int(line.partition(f"{name} ")[2].partition(",")[0]) for name in names}
-    assert sum(counts.values()) == found["decision_pairs"] > 0
-    assert counts == {name: found[f"pairs_{name.replace(' ', '_')}"] for name in names}
-    assert f"a leaf in {found['leaf_share']:.0%}" in line
+    assert sum(counts.values()) == figures["decision_pairs"] > 0
+    assert counts == {name: figures[f"pairs_{name.replace(' ', '_')}"] for name in names}
+    assert f"a leaf in {figures['leaf_share']:.0%}" in line
 
 
 def test_a_pair_that_exceeds_a_row_is_told_of(config, played):
     without_sft = changed(config, "method", sft=False)
     told = r"[1-9]\d* of \d+ pairs exceed 300 tokens and are left out"
     assert any(
-        re.search(told, one) for one in played(changed(without_sft, "trainer", row_tokens=300))
+        re.search(told, event) for event in played(changed(without_sft, "trainer", row_tokens=300))
     )
-    assert not any("pairs exceed" in one for one in played(without_sft))
+    assert not any("pairs exceed" in event for event in played(without_sft))
 
 
 def test_a_run_whose_retriever_is_gone_ends_with_a_sentence(config, played, monkeypatch):
@@ -1023,6 +1070,7 @@ def test_a_row_must_hold_both_sides_of_a_pair(config, fields, refused):
     else:
         with pytest.raises(UserError) as error:
             check_demonstrations(asked)
-        assert refused in str(error.value) and "--trainer.row-tokens 4000" in str(error.value)
+        assert refused in str(error.value)
+        assert "--trainer.row-tokens 4000" in str(error.value)
     check_demonstrations(changed(asked, "trainer", row_tokens=4000))
     check(asked)  # a finished run is evaluated all the same

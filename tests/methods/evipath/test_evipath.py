@@ -71,8 +71,10 @@ BORN = dataclasses.replace(
         Evidence(subject="Ilse Vand", relation="place of birth", object="Ghent"),
     ),
 )
-ASK_DIRECTOR, ASK_CITY = "Who is the director of Amber Tide?", "Where was Ilse Vand born?"
-DIRECTED, WAS_BORN = "The director of Amber Tide is Ilse Vand.", "Ilse Vand was born in Ghent."
+ASK_DIRECTOR = "Who is the director of Amber Tide?"
+ASK_CITY = "Where was Ilse Vand born?"
+DIRECTED = "The director of Amber Tide is Ilse Vand."
+WAS_BORN = "Ilse Vand was born in Ghent."
 PLAN = "1. Who is the director of Amber Tide?\n2. Where was the director born?"
 TURNS = [
     search((0, ASK_DIRECTOR)),
@@ -105,7 +107,8 @@ class LittleTeacher:
         readings: Mapping[str, str] = READINGS,
         first: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        self._turns, self._readings = list(turns), readings
+        self._turns = list(turns)
+        self._readings = readings
         self._first = {step: list(replies) for step, replies in (first or {}).items()}
         self.read: list[tuple[str, str, int]] = []
 
@@ -214,12 +217,11 @@ def test_the_conversations_are_those_that_mujica_plays():
         READINGS[ASK_DIRECTOR],
     ]
     assert [c.role for c in trajectory.conversations] == ["planner", "worker", "worker"]
-    assert (trajectory.answer, trajectory.stop_reason, trajectory.policy_version) == (
-        "Ghent",
-        StopReason.ANSWERED,
-        3,
-    )
-    assert refusals(trajectory) == {} and trajectory.counts["retries"] == 0
+    assert trajectory.answer == "Ghent"
+    assert trajectory.stop_reason == StopReason.ANSWERED
+    assert trajectory.policy_version == 3
+    assert refusals(trajectory) == {}
+    assert trajectory.counts["retries"] == 0
     assert city.turns[0].text.startswith("Question: Where was Ilse Vand born?")
 
 
@@ -264,7 +266,9 @@ def test_the_teacher_is_told_what_no_learnt_prompt_says():
         told = tokenizer().decode(
             [id for turn in conversation.turns if turn.role == "context" for id in turn.token_ids]
         )
-        assert "Answer:" not in told and "evidence" not in told and "Plan:" not in told
+        assert "Answer:" not in told
+        assert "evidence" not in told
+        assert "Plan:" not in told
 
 
 # Evidence (equation 6)
@@ -289,21 +293,19 @@ def test_evidence_is_chosen_by_its_cosine_to_the_answer(cosines, taken):
     source = Evidence(subject="", relation="", object="")
     gold = [Piece(source=source, text=str(n), sentences=("far", str(n))) for n in range(3)]
     cosine_of = {"far": -1.0, **{str(n): cosine for n, cosine in enumerate(cosines)}}
-    found = chosen(
+    evidence = chosen(
         "answer",
         gold,
         similarity=lambda answer, texts: [cosine_of[t] for t in texts],
         threshold=0.9,
     )
-    assert found == [gold[n] for n in taken]
+    assert evidence == [gold[n] for n in taken]
 
 
 def test_word_counts_are_vectors():
     assert word_cosine("a a b", "a b") == pytest.approx(3 / (5**0.5 * 2**0.5))
-    assert (
-        word_cosine("A", "a") == pytest.approx(1)
-        and word_cosine("a", "b") == word_cosine("a", "") == 0
-    )
+    assert word_cosine("A", "a") == pytest.approx(1)
+    assert word_cosine("a", "b") == word_cosine("a", "") == 0
 
 
 def test_an_answer_is_faithful_where_the_evidence_states_what_it_adds():
@@ -328,10 +330,10 @@ def test_a_passage_counts_with_its_likest_sentence_and_every_gold_one_is_in_the_
         "Amber Tide: A film.",
         "Amber Tide: Made by Ilse Vand.",
     )
-    found = [
+    passages = [
         Material(text=f"{title}: x", title=title) for title in ("Tin Orchard", "Ilse Vand", "Other")
     ]
-    world = LittleWorld(kind="text", materials={"who": found})
+    world = LittleWorld(kind="text", materials={"who": passages})
 
     def shown(query: str, room: int = 9) -> set[str]:
         pool = WithAllGoldPassages(world, question, lambda materials: materials[:room])
@@ -382,13 +384,15 @@ def test_a_passage_counts_with_its_likest_sentence_and_every_gold_one_is_in_the_
 def test_a_turn_that_is_not_as_it_must_be_is_asked_for_again_and_counted(step, reply, reason):
     teacher = LittleTeacher(first={step: [reply, reply]})
     trajectory = written(teacher)
-    assert refusals(trajectory) == {f"refused_{reason}": 2} and trajectory.counts["retries"] == 2
+    assert refusals(trajectory) == {f"refused_{reason}": 2}
+    assert trajectory.counts["retries"] == 2
     assert model_turns(trajectory) == model_turns(written(LittleTeacher()))
     seeds = [seed for name, _, seed in teacher.read if name == step][:3]
     assert len(set(seeds)) == 3
 
     given_up = written(LittleTeacher(first={step: [reply] * 3}))
-    assert given_up.stop_reason is StopReason.SYNTHESIS_FAILED and given_up.final_answer is None
+    assert given_up.stop_reason is StopReason.SYNTHESIS_FAILED
+    assert given_up.final_answer is None
     assert refusals(given_up) == {f"refused_{reason}": 3, f"failed_{reason}": 1}
 
 
@@ -432,11 +436,13 @@ def test_what_a_hostile_passage_says_changes_nothing_that_is_learnt():
             GRAPH[FILM.id][1],
         ),
     }
-    found = written(LittleTeacher(), LittleWorld(materials=graph))
-    assert model_turns(found) == model_turns(written(LittleTeacher())) and found.answer == "Ghent"
-    turn = found.conversations[1].turns[0]
+    trajectory = written(LittleTeacher(), LittleWorld(materials=graph))
+    assert model_turns(trajectory) == model_turns(written(LittleTeacher()))
+    assert trajectory.answer == "Ghent"
+    turn = trajectory.conversations[1].turns[0]
     tag = tokenizer().encode_model("<select>")[0]
-    assert tag not in turn.token_ids and not turn.trained
+    assert tag not in turn.token_ids
+    assert not turn.trained
 
 
 def test_what_else_a_reply_holds_is_not_learnt():
@@ -479,7 +485,8 @@ def test_deductively_it_is_told_nothing_and_what_is_wrong_is_not_kept():
     own = tokenizer().decode(trajectory.conversations[0].turns[0].token_ids)
     assert teacher.read[0][:2] == ("turn", own), "the agent's own prompt"
     assert [step for step, _, _ in teacher.read] == ["turn", "reading", "turn", "reading", "turn"]
-    assert (trajectory.answer, refusals(trajectory)) == ("Bruges", {})
+    assert trajectory.answer == "Bruges"
+    assert refusals(trajectory) == {}
     right = written(LittleTeacher(), mode="deductive")
     assert right_ones([BORN], [trajectory, right], "two_wiki") == [right]
 
@@ -494,18 +501,19 @@ def test_over_passages_the_worker_reads_the_gold_one_among_what_was_found():
         GoldPassage(title="Ilse Vand", text="B. Ghent."),
     )
     question = dataclasses.replace(BORN, candidates=(), evidences=(), gold_passages=golds)
-    found = [Material(text=f"{title}: x", title=title) for title in ("Tin Orchard", "Other")]
-    found.append(Material(text="Amber Tide: Made by Ilse Vand.", title="Amber Tide"))
+    passages = [Material(text=f"{title}: x", title=title) for title in ("Tin Orchard", "Other")]
+    passages.append(Material(text="Amber Tide: Made by Ilse Vand.", title="Amber Tide"))
     turns = [
         f"<think> look </think>\n<search> {query} </search>" for query in (ASK_DIRECTOR, ASK_CITY)
     ]
 
-    world = LittleWorld(kind="text", materials={ASK_DIRECTOR: found, ASK_CITY: found[:2]})
+    world = LittleWorld(kind="text", materials={ASK_DIRECTOR: passages, ASK_CITY: passages[:2]})
     teacher = Reader([*turns, TURNS[2]])
     trajectory = written(teacher, world, question)
     evidences = "Supporting evidences:\nAmber Tide: A film by Ilse Vand.\nIlse Vand: B. Ghent."
     assert evidences in teacher.read[0][1], "without triples"
-    assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
+    assert trajectory.answer == "Ghent"
+    assert refusals(trajectory) == {}
     pools = [set(search.materials) for search in trajectory.searches]
     assert pools[0] == {
         "Amber Tide: A film by Ilse Vand.",
@@ -542,7 +550,8 @@ def test_a_model_behind_an_endpoint_is_a_teacher():
         "Question: Where was the director of Amber Tide born?\nAnswer: Ghent\nSupporting evidences:"
     )
     assert model_turns(trajectory) == model_turns(written(LittleTeacher()))
-    assert refusals(trajectory) == {"refused_no_reply": 1} and trajectory.policy_version == -1
+    assert refusals(trajectory) == {"refused_no_reply": 1}
+    assert trajectory.policy_version == -1
 
 
 def test_searches_show_the_questions_own_paragraphs_and_nothing_is_retrieved():
@@ -551,15 +560,18 @@ def test_searches_show_the_questions_own_paragraphs_and_nothing_is_retrieved():
         GoldPassage(title="Ilse Vand", text="B. Ghent."),
     )
     question = dataclasses.replace(BORN, candidates=(), evidences=(), gold_passages=golds)
-    given = [GoldPassage(title="Tin Orchard", text="A film."), *golds]
+    paragraphs = [GoldPassage(title="Tin Orchard", text="A film."), *golds]
     turns = [
         f"<think> look </think>\n<search> {query} </search>" for query in (ASK_DIRECTOR, ASK_CITY)
     ]
     world = LittleWorld(kind="text")
-    synthesis = dataclasses.replace(synthesizer()._synthesis, paragraphs=lambda question: given)
+    synthesis = dataclasses.replace(
+        synthesizer()._synthesis, paragraphs=lambda question: paragraphs
+    )
     teacher = Reader([*turns, TURNS[2]])
     trajectory = asyncio.run(Synthesizer(synthesis).run(attempt(question), world, teacher))
-    assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
+    assert trajectory.answer == "Ghent"
+    assert refusals(trajectory) == {}
     everything = {
         "Tin Orchard: A film.",
         "Amber Tide: A film by Ilse Vand.",
@@ -573,10 +585,8 @@ def test_a_teacher_with_another_tokenizer_gives_the_same_rows():
     """It reads and writes its own token ids; what is learnt is of the student's tokenizer."""
     other = Tokenizer.train(["Who is the director of The Tin Orchard? Ghent."], 320, tags=())
     own = tokenizer()
-    assert (
-        own.encode_model(TURNS[0]) != other.encode_model(TURNS[0])
-        and own.vocab_size != other.vocab_size
-    )
+    assert own.encode_model(TURNS[0]) != other.encode_model(TURNS[0])
+    assert own.vocab_size != other.vocab_size
 
     class Foreign(LittleTeacher):
         async def generate(self, prompt, params, *, state, continues):
@@ -600,7 +610,8 @@ def test_a_teacher_with_another_tokenizer_gives_the_same_rows():
     assert [c.loss_mask for c in trajectory.conversations] == [
         c.loss_mask for c in expected.conversations
     ]
-    assert trajectory.answer == "Ghent" and refusals(trajectory) == {}
+    assert trajectory.answer == "Ghent"
+    assert refusals(trajectory) == {}
 
 
 def test_with_evipaths_contract_teacher_and_rows_have_its_tags():
@@ -626,7 +637,8 @@ def test_with_evipaths_contract_teacher_and_rows_have_its_tags():
             attempt(BORN), LittleWorld(), teacher
         )
     )
-    assert (trajectory.answer, refusals(trajectory)) == ("Ghent", {})
+    assert trajectory.answer == "Ghent"
+    assert refusals(trajectory) == {}
     planner, director, _ = trajectory.conversations
     assert [turn.text for turn in planner.turns if turn.role == "context"][1:] == [
         "Observation:\nThe director of Amber Tide is Ilse Vand. Candidate: [2] Ilse Vand",
@@ -653,16 +665,15 @@ def test_the_teachers_conversations_are_lessons():
         "worker",
     ]
     plan, planner, answer, reading, *_ = rows
-    assert plan.turns[-1].text == PLAN and answer.turns[-1].text == ANSWERS[ASK_DIRECTOR]
-    assert (
-        "Answer: Ghent\nSupporting evidences:" in planner.turns[0].text and len(planner.turns) == 6
-    )
+    assert plan.turns[-1].text == PLAN
+    assert answer.turns[-1].text == ANSWERS[ASK_DIRECTOR]
+    assert "Answer: Ghent\nSupporting evidences:" in planner.turns[0].text
+    assert len(planner.turns) == 6
     assert reading.turns[0].text.endswith(
         "Answer: The director of Amber Tide is Ilse Vand.\nGolden evidence: [1]"
     )
-    assert reading.turns[-1].text == READINGS[ASK_DIRECTOR] and all(
-        row.turns[-1].trained for row in rows
-    )
+    assert reading.turns[-1].text == READINGS[ASK_DIRECTOR]
+    assert all(row.turns[-1].trained for row in rows)
     failing = LittleTeacher(first={"plan": ["no"] * 3})
     assert asyncio.run(synthesizer().lessons(attempt(BORN), LittleWorld(), failing)) == ()
 
@@ -683,17 +694,15 @@ class LittleRun:
         self.config = types.SimpleNamespace(
             method=dataclasses.replace(METHOD, **changes), sampling=sampling, seed=0
         )
-        self.store, self.teacher, self.task = (
-            Store(folder),
-            teacher,
-            types.SimpleNamespace(rule="two_wiki"),
-        )
+        self.store = Store(folder)
+        self.teacher = teacher
+        self.task = types.SimpleNamespace(rule="two_wiki")
         self.progress = self.preemption = self.counters = self.metrics = self
 
     def stage(self, *names: object, **figures: object) -> Any:
         return contextlib.nullcontext(types.SimpleNamespace(update=lambda *values, **figures: None))
 
-    def enter(self, *names: object, **kept: object) -> None: ...
+    def enter(self, *names: object, **options: object) -> None: ...
     def use_policy(self, state: object, version: int) -> None: ...
     def flush(self) -> None: ...
     def figures(self) -> dict:
@@ -745,8 +754,8 @@ def test_a_finished_synthesis_is_read_and_not_made_again(tmp_path):
     first: Any = LittleRun(tmp_path, LittleTeacher([*TURNS, *TURNS]))
     questions = [BORN, dataclasses.replace(BORN, id="q-2")]
     made = evipath._synthesize(first, None, little_author, questions)  # pyright: ignore[reportArgumentType]
-    again: Any = LittleRun(tmp_path, LittleTeacher([]))
-    assert evipath._synthesize(again, None, synthesizer(), questions) == made  # pyright: ignore[reportArgumentType]
+    second_run: Any = LittleRun(tmp_path, LittleTeacher([]))
+    assert evipath._synthesize(second_run, None, synthesizer(), questions) == made  # pyright: ignore[reportArgumentType]
     assert [t.question_id for t in made] == ["q-1", "q-2"]
 
 
@@ -766,8 +775,8 @@ def test_synthesis_ends_when_as_many_trajectories_are_right_as_are_wanted(tmp_pa
     assert [(t.question_id, t.answer) for t in made] == [("q-1", "Bruges"), ("q-2", "Ghent")], (
         "the third is not asked"
     )
-    again = LittleRun(tmp_path, LittleTeacher([]), mode="deductive", trajectories=1)
-    assert synthesised(again) == made
+    second_run = LittleRun(tmp_path, LittleTeacher([]), mode="deductive", trajectories=1)
+    assert synthesised(second_run) == made
 
 
 def test_a_synthesis_that_is_killed_goes_on_and_ends_with_the_same_trajectories(tmp_path):
@@ -798,22 +807,22 @@ def test_a_synthesis_that_is_killed_goes_on_and_ends_with_the_same_trajectories(
 
 
 def test_where_questions_bring_no_paragraphs_a_line_says_what_is_read(tmp_path):
-    said: list[str] = []
+    messages: list[str] = []
 
     class OfTexts(LittleRun):
         def line(self, text: str) -> None:
-            said.append(text)
+            messages.append(text)
 
     run: Any = OfTexts(tmp_path, LittleTeacher())
     run.task = types.SimpleNamespace(environment_kind="text", rule="two_wiki")
     evipath._print_lacking_paragraphs(run, three_questions())
-    assert said == [
+    assert messages == [
         "evipath: 3 of 3 questions bring no paragraphs of their own; their workers read what "
         "searches find, with the gold passages among it"
     ]
     run.config.method = dataclasses.replace(METHOD, distractors="retrieved")
     evipath._print_lacking_paragraphs(run, three_questions())
-    assert len(said) == 1
+    assert len(messages) == 1
 
 
 def test_reasons_are_counted_once_a_trajectory():
@@ -893,5 +902,6 @@ def test_the_8b_configuration_takes_the_policy_itself_as_teacher_of_both_modes(m
     ]
     config = command_line(["hotpotqa_evipath_llama_8b_v5e", *words], default="tiny_world")
     check(config)
-    assert isinstance(config.method, EviPathConfig) and config.method.distractors == "own"
+    assert isinstance(config.method, EviPathConfig)
+    assert config.method.distractors == "own"
     assert contract_of(config.agent) is contract_of(dataclasses.replace(CONFIG, protocol="evipath"))

@@ -98,9 +98,11 @@ def test_a_second_checkpoint_with_another_tokenizer_writes_the_trajectories(run,
     not asked."""
     author = evipath_teacher.find_author(run)()
     teacher = author.synthesizer._synthesis.teacher
-    assert author.generator is not None and author.generator is not run.generator
+    assert author.generator is not None
+    assert author.generator is not run.generator
     assert teacher.tokenizer.vocab_size != run.tokenizer.vocab_size
-    assert teacher.plans and author.synthesizer._synthesis.prompt == "zero_shot"
+    assert teacher.plans
+    assert author.synthesizer._synthesis.prompt == "zero_shot"
     before = run.generator.statistics.generated_tokens
     with pytest.raises(
         UserError, match=r"nothing that the teacher checkpoint wrote for 1 questions can be used"
@@ -150,12 +152,13 @@ def test_a_run_that_was_trained_as_another_agent_is_no_teacher(run, monkeypatch,
 
 def test_what_a_teachers_run_says_otherwise_is_said(run, monkeypatch, tmp_path):
     other = saved_run(tmp_path / "run", load_config(SMOKE))
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(run, "config", with_method(run.config, teacher_checkpoint=other))
-    monkeypatch.setattr(run.progress, "line", said.append)
+    monkeypatch.setattr(run.progress, "line", messages.append)
     evipath_teacher.find_author(run)
-    assert len(said) == 1 and "the teacher was trained under other settings" in said[0]
-    assert "agent.protocol was 'mujica' and is now 'evipath'" in said[0]
+    assert len(messages) == 1
+    assert "the teacher was trained under other settings" in messages[0]
+    assert "agent.protocol was 'mujica' and is now 'evipath'" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -194,7 +197,8 @@ def test_the_lessons_of_the_tiny_world_are_told_conversations(tmp_path):
 
     class Bare:
         def __init__(self) -> None:
-            self.config, self.preemption = config, Preemption()
+            self.config = config
+            self.preemption = Preemption()
             self.task = start.build_task(config)
             self.tokenizer = model._trained_tokenizer(config, self.task, Store(tmp_path))
 
@@ -202,15 +206,17 @@ def test_the_lessons_of_the_tiny_world_are_told_conversations(tmp_path):
     rows = evipath_teacher.lessons(bare)
     planners = [row for row in rows if row.role == "planner"]
     workers = [row for row in rows if row.role == "worker"]
-    assert len(planners) == 6 and len(workers) % 2 == 0 and len(workers) >= 12
+    assert len(planners) == 6
+    assert len(workers) % 2 == 0
+    assert len(workers) >= 12
     for row in planners:
-        opening, first = one_line(row.turns[0].text), row.turns[1]
-        assert (
-            opening.startswith("Answer: ") and "Supporting evidences:" in opening and first.trained
-        )
+        opening = one_line(row.turns[0].text)
+        first = row.turns[1]
+        assert opening.startswith("Answer: ")
+        assert "Supporting evidences:" in opening
+        assert first.trained
     answers = [row for row in workers if "Golden evidence" not in row.turns[0].text]
-    assert len(answers) == len(workers) // 2 and all(
-        "<answer>" in row.turns[1].text for row in answers
-    )
+    assert len(answers) == len(workers) // 2
+    assert all("<answer>" in row.turns[1].text for row in answers)
     longest = max(len(row.token_ids) for row in rows)
     assert longest <= config.trainer.row_tokens <= config.agent.max_trajectory_tokens

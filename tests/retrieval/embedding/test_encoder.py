@@ -119,7 +119,8 @@ def test_pooling_is_what_the_folder_says(folder, tmp_path, mode, normalize):
 
 
 def test_a_batch_and_its_padding_change_nothing(folder):
-    embedder, sample = find_embedder(str(folder)).load(), texts(700)
+    embedder = find_embedder(str(folder)).load()
+    sample = texts(700)
     together = embedder.embed(sample, "passage")
     for place in (0, 1, 350, 699):
         np.testing.assert_allclose(
@@ -159,7 +160,8 @@ def test_prefixes_by_name_by_folder_and_by_default(folder, tmp_path):
     path = variant(folder, tmp_path / "model")
     prompts = {"prompts": {"query": "word1 ", "document": "word2 "}}
     (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
-    own, plain = find_embedder(str(path)).load(), find_embedder(str(path), "none").load()
+    own = find_embedder(str(path)).load()
+    plain = find_embedder(str(path), "none").load()
     for role, prefix in (("query", "word1 "), ("passage", "word2 ")):
         np.testing.assert_allclose(
             own.embed(["word7"], role), plain.embed([f"{prefix}word7"], role), atol=1e-6
@@ -170,7 +172,7 @@ def test_prefixes_by_name_by_folder_and_by_default(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"model_type": "roberta"}, "model_type='roberta'.*'bert'"),
         ({"hidden_act": "relu"}, "hidden_act='relu'.*'gelu'"),
@@ -184,8 +186,8 @@ def test_prefixes_by_name_by_folder_and_by_default(folder, tmp_path):
     ],
     ids=str,
 )
-def test_a_configuration_that_does_not_fit_is_refused(folder, tmp_path, changes, said):
-    with pytest.raises(UserError, match=said):
+def test_a_configuration_that_does_not_fit_is_refused(folder, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
         load_encoder(variant(folder, tmp_path / "model", **changes))
 
 

@@ -41,15 +41,20 @@ def hub(tmp_path, monkeypatch, folder):
 
 
 def test_a_folder_is_an_embedder(folder):
-    found = find_embedder(str(folder))
-    assert (found.folder, found.dimension, found.config.query_prefix) == (folder, 16, "")
-    assert found.load().embed(["word1"], "query").shape == (1, 16)
+    embedder = find_embedder(str(folder))
+    assert embedder.folder == folder
+    assert embedder.dimension == 16
+    assert embedder.config.query_prefix == ""
+    assert embedder.load().embed(["word1"], "query").shape == (1, 16)
 
 
 def test_a_hugging_face_name_is_taken_from_the_cache_with_its_prefixes(hub):
-    found = find_embedder("someone/bge-small-en-v1.5")
-    assert found.folder.name == "abc" and hub == []
-    assert found.config.query_prefix == "Represent this sentence for searching relevant passages: "
+    embedder = find_embedder("someone/bge-small-en-v1.5")
+    assert embedder.folder.name == "abc"
+    assert hub == []
+    assert (
+        embedder.config.query_prefix == "Represent this sentence for searching relevant passages: "
+    )
     assert find_embedder("someone/bge-small-en-v1.5", "none").config.query_prefix == ""
 
 
@@ -85,8 +90,8 @@ def test_a_snapshot_without_weights_is_downloaded(hub, tmp_path):
     ],
 )
 def test_prefixes_follow_from_the_name(folder, tmp_path, name, prefix):
-    found = find_embedder(str(shutil.copytree(folder, tmp_path / name)))
-    assert found.config.query_prefix[: len(prefix or " ")] == prefix
+    embedder = find_embedder(str(shutil.copytree(folder, tmp_path / name)))
+    assert embedder.config.query_prefix[: len(prefix or " ")] == prefix
 
 
 def test_minilm_is_the_installed_package(monkeypatch):
@@ -96,8 +101,10 @@ def test_minilm_is_the_installed_package(monkeypatch):
     if importlib.util.find_spec(MINILM_PACKAGE) is None:
         pytest.skip("the package with MiniLM's weights is not installed")
     monkeypatch.undo()
-    found = find_embedder("minilm")
-    assert (found.dimension, found.config.max_tokens, found.config.normalised) == (384, 256, True)
+    embedder = find_embedder("minilm")
+    assert embedder.dimension == 384
+    assert embedder.config.max_tokens == 256
+    assert embedder.config.normalised is True
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/nowhere/at/all", "a b/c"])
@@ -117,7 +124,8 @@ def test_the_version_changes_with_everything_an_embedding_depends_on(folder, tmp
     (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 10}))
     versions.add(find_embedder(str(folder)).version)
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
-    tokenizer["model"]["vocab"]["word99"], tokenizer["model"]["vocab"]["word98"] = 102, 103
+    tokenizer["model"]["vocab"]["word99"] = 102
+    tokenizer["model"]["vocab"]["word98"] = 103
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     versions.add(find_embedder(str(folder)).version)
     assert len(versions) == 5

@@ -80,8 +80,11 @@ def test_an_entity_says_what_names_it_in_both_directions(graph):
     ends = asked(graph.ends_of("Q2"))
     assert [end.as_object for end in ends] == [False, False, False, True]
     born = next(end.triple for end in ends if end.triple.relation == "date of birth")
-    assert (born.subject_id, born.object_id, born.object_is_literal) == ("Q2", "", True)
-    assert (ends[-1].triple.subject_id, ends[-1].triple.object_id) == ("Q1", "Q2")
+    assert born.subject_id == "Q2"
+    assert born.object_id == ""
+    assert born.object_is_literal is True
+    assert ends[-1].triple.subject_id == "Q1"
+    assert ends[-1].triple.object_id == "Q2"
     assert asked(graph.triples_of("Q2", 2)) == tuple(end.triple for end in ends[:2])
 
 
@@ -151,10 +154,10 @@ def test_other_addresses_than_wikidatas_read_as_their_last_part(tmp_path):
         f"<{home}resource/Ilse_Vand_%28director%29> .",
         f'<{home}resource/Purple_Shore> <{LABEL}> "The Purple Shore" .',
     )
-    (found,) = asked(graph.triples_of(f"{home}resource/Ilse_Vand_%28director%29"))
-    assert found.text == "The Purple Shore, director, Ilse Vand (director)"
-    assert found.subject_id == f"{home}resource/Purple_Shore"
-    assert asked(graph.find("The Purple Shore")) == [found.subject_id]
+    (triple,) = asked(graph.triples_of(f"{home}resource/Ilse_Vand_%28director%29"))
+    assert triple.text == "The Purple Shore, director, Ilse Vand (director)"
+    assert triple.subject_id == f"{home}resource/Purple_Shore"
+    assert asked(graph.find("The Purple Shore")) == [triple.subject_id]
 
 
 @pytest.mark.parametrize(
@@ -208,8 +211,9 @@ def test_a_hub_is_bounded_and_quick(tmp_path, monkeypatch):
         lines += [label(f"Q{number}", f"person {number}"), fact(f"Q{number}", "P31", "Q5")]
     graph = small(tmp_path, *lines)
     cpu_seconds = time.process_time()
-    found = asked(graph.triples_of("Q5"))
-    assert len(found) == 50 == len(set(found)) and found == asked(graph.triples_of("Q5"))
+    triples = asked(graph.triples_of("Q5"))
+    assert len(triples) == 50 == len(set(triples))
+    assert triples == asked(graph.triples_of("Q5"))
     assert time.process_time() - cpu_seconds < 10.0
 
 
@@ -225,7 +229,8 @@ def test_the_same_queries_say_the_same_at_an_endpoint(graph):
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_name_is_a_name_that_nothing_has(graph, name):
     before = len(graph.store)
-    assert asked(graph.find(name)) == [] and asked(graph.triples_of(name)) == ()
+    assert asked(graph.find(name)) == []
+    assert asked(graph.triples_of(name)) == ()
     assert len(graph.store) == before
 
 
@@ -264,11 +269,9 @@ def test_a_store_that_fails_or_hangs_is_a_typed_error():
     graph = GraphStore(broken, version="", languages=("en",))  # pyright: ignore
     with pytest.raises(RetrieverUnavailable, match="the disk is gone"):
         asked(graph.triples_of("Q1"))
-    assert (graph.statistics.queries, graph.statistics.failed, graph.statistics.batches) == (
-        1,
-        1,
-        1,
-    )
+    assert graph.statistics.queries == 1
+    assert graph.statistics.failed == 1
+    assert graph.statistics.batches == 1
 
     async def hang():
         hasty = GraphStore(broken, version="", languages=("en",), deadline_seconds=0.1)  # pyright: ignore
@@ -301,9 +304,9 @@ def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(
             await asyncio.sleep(0)
             under_way[0].exception(HANG_SECONDS)  # this holds up the event loop, as a compiler does
             turned_clock.turn(0.31)
-            found = await asking
+            answer = await asking
             monkeypatch.setattr(loop, "run_in_executor", submit)
-        return found
+        return answer
 
     assert texts(asked(held_up())) == FILM
 
@@ -344,14 +347,20 @@ def test_the_2wiki_graph_says_what_it_says_in_memory():
     in each row. Where a row without Q-ids names a label that several entities have, in memory it is
     shown with all of them and here with none."""
     triples = read_triples(TWO_WIKI / "triples.tsv.gz")
-    memory, store = TripleGraph(triples), graph_in_memory(TWO_WIKI / "triples.tsv.gz")
+    memory = TripleGraph(triples)
+    store = graph_in_memory(TWO_WIKI / "triples.tsv.gz")
     ids = sorted(
-        {key for one in triples for key in (one.subject_id, one.object_id) if key.startswith("Q")}
+        {
+            key
+            for triple in triples
+            for key in (triple.subject_id, triple.object_id)
+            if key.startswith("Q")
+        }
     )[::9]
 
-    def ends(found) -> set[tuple[bool, str, str]]:
+    def ends(neighbours) -> set[tuple[bool, str, str]]:
         keys = set()
-        for triple, as_object, *_ in found:
+        for triple, as_object, *_ in neighbours:
             other = memory.subject_key(triple) if as_object else memory.object_key(triple)
             keys.add((as_object, triple.relation, normalise_label(other or triple.object)))
         return keys
@@ -359,14 +368,18 @@ def test_the_2wiki_graph_says_what_it_says_in_memory():
     async def compared() -> list[bool]:
         equal = []
         for key in ids:
-            here, there = ends(memory.ends_of(key)), ends(await store.ends_of(key))
+            here = ends(memory.ends_of(key))
+            there = ends(await store.ends_of(key))
             assert there <= here, key
             equal.append(here == there)
         return equal
 
     equal = asked(compared())
-    assert len(ids) > 700 and sum(equal) >= 0.99 * len(ids)
-    dates = [one for one in triples if one.relation in LITERAL_RELATIONS and one.subject_id]
+    assert len(ids) > 700
+    assert sum(equal) >= 0.99 * len(ids)
+    dates = [
+        triple for triple in triples if triple.relation in LITERAL_RELATIONS and triple.subject_id
+    ]
     assert all(
         triple.object_is_literal for triple in asked(store.triples_of(dates[0].subject_id))[:1]
     )

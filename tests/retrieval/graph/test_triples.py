@@ -13,10 +13,10 @@ HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
 
 
 def triple(
-    subject: str, relation: str, found: str, subject_id: str = "", object_id: str = ""
+    subject: str, relation: str, value: str, subject_id: str = "", object_id: str = ""
 ) -> Triple:
     return Triple(
-        subject=subject, relation=relation, object=found, subject_id=subject_id, object_id=object_id
+        subject=subject, relation=relation, object=value, subject_id=subject_id, object_id=object_id
     )
 
 
@@ -88,8 +88,8 @@ def test_a_label_links_to_itself_with_a_parenthesis_but_two_parentheses_do_not_l
         == len(triples_of(graph, "Norman Foster (director)"))
         == 2
     )
-    assert [found.object for found in triples_of(graph, "Priest (2011 film)")] == ["Scott Stewart"]
-    assert [found.object for found in triples_of(graph, "Priest")] == [
+    assert [fact.object for fact in triples_of(graph, "Priest (2011 film)")] == ["Scott Stewart"]
+    assert [fact.object for fact in triples_of(graph, "Priest")] == [
         "Scott Stewart",
         "Antonia Bird",
     ]
@@ -97,8 +97,8 @@ def test_a_label_links_to_itself_with_a_parenthesis_but_two_parentheses_do_not_l
 
 def test_a_label_of_two_entities_is_its_own_key_and_finds_both(graph):
     assert graph.find("Henry III") == "Henry III"
-    assert {found.object for found in triples_of(graph, "Henry III")} == {"Conrad II", "John"}
-    assert [found.object for found in triples_of(graph, "Q3")] == ["Conrad II"]
+    assert {fact.object for fact in triples_of(graph, "Henry III")} == {"Conrad II", "John"}
+    assert [fact.object for fact in triples_of(graph, "Q3")] == ["Conrad II"]
 
 
 def test_dates_are_no_entities(graph):
@@ -116,7 +116,7 @@ def test_equal_triples_are_shown_once():
             triple("A", "father", "A"),
         ]
     )
-    assert [found.text for found in triples_of(twice, "A")] == ["A, father, B", "A, father, A"]
+    assert [fact.text for fact in triples_of(twice, "A")] == ["A, father, B", "A, father, A"]
 
 
 def test_reading_and_its_refusals(tmp_path):
@@ -170,12 +170,12 @@ IDS = st.sampled_from(["", "", "Q1", "Q2"])
 )
 def test_every_triple_is_found_from_both_of_its_ends(triples):
     graph = TripleGraph(triples)
-    for one in triples:
-        keys = [graph.subject_key(one), one.subject, one.subject_id]
-        if (object_key := graph.object_key(one)) is not None:
-            keys += [object_key, one.object, one.object_id]
+    for expected in triples:
+        keys = [graph.subject_key(expected), expected.subject, expected.subject_id]
+        if (object_key := graph.object_key(expected)) is not None:
+            keys += [object_key, expected.object, expected.object_id]
         for key in filter(None, keys):
-            assert one.text in {found.text for found in triples_of(graph, key)}
+            assert expected.text in {shown.text for shown in triples_of(graph, key)}
             assert graph.find(key) is not None
 
 
@@ -185,4 +185,4 @@ def test_the_2wiki_graph():
     graph = TripleGraph(triples)
     assert len(graph.triples) == len(triples) == 9951
     assert graph.find("Two Tickets To Paradise (Film)") == "Q200728"
-    assert [found.text for found in triples_of(graph, "Taxi!")] == ["Taxi!, director, Roy Del Ruth"]
+    assert [fact.text for fact in triples_of(graph, "Taxi!")] == ["Taxi!, director, Roy Del Ruth"]

@@ -105,7 +105,8 @@ def test_the_store_prints_a_literal_as_an_endpoint_that_keeps_its_text_does(
         write_dump(tmp_path / "dump.nt", [label("Q1", "One"), label("P1", "value"), statement])
     )
     (triple,) = asyncio.run(graph.triples_of("Q1"))
-    assert (triple.object, triple.literal) == (printed, True)
+    assert triple.object == printed
+    assert triple.literal is True
 
 
 @pytest.mark.parametrize(
@@ -142,8 +143,8 @@ def test_a_round_year_before_christ_has_both_readings():
 
 
 def test_coordinates_and_their_spellings():
-    found = spellings(typed(WKT, "Point(114.054 22.535)"))
-    assert found == ("22.535 N, 114.054 E", "22.535, 114.054", "Point(114.054 22.535)")
+    coordinates = spellings(typed(WKT, "Point(114.054 22.535)"))
+    assert coordinates == ("22.535 N, 114.054 E", "22.535, 114.054", "Point(114.054 22.535)")
 
 
 @pytest.mark.parametrize(
@@ -232,8 +233,11 @@ def test_labels_come_in_the_preferred_language_then_english_then_any(
     graph = graph_in_memory(dump, languages=("es", "de", "en", "mul", "zh-hans"))
     graph.prefer_language(language)
 
-    async def labels(of) -> list[str | None]:
-        return [await of.label_of(key) for key in ("Q1", "Q2", "Q3", "Q4", "Q5", "Q777", "Q999")]
+    async def labels(asked_graph) -> list[str | None]:
+        return [
+            await asked_graph.label_of(key)
+            for key in ("Q1", "Q2", "Q3", "Q4", "Q5", "Q777", "Q999")
+        ]
 
     assert asyncio.run(labels(graph)) == expected
 

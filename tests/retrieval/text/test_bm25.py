@@ -51,9 +51,9 @@ def test_elasticsearch_scores_by_hand():
         (0, idf * 3 / (3 + 1.2 * (0.25 + 0.75 * 8 / (22 / 3)))),
         (2, idf * 2 / (2 + 1.2 * (0.25 + 0.75 * 10 / (22 / 3)))),
     ]
-    found = Bm25Index(ANIMALS, "elasticsearch").search(["cat"], 3)[0]
-    assert [position for position, _ in found] == [position for position, _ in expected]
-    assert [score for _, score in found] == pytest.approx([score for _, score in expected])
+    hits = Bm25Index(ANIMALS, "elasticsearch").search(["cat"], 3)[0]
+    assert [position for position, _ in hits] == [position for position, _ in expected]
+    assert [score for _, score in hits] == pytest.approx([score for _, score in expected])
 
 
 @pytest.mark.parametrize(
@@ -94,17 +94,21 @@ def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
     """The index is that of all texts at once, and its words are numbered as the corpus has them,
     whatever Python's hashes are."""
     passages = [*ANIMALS, Passage(id="3", title="!", text="?")] * 3
-    whole, sizes, told = Bm25Index(passages, tokeniser), [], []
+    whole = Bm25Index(passages, tokeniser)
+    sizes = []
+    told = []
 
-    def recorded(texts, of):
+    def recorded(texts, tokeniser_name):
         sizes.append(len(texts))
-        return tokens(texts, of)
+        return tokens(texts, tokeniser_name)
 
     tokens = bm25.indexed_words
     monkeypatch.setattr(bm25, "indexed_words", recorded)
     monkeypatch.setattr(bm25, "TEXTS_AT_ONCE", 5)
     few = Bm25Index(passages, tokeniser, told.append)
-    assert sizes == [5, 5, 2] and told == [5, 10, 12] and few.version == whole.version
+    assert sizes == [5, 5, 2]
+    assert told == [5, 10, 12]
+    assert few.version == whole.version
     assert few.search(["cat dog", "flies"], 12) == whole.search(["cat dog", "flies"], 12)
     few.save(tmp_path / "few")
     whole.save(tmp_path / "whole")
@@ -157,7 +161,8 @@ SCRIPTS = {
 def test_text_of_scripts_without_spaces_is_found(tokeniser, text):
     texts = [*SCRIPTS, "The cat purrs."]
     index = Bm25Index(
-        [Passage(id=str(n), title="", text=one) for n, one in enumerate(texts)], tokeniser
+        [Passage(id=str(n), title="", text=passage_text) for n, passage_text in enumerate(texts)],
+        tokeniser,
     )
     (best, *_), *_ = index.search([SCRIPTS[text]], 1)
     assert texts[best[0]] == text

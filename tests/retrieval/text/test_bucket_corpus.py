@@ -58,23 +58,26 @@ FILES = {
 
 @pytest.fixture
 def bucket(monkeypatch) -> FakeBucket:
-    found = use(monkeypatch)
+    fake = use(monkeypatch)
     monkeypatch.setattr(files, "RANGE_BYTES", 300)
     for name, content in FILES.items():
-        found.put("mine", f"folder/{name}", content)
-    return found
+        fake.put("mine", f"folder/{name}", content)
+    return fake
 
 
-def every(nth: int, fault: str):
-    """This fault at every nth range that is asked for."""
-    asked = 0
+class FaultyRanges:
+    """A fault at the first of every `period` ranges that are asked for."""
 
-    def chosen(request: Request) -> str | None:
-        nonlocal asked
-        asked += request.query.get("alt") == "media"
-        return fault if request.query.get("alt") == "media" and asked % nth == 1 else None
+    def __init__(self, period: int, fault: str) -> None:
+        self._period = period
+        self._fault = fault
+        self._ranges = 0
 
-    return chosen
+    def __call__(self, request: Request) -> str | None:
+        if request.query.get("alt") != "media":
+            return None
+        self._ranges += 1
+        return self._fault if self._ranges % self._period == 1 else None
 
 
 @pytest.mark.parametrize("fault", [None, "503", "cut download", "lost answer"])
@@ -82,7 +85,7 @@ def every(nth: int, fault: str):
 def test_it_is_read_as_from_the_disk(bucket, tmp_path, name, fault):
     (tmp_path / name).write_bytes(FILES[name])
     if fault is not None:
-        bucket.faults = every(3, fault)
+        bucket.faults = FaultyRanges(3, fault)
     assert read_corpus([f"gs://mine/folder/{name}"]) == read_corpus([tmp_path / name])
     ranges = sum(request.query.get("alt") == "media" for request in bucket.requests)
     assert ranges >= max(2, len(FILES[name]) // 300), "in ranges, not as a whole"
@@ -162,9 +165,10 @@ def test_what_cannot_be_read_is_one_sentence(bucket, tmp_path, capsys, address, 
         )
         == 2
     )
-    said = capsys.readouterr().err
-    assert re.search(sentence, said)
-    assert said.startswith("error: ") and said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert re.search(sentence, message)
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
     with pytest.raises(UserError):
         read_corpus([address])
 
@@ -185,8 +189,9 @@ def test_triples_are_read_in_pieces_as_from_the_disk(bucket, tmp_path, monkeypat
     (tmp_path / f"triples.nt{suffix}").write_bytes(content)
     bucket.put("mine", f"triples.nt{suffix}", content)
     bucket.faults = every(3, "cut download")
-    found = list(pieces(f"gs://mine/triples.nt{suffix}"))
-    assert len(found) > 5 and b"".join(line for piece in found for line in piece.lines) == lines
-    assert found == list(pieces(str(tmp_path / f"triples.nt{suffix}")))
-    rest = list(pieces(f"gs://mine/triples.nt{suffix}", found[2].end, found[3].first_line))
-    assert [piece.lines for piece in found[3:]] == [piece.lines for piece in rest]
+    parts = list(pieces(f"gs://mine/triples.nt{suffix}"))
+    assert len(parts) > 5
+    assert b"".join(line for piece in parts for line in piece.lines) == lines
+    assert parts == list(pieces(str(tmp_path / f"triples.nt{suffix}")))
+    rest = list(pieces(f"gs://mine/triples.nt{suffix}", parts[2].end, parts[3].first_line))
+    assert [piece.lines for piece in parts[3:]] == [piece.lines for piece in rest]

@@ -22,7 +22,8 @@ DOG = {"title": "Dog", "text": "Dogs bark."}
 
 
 def test_array_and_lines_give_the_same_passages(tmp_path):
-    array, lines = tmp_path / "corpus.json", tmp_path / "corpus.jsonl"
+    array = tmp_path / "corpus.json"
+    lines = tmp_path / "corpus.jsonl"
     array.write_text(json.dumps([CAT, DOG], indent=2))
     lines.write_text(f"{json.dumps(CAT)}\n\n{json.dumps(DOG)}\n")
     assert read_corpus([array]) == read_corpus([lines])
@@ -37,7 +38,8 @@ def test_gzip_and_explicit_ids(tmp_path):
 
 
 def test_ids_count_over_all_files(tmp_path):
-    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first = tmp_path / "a.jsonl"
+    second = tmp_path / "b.jsonl"
     first.write_text(json.dumps(CAT))
     second.write_text(json.dumps(DOG))
     assert [passage.id for passage in read_corpus([first, second])] == ["0", "1"]
@@ -106,11 +108,8 @@ def test_a_missing_or_truncated_file_is_a_users_error(tmp_path):
 def test_an_array_gives_what_json_gives(tmp_path_factory, records, indent):
     path = tmp_path_factory.mktemp("array") / "records.json"
     path.write_text(json.dumps(records, indent=indent), encoding="utf-8")
-    in_one_form = [
-        {key: corpus_records.in_one_form(text) for key, text in record.items()}
-        for record in records
-    ]
-    assert [record for _, record in read_records(path)] == in_one_form
+    for (_, record), written in zip(read_records(path), records, strict=True):
+        assert record == {key: corpus_records.in_one_form(text) for key, text in written.items()}
 
 
 def test_parquet_rows_are_passages_and_bad_ones_have_their_row(tmp_path):
@@ -155,12 +154,13 @@ def test_the_hotpotqa_abstracts(tmp_path):
     ):
         read_corpus([path])
     skipped = Skipped()
-    found = list(stream_corpus([path], skipped))
-    assert [(passage.id, passage.text) for passage in found] == [
+    passages = list(stream_corpus([path], skipped))
+    assert [(passage.id, passage.text) for passage in passages] == [
         ("12", "Cats purr. They sleep."),
         ("13", "Cats purr. They sleep."),
     ]
-    assert skipped.skipped == 1 and "line 2" in skipped.first_skipped
+    assert skipped.skipped == 1
+    assert "line 2" in skipped.first_skipped
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(UserError, match=r"abstracts\.tar\.bz2 cannot be read"):
         read_corpus([path])
@@ -186,8 +186,10 @@ def test_an_array_is_read_in_parts(tmp_path, monkeypatch):
     path.write_text("\n" + json.dumps([CAT, 12345, DOG, [1, {"a": None}]], indent=1))
     assert list(read_records(path)) == [(3, CAT), (7, 12345), (8, DOG), (12, [1, {"a": None}])]
     path.write_text('[{"title": oops' + "x" * 1000)
-    said = r"line 1: no JSON record that ends within 100 characters \(Expecting value in line 1\)"
-    with open_text(path) as file, pytest.raises(UserError, match=said):
+    message = (
+        r"line 1: no JSON record that ends within 100 characters \(Expecting value in line 1\)"
+    )
+    with open_text(path) as file, pytest.raises(UserError, match=message):
         list(corpus_records._text_records(path, file))
 
 
@@ -226,7 +228,8 @@ def test_a_file_given_twice_repeats_its_ids(tmp_path):
         read_corpus([path, path])
     skipped = Skipped()
     assert [passage.id for passage in stream_corpus([path, path], skipped)] == ["a", "b", "c"]
-    assert skipped.skipped == 3 and "give each file once" in skipped.first_skipped
+    assert skipped.skipped == 3
+    assert "give each file once" in skipped.first_skipped
     path.write_text("\n".join(map(json.dumps, [CAT, DOG])))
     assert [passage.id for passage in read_corpus([path, path])] == ["0", "1", "2", "3"], (
         "positions never repeat"
@@ -236,17 +239,17 @@ def test_a_file_given_twice_repeats_its_ids(tmp_path):
 def test_repeated_ids_that_are_skipped_cost_one_look_back(tmp_path, monkeypatch):
     path = tmp_path / "chunks.jsonl"
     path.write_text("\n".join(json.dumps(CAT | {"id": f"doc{n // 5}"}) for n in range(500)))
-    readings, records_of = [], corpus.records_of
+    readings = []
+    records_of = corpus.records_of
     monkeypatch.setattr(
         corpus, "records_of", lambda paths: readings.append(paths) or records_of(paths)
     )
     skipped = Skipped()
     assert len(list(stream_corpus([path], skipped))) == 100
-    assert (skipped.skipped, len(readings)) == (400, 2)
-    assert (
-        "line 2: the passage id 'doc0' was already used in" in skipped.first_skipped
-        and "line 1;" in skipped.first_skipped
-    )
+    assert skipped.skipped == 400
+    assert len(readings) == 2
+    assert "line 2: the passage id 'doc0' was already used in" in skipped.first_skipped
+    assert "line 1;" in skipped.first_skipped
 
 
 @pytest.mark.parametrize("field", ["id", "title", "text"])
@@ -261,22 +264,23 @@ def test_a_lone_surrogate_is_refused_or_skipped(tmp_path, field):
     assert [passage.title for passage in stream_corpus([path], skipped)] == [
         "Cat",
         "Dog",
-    ] and skipped.skipped == 1
+    ]
+    assert skipped.skipped == 1
     path.write_text(json.dumps(CAT | {field: "\U0001f600"}))
     assert getattr(read_corpus([path])[0], field) == "\U0001f600", "a whole pair is a character"
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "problem"),
     [("1" * 5000, "a number with too many digits"), ("[" * 200_000, "nested too deeply")],
 )
-def test_json_that_python_does_not_take_is_refused_with_its_line(tmp_path, value, said):
+def test_json_that_python_does_not_take_is_refused_with_its_line(tmp_path, value, problem):
     for name, content in (
         ("a.jsonl", '{"title": "Cat"}\n{"id": %s}\n'),
         ("a.json", '[{"title": "Cat"},\n{"id": %s}]'),
     ):
         (tmp_path / name).write_text(content % value)
-        with pytest.raises(UserError, match=rf"line 2: not a JSON record \({said}\)"):
+        with pytest.raises(UserError, match=rf"line 2: not a JSON record \({problem}\)"):
             list(read_records(tmp_path / name))
 
 
@@ -341,7 +345,8 @@ def test_what_only_looks_like_an_archive_or_is_damaged_is_one_sentence(tmp_path)
 def test_passage_ids_say_what_a_set_says(identifiers):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(corpus, "MERGED_IDS", 7)
-        ids, known = PassageIds(), set()
+        ids = PassageIds()
+        known = set()
         for identifier in identifiers:
             assert ids.add(identifier) == (identifier not in known)
             known.add(identifier)

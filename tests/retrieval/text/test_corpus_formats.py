@@ -36,7 +36,7 @@ def lines(folder: Path, *records: object, name: str = "corpus.jsonl") -> Path:
     return path
 
 
-def one(folder: Path, **record: object) -> Passage:
+def only_passage(folder: Path, **record: object) -> Passage:
     (passage,) = read_corpus([lines(folder, record)])
     return passage
 
@@ -96,23 +96,23 @@ def test_lines_are_counted_from_the_beginning_of_the_file(tmp_path):
 
 @pytest.mark.parametrize("title", ["", "  ", None, float("nan")])
 def test_beir_passages_may_have_no_title(tmp_path, title):
-    passage = one(tmp_path, _id="7", title=title, text="Ann Ode built lamps.", metadata={})
+    passage = only_passage(tmp_path, _id="7", title=title, text="Ann Ode built lamps.", metadata={})
     assert passage == Passage(id="7", title="", text="Ann Ode built lamps.")
     assert passage.contents == "Ann Ode built lamps."
 
 
 def test_contents_alone_are_a_text_or_title_and_text(tmp_path):
-    assert one(tmp_path, id="1", contents="Ann Ode built lamps.") == Passage(
+    assert only_passage(tmp_path, id="1", contents="Ann Ode built lamps.") == Passage(
         id="1", title="", text="Ann Ode built lamps."
     )
-    assert one(tmp_path, id="1", contents='"Ann Ode"\nShe built lamps.\nShe sold them.') == Passage(
-        id="1", title="Ann Ode", text="She built lamps.\nShe sold them."
-    )
-    assert one(tmp_path, id="1", contents="Ann Ode\nShe built lamps.") == Passage(
+    assert only_passage(
+        tmp_path, id="1", contents='"Ann Ode"\nShe built lamps.\nShe sold them.'
+    ) == Passage(id="1", title="Ann Ode", text="She built lamps.\nShe sold them.")
+    assert only_passage(tmp_path, id="1", contents="Ann Ode\nShe built lamps.") == Passage(
         id="1", title="Ann Ode", text="She built lamps."
     )
     assert (
-        one(tmp_path, id="1", contents="Ann Ode built lamps.\n").text.strip()
+        only_passage(tmp_path, id="1", contents="Ann Ode built lamps.\n").text.strip()
         == "Ann Ode built lamps."
     )
 
@@ -120,26 +120,32 @@ def test_contents_alone_are_a_text_or_title_and_text(tmp_path):
 def test_the_title_that_a_record_gives_stays_beside_contents(tmp_path):
     text = "She was born in Ghent.\nShe built lamps."
     expected = Passage(id="1", title="Ann Ode", text=text)
-    assert one(tmp_path, id="1", title="Ann Ode", contents=text) == expected
+    assert only_passage(tmp_path, id="1", title="Ann Ode", contents=text) == expected
     # FlashRAG repeats the title in quotes, which is no text of the passage.
-    assert one(tmp_path, id="1", title="Ann Ode", contents=f'"Ann Ode"\n{text}') == expected
+    assert (
+        only_passage(tmp_path, id="1", title="Ann Ode", contents=f'"Ann Ode"\n{text}') == expected
+    )
     # MedRAG: `contents` is title and content in one.
     assert (
-        one(tmp_path, id="1", title="Ann Ode", content=text, contents=f"Ann Ode. {text}")
+        only_passage(tmp_path, id="1", title="Ann Ode", content=text, contents=f"Ann Ode. {text}")
         == expected
     )
-    assert one(tmp_path, id="1", title="Ann Ode", text="", contents=text) == expected
+    assert only_passage(tmp_path, id="1", title="Ann Ode", text="", contents=text) == expected
 
 
 def test_contents_that_repeat_the_title_inside_a_sentence_stay_whole(tmp_path):
-    passage = one(tmp_path, id="1", title="Ann Ode", contents="Ann Ode. She built lamps.")
-    assert (passage.title, passage.text) == ("Ann Ode", "Ann Ode. She built lamps.")
-    longer = one(tmp_path, id="1", title="Ann", contents="Ann Ode\nShe built lamps.")
-    assert (longer.title, longer.text) == ("Ann", "Ann Ode\nShe built lamps.")
+    passage = only_passage(tmp_path, id="1", title="Ann Ode", contents="Ann Ode. She built lamps.")
+    assert passage.title == "Ann Ode"
+    assert passage.text == "Ann Ode. She built lamps."
+    longer = only_passage(tmp_path, id="1", title="Ann", contents="Ann Ode\nShe built lamps.")
+    assert longer.title == "Ann"
+    assert longer.text == "Ann Ode\nShe built lamps."
 
 
 def test_contents_without_a_title_beside_a_text_give_the_title(tmp_path):
-    passage = one(tmp_path, id="1", text="She built lamps.", contents='"Ann Ode"\nShe built lamps.')
+    passage = only_passage(
+        tmp_path, id="1", text="She built lamps.", contents='"Ann Ode"\nShe built lamps.'
+    )
     assert passage == Passage(id="1", title="Ann Ode", text="She built lamps.")
 
 
@@ -156,8 +162,8 @@ def test_contents_without_a_title_beside_a_text_give_the_title(tmp_path):
     ],
 )
 def test_a_list_of_sentences_is_one_text(tmp_path, sentences, text):
-    assert one(tmp_path, title="Ann Ode", text=sentences).text == text
-    assert one(tmp_path, title="Ann Ode", sentences=sentences).text == text
+    assert only_passage(tmp_path, title="Ann Ode", text=sentences).text == text
+    assert only_passage(tmp_path, title="Ann Ode", sentences=sentences).text == text
 
 
 @pytest.mark.parametrize("bad", [[], [""], [1], ["a", None], [[]], {"0": "a"}])
@@ -187,9 +193,9 @@ def test_titles_that_are_equal_or_begin_alike_are_passages_of_their_own(tmp_path
     ("identifier", "shown"), [(7, "7"), (7.0, "7"), (-3, "-3"), (1.5, "1.5"), (10**30, f"{10**30}")]
 )
 def test_numbers_are_ids(tmp_path, identifier, shown):
-    assert one(tmp_path, id=identifier, text="a").id == shown
-    assert one(tmp_path, _id=identifier, text="a").id == shown
-    assert one(tmp_path, id=None, _id=identifier, text="a").id == shown
+    assert only_passage(tmp_path, id=identifier, text="a").id == shown
+    assert only_passage(tmp_path, _id=identifier, text="a").id == shown
+    assert only_passage(tmp_path, id=None, _id=identifier, text="a").id == shown
 
 
 @pytest.mark.parametrize("identifier", [float("nan"), float("inf"), True, ["1"], {"a": 1}])
@@ -209,7 +215,7 @@ def test_a_column_of_parquet_with_missing_ids_is_refused_with_its_row(tmp_path):
 
 
 def test_html_entities_are_the_characters_that_they_stand_for(tmp_path):
-    passage = one(
+    passage = only_passage(
         tmp_path,
         id="1",
         title="Key &amp; Peele",
@@ -267,7 +273,7 @@ def test_columns_are_known_by_their_names(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "problem"),
     [
         (
             "1\tAnn built lamps.\tAnn\n",
@@ -284,10 +290,10 @@ def test_columns_are_known_by_their_names(tmp_path):
         ("id\ttext\n1\t\n", "line 2: the passage's text is ''"),
     ],
 )
-def test_a_table_that_cannot_be_read_is_refused_with_its_line(tmp_path, content, said):
+def test_a_table_that_cannot_be_read_is_refused_with_its_line(tmp_path, content, problem):
     path = tmp_path / "corpus.tsv"
     path.write_text(content)
-    assert said in refusal(path)
+    assert problem in refusal(path)
 
 
 @pytest.mark.parametrize("name", ["beir.jsonl", "pyserini.jsonl", "dpr.tsv"])

@@ -75,7 +75,9 @@ def test_a_new_k_is_seldom_a_new_program():
 )
 def test_every_device_has_as_many_whole_blocks(rows, devices):
     block, padded = layout(rows, devices)
-    assert padded >= rows and padded % (devices * block) == 0 and block % 128 == 0
+    assert padded >= rows
+    assert padded % (devices * block) == 0
+    assert block % 128 == 0
 
 
 def test_eight_devices_find_what_numpy_finds():
@@ -92,10 +94,9 @@ def test_eight_devices_find_what_numpy_finds():
         timeout=HANG_SECONDS,
     )
     assert finished.returncode == 0, finished.stderr
-    found = json.loads(finished.stdout)
-    assert found["devices"] == 8 and found["rows_on_each"] == 256
-    assert (
-        found["searches"] == 4
-        and found["differing_positions"] == 0
-        and found["largest_difference"] < 1e-5
-    )
+    measured = json.loads(finished.stdout)
+    assert measured["devices"] == 8
+    assert measured["rows_on_each"] == 256
+    assert measured["searches"] == 4
+    assert measured["differing_positions"] == 0
+    assert measured["largest_difference"] < 1e-5

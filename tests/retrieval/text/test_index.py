@@ -84,17 +84,20 @@ def test_a_dense_index_finds_what_numpy_finds(tmp_path, corpus, embedder, storag
     manifest, there = indexes.build(
         tmp_path / "index", spec(corpus, embedder, storage=storage), reporter
     )
-    assert (manifest["passages"], there) == (PASSAGES, False)
+    assert manifest["passages"] == PASSAGES
+    assert there is False
     assert reporter.told["embedding"][-1] == PASSAGES
     index = indexes.open_index(tmp_path / "index")
     model = find_embedder(str(embedder)).load()
-    kept = compressed(
+    embeddings = compressed(
         model.embed([passage.contents for passage in read_corpus([corpus])], "passage"), storage
     )
-    scores, positions = best_rows(model.embed(QUERIES, "query"), kept.float32(), 4)
-    for hits, expected, of in zip(index.search(QUERIES, 4), positions, scores, strict=True):
+    scores, positions = best_rows(model.embed(QUERIES, "query"), embeddings.float32(), 4)
+    for hits, expected, expected_scores in zip(
+        index.search(QUERIES, 4), positions, scores, strict=True
+    ):
         assert [position for position, _ in hits] == list(expected)
-        assert [score for _, score in hits] == pytest.approx(list(of), rel=1e-4)
+        assert [score for _, score in hits] == pytest.approx(list(expected_scores), rel=1e-4)
     assert index.passages[3] == read_corpus([corpus])[3]
 
 
@@ -134,9 +137,12 @@ def test_a_corpus_without_words_is_an_index_that_finds_nothing(tmp_path):
 def test_eight_bits_are_near_and_a_row_of_zeros_stays_one():
     vectors = np.random.default_rng(0).normal(size=(50, 16)).astype(np.float32)
     vectors[3] = 0
-    kept = compressed(vectors, "int8")
-    assert kept.vectors.dtype == np.int8 and not kept.float32(3, 4).any()
-    assert (np.abs(kept.float32() - vectors) <= np.abs(vectors).max(1, keepdims=True) / 253).all()
+    rounded = compressed(vectors, "int8")
+    assert rounded.vectors.dtype == np.int8
+    assert not rounded.float32(3, 4).any()
+    assert (
+        np.abs(rounded.float32() - vectors) <= np.abs(vectors).max(1, keepdims=True) / 253
+    ).all()
 
 
 def test_the_same_build_again_finds_the_index_there(copy, corpus, embedder):
@@ -144,7 +150,8 @@ def test_the_same_build_again_finds_the_index_there(copy, corpus, embedder):
         path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.name != manifests.LOCK
     }
     manifest, there = indexes.build(copy, spec(corpus, embedder), Silent())
-    assert there and manifest["passages"] == PASSAGES
+    assert there
+    assert manifest["passages"] == PASSAGES
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
@@ -168,8 +175,8 @@ def test_a_damaged_file_is_named(copy, file, damage):
         (copy / file).unlink()
     else:
         (copy / file).write_bytes(content if damage == "flipped" else content[:-3])
-    said = {"flipped": "is damaged", "cut": "the manifest says", "gone": "is missing"}[damage]
-    with pytest.raises(UserError, match=rf"{file} .*{said}|{file} {said}"):
+    complaint = {"flipped": "is damaged", "cut": "the manifest says", "gone": "is missing"}[damage]
+    with pytest.raises(UserError, match=rf"{file} .*{complaint}|{file} {complaint}"):
         indexes.open_index(copy)
 
 
@@ -207,7 +214,8 @@ def test_skipped_passages_are_counted(tmp_path):
     (tmp_path / "corpus.jsonl").write_text("\n".join(map(json.dumps, records)))
     spec = indexes.IndexSpec(kind="bm25", corpus=(str(tmp_path / "corpus.jsonl"),), skip=True)
     manifest, _ = indexes.build(tmp_path / "index", spec, Silent())
-    assert (manifest["passages"], manifest["skipped"]) == (2, 2)
+    assert manifest["passages"] == 2
+    assert manifest["skipped"] == 2
     assert "line 2: the passage's text is ''" in manifest["first_skipped"]
     assert [passage.id for passage in indexes.open_index(tmp_path / "index").passages] == ["0", "1"]
 
@@ -229,7 +237,8 @@ def test_a_killed_build_goes_on_and_ends_the_same(
 ):
     """Until the end nothing can be opened."""
     small_chunks(monkeypatch)
-    whole, folder = tmp_path / "whole", tmp_path / "index"
+    whole = tmp_path / "whole"
+    folder = tmp_path / "index"
     indexes.build(whole, spec(corpus, embedder), Silent())
     words = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
     kill_at(function, call, [*words, "--out", str(folder)])
@@ -283,7 +292,8 @@ def test_the_corpus_is_not_read_into_memory(tmp_path, name):
     run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, run.stderr
     grown, passages = map(int, run.stdout.split())
-    assert passages == 30_000 and grown < (tmp_path / name).stat().st_size / 4
+    assert passages == 30_000
+    assert grown < (tmp_path / name).stat().st_size / 4
 
 
 def test_two_builders_of_one_directory(tmp_path, corpus, embedder):
@@ -304,7 +314,8 @@ def test_passages_are_mapped_and_found_by_position_and_title(tmp_path, monkeypat
     assert write_passages(corpus, tmp_path / "passages.arrow") == 30
     file = PassageFile(tmp_path / "passages.arrow")
     assert list(file) == corpus == [file[position] for position in range(len(file))]
-    assert file[5:9] == corpus[5:9] and file[-1] == corpus[-1]
+    assert file[5:9] == corpus[5:9]
+    assert file[-1] == corpus[-1]
     assert file.titled(["title 3", "title 29", "nowhere"]) == [corpus[3], corpus[29]]
     with pytest.raises(IndexError):
         file[30]
@@ -318,6 +329,8 @@ def test_a_few_texts_are_ranked_without_an_index(embedder):
 
 
 def test_embeddings_are_read_back_as_they_were_written(built):
-    kept = open_embeddings(built, PASSAGES, 16, "bfloat16")
+    embeddings = open_embeddings(built, PASSAGES, 16, "bfloat16")
     assert isinstance(indexes.open_index(built), DenseIndex)
-    assert kept.float32(10, 20).shape == (10, 16) and len(kept) == PASSAGES and kept.dimension == 16
+    assert embeddings.float32(10, 20).shape == (10, 16)
+    assert len(embeddings) == PASSAGES
+    assert embeddings.dimension == 16

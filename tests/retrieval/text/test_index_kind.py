@@ -51,7 +51,9 @@ def test_without_a_kind_an_index_is_exact_up_to_the_threshold(root, tmp_path, ca
     expected = "60 passages: an exact index (ScaNN above 60; --kind scann builds the other)"
     assert expected in capsys.readouterr().err.splitlines()
     manifest = read_manifest(tmp_path / "index")
-    assert (manifest["kind"], manifest["passages"], "recall" in manifest) == ("exact", 60, False)
+    assert manifest["kind"] == "exact"
+    assert manifest["passages"] == 60
+    assert ("recall" in manifest) is False
     assert isinstance(indexes.open_index(tmp_path / "index")._vectors, ExactSearch)
 
 
@@ -173,19 +175,20 @@ def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, ca
         == 0
     )
     small, large = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert small["kind"] == "exact" and set(small["disk_bytes"]) == {"passages", "embeddings"}
-    assert large["kind"] == "scann" and set(large["disk_bytes"]) == {
+    assert small["kind"] == "exact"
+    assert set(small["disk_bytes"]) == {"passages", "embeddings"}
+    assert large["kind"] == "scann"
+    assert set(large["disk_bytes"]) == {
         "passages",
         "embeddings",
         "scann",
     }
-    assert small["why"].startswith("100,000 passages: an exact") and large["why"].startswith(
-        "100,001 passages: a ScaNN"
-    )
+    assert small["why"].startswith("100,000 passages: an exact")
+    assert large["why"].startswith("100,001 passages: a ScaNN")
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "complaint"),
     [
         ("--tokenizer default", (
             "--tokenizer is default and an index of kind auto does not read it: leave it out, or "
@@ -200,10 +203,11 @@ def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, ca
         ("--corpus a.jsonl b.nt", "b.nt holds triples"),
     ],
 )  # fmt: skip
-def test_a_flag_or_a_file_of_another_kind_names_that_kind(root, tmp_path, capsys, flags, said):
+def test_a_flag_or_a_file_of_another_kind_names_that_kind(root, tmp_path, capsys, flags, complaint):
     assert index.main([*words(root, tmp_path / "index"), *flags.split()]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith("error: ") and said in last
+    assert last.startswith("error: ")
+    assert complaint in last
     assert not (tmp_path / "index").exists()
 
 
@@ -220,24 +224,28 @@ for command in json.loads(sys.argv[1]):
         status = index.main(command["arguments"])
     print(json.dumps({"status": status, "out": out.getvalue(), "lines": err.getvalue().splitlines()}))
 """
-MAC, ARM, LINUX = ("Darwin", "arm64"), ("Linux", "aarch64"), ("Linux", "x86_64")
+MAC = ("Darwin", "arm64")
+ARM = ("Linux", "aarch64")
+LINUX = ("Linux", "x86_64")
 WHERE_IT_WORKS = "build and search a ScaNN index on Linux x86-64, for which it has wheels"
 
 
 def without_scann(*commands: tuple[tuple[str, str], list[str]]) -> list[dict]:
     """Return what each command, with its platform, ended with and printed."""
-    given = [
-        {"system": of[0], "machine": of[1], "arguments": arguments} for of, arguments in commands
+    runs = [
+        {"system": machine[0], "machine": machine[1], "arguments": arguments}
+        for machine, arguments in commands
     ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", WITHOUT_SCANN, json.dumps(given)]
+    command = [sys.executable, "-c", WITHOUT_SCANN, json.dumps(runs)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
 def one_sentence(ended: dict) -> str:
-    assert ended["status"] == 2 and ended["out"] == ""
+    assert ended["status"] == 2
+    assert ended["out"] == ""
     (line,) = ended["lines"]
     assert line.startswith("error: ")
     return line
@@ -250,13 +258,13 @@ def test_where_scann_is_missing_its_kind_is_refused_before_anything_is_read_and_
     on_mac, on_linux, auto = without_scann(
         (MAC, scann), (LINUX, scann), (ARM, words(root, tmp_path / "index"))
     )
-    said = one_sentence(on_mac)
-    assert "ScaNN cannot be imported on Darwin arm64 with Python 3." in said
+    message = one_sentence(on_mac)
+    assert "ScaNN cannot be imported on Darwin arm64 with Python 3." in message
     assert (
         "use --kind exact, which searches on any platform (approximately on an accelerator with "
-        "--recall-target" in said
+        "--recall-target" in message
     )
-    assert said.endswith(f", or {WHERE_IT_WORKS}")
+    assert message.endswith(f", or {WHERE_IT_WORKS}")
 
     # Where ScaNN has wheels, they are named as requirements.txt has them.
     assert f"install ScaNN (`pip install {REQUIREMENT} 'tensorflow~=2.20.0'`)" in one_sentence(
@@ -282,7 +290,8 @@ def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_
     pytest.importorskip(
         "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
     )
-    folder, questions = tmp_path / "scann", tmp_path / "questions.jsonl"
+    folder = tmp_path / "scann"
+    questions = tmp_path / "questions.jsonl"
     assert index.main(words(root, folder, "--kind", "scann")) == 0
     questions.write_text('{"question": "word1?", "supporting_facts": ["title 1"]}\n')
     *opened, taken = without_scann(
@@ -302,11 +311,11 @@ def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_
             ],
         ),
     )
-    for said in map(one_sentence, opened):
-        assert f"the index {folder} is of kind scann and ScaNN cannot be imported on " in said
+    for message in map(one_sentence, opened):
+        assert f"the index {folder} is of kind scann and ScaNN cannot be imported on " in message
         assert (
             f"`python -m mujica_jax.index build --embeddings {folder} --kind exact --out DIR`"
-            in said
+            in message
         )
 
     # What the sentence says helps.

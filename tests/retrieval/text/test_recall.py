@@ -31,8 +31,8 @@ class Listed:
         self.positions = np.array(positions)
 
     def search(self, queries: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-        found = self.positions[:, :k]
-        return np.zeros(found.shape, np.float32), found
+        positions = self.positions[:, :k]
+        return np.zeros(positions.shape, np.float32), positions
 
 
 def test_the_share_of_neighbours_that_are_found_is_counted_without_the_query_itself():
@@ -77,7 +77,8 @@ def test_only_the_nearest_count(monkeypatch):
 def built(tmp_path_factory) -> Path:
     """A corpus, an embedder, and an exact index."""
     root = tmp_path_factory.mktemp("recall")
-    corpus, embedder = write_corpus(root / "corpus.jsonl", PASSAGES), tiny_embedder(root / "tiny")
+    corpus = write_corpus(root / "corpus.jsonl", PASSAGES)
+    embedder = tiny_embedder(root / "tiny")
     made = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
     assert index.main([*made, "--out", str(root / "exact")]) == 0
     return root
@@ -98,8 +99,8 @@ def brute_force(folder: Path) -> float:
     queries = np.random.default_rng(0).choice(PASSAGES, 500, replace=False)
     hits = 0
     for query in queries:
-        (found,) = opened.search_encoded(vectors[query : query + 1].astype(np.float32), 11)
-        others = [position for position, _ in found if position != query]
+        (neighbours,) = opened.search_encoded(vectors[query : query + 1].astype(np.float32), 11)
+        others = [position for position, _ in neighbours if position != query]
         hits += len(set(others[:10]) & set(nearest[query].tolist()))
     return 100 * hits / 5000
 
@@ -111,18 +112,19 @@ def test_the_printed_recall_is_that_of_brute_force(
 ):
     monkeypatch.setattr(recall, "SCORED_ROWS", rows_at_once)
     assert index.main(build(built, tmp_path / "scann")) == 0
-    (found,) = re.findall(LINE, capsys.readouterr().err)
+    (line,) = re.findall(LINE, capsys.readouterr().err)
     expected = brute_force(tmp_path / "scann")
     assert 50 < expected < 100, "what is compared says something"
-    assert (found[0], found[2]) == ("10", "500")
-    assert float(found[1]) == pytest.approx(expected, abs=0.1)
+    assert line[0] == "10"
+    assert line[2] == "500"
+    assert float(line[1]) == pytest.approx(expected, abs=0.1)
     manifest = json.loads((tmp_path / "scann" / "manifest.json").read_text())
-    assert manifest["recall"] == {"percent": float(found[1]), "k": 10, "queries": 500}
+    assert manifest["recall"] == {"percent": float(line[1]), "k": 10, "queries": 500}
 
     # The same command again prints it, and measures nothing.
     monkeypatch.setattr(indexes, "measure_beside_exact", None)
     assert index.main(build(built, tmp_path / "scann")) == 0
-    assert re.findall(LINE, capsys.readouterr().err) == [found]
+    assert re.findall(LINE, capsys.readouterr().err) == [line]
 
 
 @needs_scann
@@ -150,10 +152,10 @@ def test_an_index_that_is_larger_than_the_free_memory_is_built_and_not_measured(
 ):
     monkeypatch.setattr(indexes, "available_bytes", lambda: 1000)
     assert index.main(build(built, tmp_path / "scann")) == 0
-    said = capsys.readouterr().err
+    messages = capsys.readouterr().err
     assert (
         "recall beside exact search was not measured: loading the index may take 0.0 GB of memory "
-        "and" in said
+        "and" in messages
     )
     manifest = json.loads((tmp_path / "scann" / "manifest.json").read_text())
     assert "recall" not in manifest

@@ -26,7 +26,8 @@ pytest.importorskip(
     "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
 )
 
-ROWS, DIMENSION = 3000, 33
+ROWS = 3000
+DIMENSION = 33
 PARAMETERS = ScannParameters(leaves=40, leaves_searched=8, training_rows=ROWS, reordered=50)
 
 
@@ -72,9 +73,9 @@ def test_what_was_learned_for_something_else_is_learned_again(embeddings, tmp_pa
     trained: list[int] = []
     train = scann._train
 
-    def counted(*given):
+    def counted(*arguments):
         trained.append(1)
-        train(*given)
+        train(*arguments)
 
     monkeypatch.setattr(scann, "_train", counted)
     folder = tmp_path / "scann"
@@ -85,7 +86,8 @@ def test_what_was_learned_for_something_else_is_learned_again(embeddings, tmp_pa
 
 def test_a_file_has_all_its_room_before_a_row_is_written(tmp_path):
     """A full disk is an error there, where a mapped page without room would end the process."""
-    rows, path = np.ones((10, 1024), np.int8), tmp_path / "rows.npy"
+    rows = np.ones((10, 1024), np.int8)
+    path = tmp_path / "rows.npy"
     scann._write_rows(path, rows, 0, 1000)
     assert path.stat().st_blocks * 512 >= path.stat().st_size > 1000 * 1024
     scann._write_rows(path, 2 * rows, 10, 1000)
@@ -96,7 +98,8 @@ def test_a_file_has_all_its_room_before_a_row_is_written(tmp_path):
 def exact(tmp_path_factory) -> Path:
     """An index of 1,100 passages, whose embeddings others take."""
     root = tmp_path_factory.mktemp("exact")
-    corpus, embedder = write_corpus(root / "corpus.jsonl", 1100), tiny_embedder(root / "tiny")
+    corpus = write_corpus(root / "corpus.jsonl", 1100)
+    embedder = tiny_embedder(root / "tiny")
     made = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
     assert index.main([*made, "--out", str(root / "exact")]) == 0
     return root / "exact"
@@ -130,14 +133,16 @@ def test_a_killed_build_goes_on_and_ends_with_the_same_bytes(
     exact, tmp_path, monkeypatch, function, call, hashed
 ):
     small_chunks(monkeypatch)
-    whole, folder = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    folder = tmp_path / "killed"
     assert index.main(command(exact, whole)) == 0
     kill_at(function, call, command(exact, folder))
     with pytest.raises(UserError, match="is half-built"):
         indexes.open_index(folder)
-    said = folder / ".scann.new" / "hashed.json"
+    progress = folder / ".scann.new" / "hashed.json"
     assert (
-        hashed is None or (json.loads(said.read_text())["rows"] if said.exists() else 0) == hashed
+        hashed is None
+        or (json.loads(progress.read_text())["rows"] if progress.exists() else 0) == hashed
     )
     assert index.main(command(exact, folder)) == 0
     assert not (folder / ".scann.new").exists()
@@ -178,8 +183,10 @@ print((kibibytes("VmHWM") - before) * 1024)
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
     """Of rows that are not in the sample only a chunk is held: ScaNN's own builder takes four times
     their bytes and more."""
-    rows, dimension = 200_000, 128
-    draw, size = np.random.default_rng(0), rows * dimension * 2
+    rows = 200_000
+    dimension = 128
+    draw = np.random.default_rng(0)
+    size = rows * dimension * 2
     with open(tmp_path / "embeddings.bfloat16", "wb") as file:
         for _ in range(0, rows, 10_000):
             file.write(draw.normal(size=(10_000, dimension)).astype(ml_dtypes.bfloat16).tobytes())

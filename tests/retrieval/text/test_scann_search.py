@@ -62,8 +62,10 @@ def test_nearly_all_of_what_numpy_finds(built, clustered):
     vectors, queries = clustered
     scores, positions = built.search(queries, 10)
     expected_scores, expected = best_rows(queries, vectors, 10)
-    found = [len(set(ours) & set(theirs)) for ours, theirs in zip(positions, expected, strict=True)]
-    assert np.mean(found) / 10 > 0.95
+    shared = [
+        len(set(ours) & set(theirs)) for ours, theirs in zip(positions, expected, strict=True)
+    ]
+    assert np.mean(shared) / 10 > 0.95
     assert (np.diff(scores, axis=1) <= 0).all()
     np.testing.assert_allclose(scores[:, 0], expected_scores[:, 0], atol=0.02)
 
@@ -124,12 +126,12 @@ def test_fewer_than_k_in_the_leaves_are_marked(clustered, tmp_path):
     scores, positions = search_over(clustered[0], tmp_path / "scann", narrow, "int8").search(
         clustered[1], 2000
     )
-    assert (
-        (positions[:, 0] >= 0).all() and (positions[:, -1] == -1).all() and (positions < ROWS).all()
-    )
+    assert (positions[:, 0] >= 0).all()
+    assert (positions[:, -1] == -1).all()
+    assert (positions < ROWS).all()
     for row in positions:
-        kept = row[row >= 0]
-        assert len(set(kept)) == len(kept) < 2000
+        marked = row[row >= 0]
+        assert len(set(marked)) == len(marked) < 2000
     assert (scores[positions < 0] == -np.inf).all()
 
 
@@ -137,10 +139,10 @@ def test_fewer_than_k_in_the_leaves_are_marked(clustered, tmp_path):
 def test_a_small_corpus_is_searched_exactly(rows, tmp_path):
     vectors = np.random.default_rng(1).normal(size=(rows, 8)).astype(np.float32)
     search = search_over(vectors, tmp_path / "scann", parameters_for(rows, of_length_1=False))
-    kept = compressed(vectors, "bfloat16").float32()
+    stored = compressed(vectors, "bfloat16").float32()
     k = min(rows, 5)
     np.testing.assert_array_equal(
-        search.search(vectors[:3], k)[1], best_rows(vectors[:3], kept, k)[1]
+        search.search(vectors[:3], k)[1], best_rows(vectors[:3], stored, k)[1]
     )
 
 
@@ -149,9 +151,11 @@ def test_a_small_corpus_is_searched_exactly(rows, tmp_path):
     [(1023, 0, 0), (6119, 78, 78), (100_000, 316, 95), (10**6, 1000, 300)],
 )
 def test_parameters_follow_from_the_size(rows, leaves, searched):
-    found = parameters_for(rows, of_length_1=True)
-    assert (found.leaves, found.leaves_searched) == (leaves, searched)
-    assert found.training_rows <= rows and found.spherical == (leaves > 0)
+    parameters = parameters_for(rows, of_length_1=True)
+    assert parameters.leaves == leaves
+    assert parameters.leaves_searched == searched
+    assert parameters.training_rows <= rows
+    assert parameters.spherical == (leaves > 0)
     assert not parameters_for(rows, of_length_1=False).spherical
 
 

@@ -68,9 +68,10 @@ def test_the_official_records_are_read():
 
 @needs_data
 def test_questions_whose_answers_the_graph_knows_are_asked_and_played(graph):
-    of = task(graph, dev_percent=0)
-    questions = {question.text: question for question in of.questions("test")}
-    assert len(questions) + len(of.left_out) == 276 and not of.questions("dev")
+    task_of_graph = task(graph, dev_percent=0)
+    questions = {question.text: question for question in task_of_graph.questions("test")}
+    assert len(questions) + len(task_of_graph.left_out) == 276
+    assert not task_of_graph.questions("dev")
     school = questions["Which High School did Allen Ginsberg attend?"]
     assert school.answers == ("Eastside High School",)
     assert [(entity.id, entity.label) for entity in school.candidates] == [
@@ -78,15 +79,18 @@ def test_questions_whose_answers_the_graph_knows_are_asked_and_played(graph):
         ("Q9826", "high school"),
     ]
     state = questions["are brooke raboutou and colin duffy from same state of the usa?"]
-    assert state.answers == ("yes",) and len(state.candidates) == 3
+    assert state.answers == ("yes",)
+    assert len(state.candidates) == 3
     policy = ToldPolicy(
         [search((0, "Where?")), answer("Eastside High School")],
         {"Where?": read("[0]", "At Eastside High School.")},
     )
-    played = asyncio.run(agent().run(attempt(school), of.environment(school), policy))
+    played = asyncio.run(agent().run(attempt(school), task_of_graph.environment(school), policy))
     assert played.searches[0].materials == ("Allen Ginsberg, educated at, Eastside High School",)
-    summary = summarise([school], [played], of.rule).summary()
-    assert (summary["em"], summary["set_f1"], summary["gerbil_macro_f1"]) == (100.0, 100.0, 100.0)
+    summary = summarise([school], [played], task_of_graph.rule).summary()
+    assert summary["em"] == 100.0
+    assert summary["set_f1"] == 100.0
+    assert summary["gerbil_macro_f1"] == 100.0
 
 
 def test_what_a_task_lacks_is_said(graph, tmp_path):

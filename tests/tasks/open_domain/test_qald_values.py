@@ -98,12 +98,12 @@ def question(name: str, answers: list, head: str = "result") -> dict:
         {"language": "de", "string": f"Was {name}?"},
     ]
     rows = {"bindings": [{head: answer} for answer in answers]}
-    found = [{"head": {"vars": [head]}, "results": rows}]
+    solutions = [{"head": {"vars": [head]}, "results": rows}]
     return {
         "id": name,
         "question": texts,
         "query": {"sparql": "SELECT ?x { wd:Q1 ?p ?x }"},
-        "answers": found,
+        "answers": solutions,
     }
 
 
@@ -153,21 +153,21 @@ def task(folder: Path, **changes):
     return build(QaldConfig(**{**fields, **changes}))
 
 
-def by_name(of) -> dict[str, Question]:
-    return {question.id.removeprefix("qald-"): question for question in of.questions("test")}
+def by_name(qald) -> dict[str, Question]:
+    return {question.id.removeprefix("qald-"): question for question in qald.questions("test")}
 
 
-def printed_in_search(of, asked: Question) -> set[str]:
+def printed_in_search(qald, asked: Question) -> set[str]:
     """Objects of the triples that a search from the film shows."""
     (film,) = asked.candidates
-    materials = asyncio.run(of.environment(asked).search("x", film))
+    materials = asyncio.run(qald.environment(asked).search("x", film))
     return {material.text.split(", ", maxsplit=2)[2] for material in materials}
 
 
 def test_every_gold_value_is_what_a_search_prints(folder):
-    of = task(folder)
-    questions = by_name(of)
-    shown = printed_in_search(of, questions["died"])
+    qald = task(folder)
+    questions = by_name(qald)
+    shown = printed_in_search(qald, questions["died"])
     for name, (_, printed, _) in GOLD.items():
         assert questions[name].answers[0] == printed, name
         assert questions[name].answer_sets[0][0][0] == printed, name
@@ -207,8 +207,8 @@ def test_answers_come_first_and_their_other_spellings_after_all_of_them(folder):
 
 
 def test_answers_without_a_name_are_left_out_and_counted(folder):
-    of = task(folder)
-    assert {id.removeprefix("qald-") for id in of.left_out} == set(NAMELESS)
+    qald = task(folder)
+    assert {id.removeprefix("qald-") for id in qald.left_out} == set(NAMELESS)
 
 
 def test_labels_of_gold_candidates_and_search_are_in_the_questions_language(folder):
@@ -220,25 +220,27 @@ def test_labels_of_gold_candidates_and_search_are_in_the_questions_language(fold
     materials = asyncio.run(german.environment(asked).search("x", asked.candidates[0]))
     assert "Das violette Ufer, Regie, Ilse Vand" in {material.text for material in materials}
     english = by_name(task(folder))["relation"]
-    assert (english.answers, english.candidates[0].label) == (("value",), "The Purple Shore")
+    assert english.answers == ("value",)
+    assert english.candidates[0].label == "The Purple Shore"
 
 
 def test_a_crowded_entity_is_ranked_by_the_embedder_that_is_named(folder, tmp_path):
     embedder = str(tiny_embedder(tmp_path / "embedder"))
-    plain, dense = (
-        task(folder, top_k=3),
-        task(folder, top_k=3, retriever="dense", embedder=embedder),
-    )
+    plain = task(folder, top_k=3)
+    dense = task(folder, top_k=3, retriever="dense", embedder=embedder)
     asked = by_name(plain)["died"]
 
-    def search(of) -> list[str]:
+    def search(qald) -> list[str]:
         return [
-            found.text
-            for found in asyncio.run(of.environment(asked).search("director", asked.candidates[0]))
+            material.text
+            for material in asyncio.run(
+                qald.environment(asked).search("director", asked.candidates[0])
+            )
         ]
 
     assert "The Purple Shore, director, Ilse Vand" in search(plain)
-    assert len(search(dense)) == 3 and search(dense) != search(plain)
+    assert len(search(dense)) == 3
+    assert search(dense) != search(plain)
 
 
 def test_an_embedder_that_is_not_there_is_one_sentence_before_any_label_is_looked_up(folder):
@@ -299,8 +301,10 @@ def test_every_literal_of_the_official_file_is_gold_as_a_graph_prints_it(tmp_pat
     )
 
     async def printed_by_graph() -> list[str]:
-        found = [await graph.triples_of(f"Q{number}") for number in range(1, len(terms) + 1)]
-        return [triples[0].object for triples in found]
+        triples_of_terms = [
+            await graph.triples_of(f"Q{number}") for number in range(1, len(terms) + 1)
+        ]
+        return [triples[0].object for triples in triples_of_terms]
 
     for term, (printed, others), copied in zip(
         terms, gold, asyncio.run(printed_by_graph()), strict=True

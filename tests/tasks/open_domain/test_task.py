@@ -36,28 +36,32 @@ def task(kind: str, folder: Path, **changes) -> OpenDomain:
     return build(KINDS[kind](**{"data_dir": str(folder), "top_k": 3, **changes}))
 
 
-def found(of: OpenDomain, question: Question, query: str) -> list[str]:
+def titles_found(open_domain: OpenDomain, question: Question, query: str) -> list[str]:
     return [
-        material.title for material in asyncio.run(of.environment(question).search(query, None))
+        material.title
+        for material in asyncio.run(open_domain.environment(question).search(query, None))
     ]
 
 
 @needs_data
 def test_hotpotqa_as_it_comes():
-    of = task("hotpotqa", DATA / "hotpotqa")
-    assert (
-        len(of.questions("train")) == 100
-        and len(of.questions("dev")) + len(of.questions("test")) == 338
-    )
-    assert 70 < len(of.questions("dev")) < 135, "about 30%"
-    assert (of.name, of.rule, of.environment_kind) == ("hotpotqa", "hotpot", "text")
-    by_id = {question.id: question for split in ("dev", "test") for question in of.questions(split)}
+    hotpot = task("hotpotqa", DATA / "hotpotqa")
+    assert len(hotpot.questions("train")) == 100
+    assert len(hotpot.questions("dev")) + len(hotpot.questions("test")) == 338
+    assert 70 < len(hotpot.questions("dev")) < 135, "about 30%"
+    assert hotpot.name == "hotpotqa"
+    assert hotpot.rule == "hotpot"
+    assert hotpot.environment_kind == "text"
+    by_id = {
+        question.id: question for split in ("dev", "test") for question in hotpot.questions(split)
+    }
     viva = by_id["5a7613c15542994ccc9186bf"]
     assert (
         viva.text
         == "VIVA Media AG changed it's name in 2004. What does their new acronym stand for?"
     )
-    assert viva.answers == ("Gesellschaft mit beschränkter Haftung",) and viva.kind == "bridge"
+    assert viva.answers == ("Gesellschaft mit beschränkter Haftung",)
+    assert viva.kind == "bridge"
     assert [passage.title for passage in viva.gold_passages] == [
         "VIVA Media",
         "Gesellschaft mit beschränkter Haftung",
@@ -65,47 +69,51 @@ def test_hotpotqa_as_it_comes():
     assert [bool(passage.text) for passage in viva.gold_passages] == [True, False], (
         "the file lacks the second one"
     )
-    assert len(found(of, viva, viva.text)) == 3
+    assert len(titles_found(hotpot, viva, viva.text)) == 3
     own = task("hotpotqa", DATA / "hotpotqa", setting="distractor", top_k=20, keep_incomplete=True)
-    titles = found(own, viva, viva.text)
-    assert len(titles) == 10 and {"VIVA Media", "VIVA Poland", "WWE One Night Stand"} <= set(titles)
+    titles = titles_found(own, viva, viva.text)
+    assert len(titles) == 10
+    assert {"VIVA Media", "VIVA Poland", "WWE One Night Stand"} <= set(titles)
 
 
 @needs_data
 def test_of_hotpotqa_only_questions_with_their_gold_passages_are_asked_in_the_distractor_setting():
     """The sample comes from the fullwiki file: 92 of its 338 questions have both gold passages
     among their ten."""
-    of = task("hotpotqa", DATA / "hotpotqa", setting="distractor")
-    asked = [question for split in ("dev", "test") for question in of.questions(split)]
-    assert len(asked) == 92 and len(of.questions("train")) == 100 and len(of.left_out) == 338 - 92
-    assert of.shown == "3 of 2 to 10 passages"
-    assert of.notes == (
+    distractor = task("hotpotqa", DATA / "hotpotqa", setting="distractor")
+    asked = [question for split in ("dev", "test") for question in distractor.questions(split)]
+    assert len(asked) == 92
+    assert len(distractor.questions("train")) == 100
+    assert len(distractor.left_out) == 338 - 92
+    assert distractor.shown == "3 of 2 to 10 passages"
+    assert distractor.notes == (
         "246 of 438 questions have not all gold passages among their own and are left out "
         "(--task.keep-incomplete True keeps them)",
     )
-    kept = task("hotpotqa", DATA / "hotpotqa", setting="distractor", keep_incomplete=True)
-    assert len(kept.questions("dev")) + len(kept.questions("test")) == 338 and not kept.left_out
-    assert (
-        kept.notes[0].startswith("246 of 438 questions") and "asked all the same" in kept.notes[0]
-    )
+    complete = task("hotpotqa", DATA / "hotpotqa", setting="distractor", keep_incomplete=True)
+    assert len(complete.questions("dev")) + len(complete.questions("test")) == 338
+    assert not complete.left_out
+    assert complete.notes[0].startswith("246 of 438 questions")
+    assert "asked all the same" in complete.notes[0]
 
 
 @needs_data
 def test_musique_as_it_comes():
-    of = task("musique", DATA / "musique", setting="distractor", top_k=30)
-    assert (
-        len(of.questions("train")) == 100
-        and len(of.questions("dev")) + len(of.questions("test")) == 74
-    )
-    assert Counter(question.kind[:4] for question in of.questions("test")).keys() <= {
+    musique = task("musique", DATA / "musique", setting="distractor", top_k=30)
+    assert len(musique.questions("train")) == 100
+    assert len(musique.questions("dev")) + len(musique.questions("test")) == 74
+    assert Counter(question.kind[:4] for question in musique.questions("test")).keys() <= {
         "2hop",
         "3hop",
         "4hop",
     }
-    by_id = {question.id: question for split in ("dev", "test") for question in of.questions(split)}
+    by_id = {
+        question.id: question for split in ("dev", "test") for question in musique.questions(split)
+    }
     common = by_id["2hop__269766_43945"]
     first = "crystallized the rebellious demand for independence from Great Britain"
-    assert common.answers == (first, "Great Britain") and of.rule == "musique"
+    assert common.answers == (first, "Great Britain")
+    assert musique.rule == "musique"
     assert [passage.title for passage in common.gold_passages] == [
         "The Age of Reason",
         "Thomas Paine",
@@ -115,14 +123,13 @@ def test_musique_as_it_comes():
         for file in (DATA / "musique").glob("dev*")
         for record in read_open_records(file, "musique")
     )
-    given = {record.id: record.context for record in records}
-    assert {len(passages) for passages in given.values()} == {20}
-    titles = found(
-        of, common, "the independence of Great Britain, a father and a mother of this island"
+    contexts = {record.id: record.context for record in records}
+    assert {len(passages) for passages in contexts.values()} == {20}
+    titles = titles_found(
+        musique, common, "the independence of Great Britain, a father and a mother of this island"
     )
-    assert titles[0] == "Common sense" and set(titles) <= {
-        passage.title for passage in given["2hop__269766_43945"]
-    }
+    assert titles[0] == "Common sense"
+    assert set(titles) <= {passage.title for passage in contexts["2hop__269766_43945"]}
 
 
 @needs_data
@@ -137,7 +144,8 @@ def test_natural_questions_need_an_index():
         for record in records
         if record.text == "when was the last time anyone was on the moon"
     )
-    assert len(records) == 500 and moon.answers == ("14 December 1972 UTC", "December 1972")
+    assert len(records) == 500
+    assert moon.answers == ("14 December 1972 UTC", "December 1972")
 
 
 OTHERS = {  # a record in its official form, question, answers
@@ -200,7 +208,8 @@ def test_the_other_sets_as_they_come(kind, packed, tmp_path):
     file = tmp_path / (name + ".gz" * packed)
     file.write_bytes(gzip.compress(content.encode()) if packed else content.encode())
     (record,) = read_open_records(file, kind)
-    assert (record.text, record.answers) == (text, answers)
+    assert record.text == text
+    assert record.answers == answers
     if kind == "ambigqa":
         assert record.answer_sets == ((("1961", "In 1961"), ("1972",)), (("1961",),))
 
@@ -230,7 +239,7 @@ def test_what_is_no_record_is_named_with_its_place(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kind", "changes", "said"),
+    ("kind", "changes", "message"),
     [
         (
             "hotpotqa",
@@ -244,8 +253,8 @@ def test_what_is_no_record_is_named_with_its_place(tmp_path):
         ),
     ],
 )
-def test_what_a_task_lacks_is_said(tmp_path, kind, changes, said):
-    with pytest.raises(UserError, match=said):
+def test_what_a_task_lacks_is_said(tmp_path, kind, changes, message):
+    with pytest.raises(UserError, match=message):
         task(kind, tmp_path, **changes)
 
 
@@ -258,7 +267,8 @@ def test_a_subset_is_the_same_on_every_machine():
             :5
         ]
     everything = task("hotpotqa", DATA / "hotpotqa", dev_percent=0)
-    assert not everything.questions("dev") and len(everything.questions("test")) == 338
+    assert not everything.questions("dev")
+    assert len(everything.questions("test")) == 338
 
 
 def test_a_question_in_both_files_is_not_trained_on(tmp_path):
@@ -275,10 +285,16 @@ def test_a_question_in_both_files_is_not_trained_on(tmp_path):
         )
         == 0
     )
-    of = task("nq", tmp_path, index=str(tmp_path / "index"), top_k=1, dev_percent=100)
-    assert [q.text for q in of.questions("dev")] == ["Who is 1?"]
-    assert sorted(q.text for q in of.questions("train")) == ["Who is 0?", "Who is 2?", "Who is 3?"]
-    assert found(of, of.questions("dev")[0], "Ann") == ["Ann"]
+    natural_questions = task(
+        "nq", tmp_path, index=str(tmp_path / "index"), top_k=1, dev_percent=100
+    )
+    assert [q.text for q in natural_questions.questions("dev")] == ["Who is 1?"]
+    assert sorted(q.text for q in natural_questions.questions("train")) == [
+        "Who is 0?",
+        "Who is 2?",
+        "Who is 3?",
+    ]
+    assert titles_found(natural_questions, natural_questions.questions("dev")[0], "Ann") == ["Ann"]
 
 
 def test_tasks_are_chosen_on_the_command_line():
@@ -290,11 +306,11 @@ def test_tasks_are_chosen_on_the_command_line():
 def test_a_damaged_file_is_one_sentence(tmp_path):
     (tmp_path / "dev.json.gz").write_bytes(gzip.compress(b"[" * 1000)[:-20])
     (tmp_path / "test.csv").write_bytes(b"Question,Answer\n\xff,x\n")
-    for name, kind, said in (
+    for name, kind, message in (
         ("dev.json.gz", "musique", "cannot be read"),
         ("test.csv", "bamboogle", "is not UTF-8"),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             list(read_open_records(tmp_path / name, kind))
 
 
@@ -342,7 +358,8 @@ except builders.UserError as error:
 
 @pytest.mark.slow
 def test_builders_download_what_has_a_checksum_and_refuse_what_differs(tmp_path):
-    served, folder = tmp_path / "served", tmp_path / "data"
+    served = tmp_path / "served"
+    folder = tmp_path / "data"
     served.mkdir()
     lines = {"train": ["who is it", "what is it"], "dev": ["where is it"]}
     with zipfile.ZipFile(served / "light.zip", "w") as archive:
@@ -363,18 +380,18 @@ def test_builders_download_what_has_a_checksum_and_refuse_what_differs(tmp_path)
         )
         server.shutdown()
     assert ran.returncode == 0, ran.stderr
-    said = [
+    commands = [
         line.split()
         for line in ran.stdout.splitlines()
         if line.startswith(("made", "refused", "named"))
     ]
-    assert [words[:3] for words in said[:3]] == [
+    assert [words[:3] for words in commands[:3]] == [
         ["made", "2", "1"],
         ["made", "2", "1"],
         ["refused"],
     ]
-    assert said[3][2:6] == ["has", "no", "file", "renamed.json:"]
+    assert commands[3][2:6] == ["has", "no", "file", "renamed.json:"]
     of_split = [
-        (training, record.text) for training, record in read_set(Path(said[1][3]), "ambigqa")
+        (training, record.text) for training, record in read_set(Path(commands[1][3]), "ambigqa")
     ]
     assert sorted(of_split) == [(False, "where is it"), (True, "what is it"), (True, "who is it")]

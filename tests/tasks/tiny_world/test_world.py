@@ -91,11 +91,13 @@ def fingerprint(world: TinyWorld) -> tuple:
 
 def test_it_is_a_task_over_a_graph(world):
     task: Task = world  # a type checker compares it with the protocol
-    assert (task.name, task.rule, task.environment_kind) == ("tiny_world", "two_wiki", "graph")
+    assert task.name == "tiny_world"
+    assert task.rule == "two_wiki"
+    assert task.environment_kind == "graph"
     assert isinstance(task, FromScratchTask)
     environment = task.environment(task.questions("dev")[0])
     assert environment.kind == task.environment_kind
-    assert all(one is environment for _, one in task.demonstrations())
+    assert all(shown_in is environment for _, shown_in in task.demonstrations())
 
 
 def test_same_configuration_gives_the_same_world(world):
@@ -121,7 +123,7 @@ def test_same_configuration_gives_the_same_world(world):
 )
 def test_every_field_changes_something(world, change):
     pairs = zip(pieces(build(dataclasses.replace(CONFIG, **change))), pieces(world), strict=False)
-    assert any(one != other for one, other in pairs)
+    assert any(changed != other for changed, other in pairs)
 
 
 def test_every_field_is_perturbed_above():
@@ -197,10 +199,8 @@ def test_copies_ask_the_same_of_other_names(world):
 def test_question_ids_are_unique_and_stable(world):
     ids = [question.id for question in all_questions(world)]
     assert len(ids) == len(set(ids))
-    assert (world.questions("train")[123].id, world.questions("test")[-1].id) == (
-        "tiny-train-000123",
-        "tiny-test-000149",
-    )
+    assert world.questions("train")[123].id == "tiny-train-000123"
+    assert world.questions("test")[-1].id == "tiny-test-000149"
 
 
 def test_no_question_is_asked_twice(world):
@@ -230,9 +230,9 @@ def test_text_names_all_candidates_in_their_order(world):
 def test_every_evidence_is_found_by_searching_its_subject(world):
     for question in all_questions(world):
         for evidence in question.evidences:
-            found = world.graph.materials(evidence.subject_id)
+            materials = world.graph.materials(evidence.subject_id)
             assert f"{evidence.subject}, {evidence.relation}, {evidence.object}" in {
-                material.text for material in found
+                material.text for material in materials
             }
 
 
@@ -248,17 +248,18 @@ def test_the_next_hop_is_among_the_entities_of_the_triple(world):
 
 
 def test_search_returns_two_to_facts_per_entity_triples_gold_not_always_first(world):
-    first_places, sizes = [], set()
+    first_places = []
+    sizes = set()
     for question in world.questions("train"):
         for evidence in question.evidences:
-            found = asyncio.run(
+            materials = asyncio.run(
                 world.graph.search(
                     "anything", Entity(id=evidence.subject_id, label=evidence.subject)
                 )
             )
-            sizes.add(len(found))
+            sizes.add(len(materials))
             first_places.append(
-                found[0].text == f"{evidence.subject}, {evidence.relation}, {evidence.object}"
+                materials[0].text == f"{evidence.subject}, {evidence.relation}, {evidence.object}"
             )
     assert sizes == set(range(2, CONFIG.facts_per_entity + 1))
     assert 0.1 < sum(first_places) / len(first_places) < 0.4  # about one in the number of materials
@@ -270,11 +271,11 @@ def test_search_shows_triples_in_both_directions(world):
     texts = [material.text for material in world.graph.materials(question.evidences[0].object_id)]
     assert any(text.startswith(f"{director}, ") for text in texts)
     seen = [
-        text
+        material.text
         for q in world.questions("test")
         for evidence in q.evidences
         for material in world.graph.materials(evidence.object_id)
-        if (text := material.text).endswith(f", {evidence.object}")
+        if material.text.endswith(f", {evidence.object}")
     ]
     assert seen
 
@@ -291,25 +292,27 @@ def test_searching_without_an_entity_is_refused(world):
 
 def test_missing_facts_are_gone_from_both_ends_and_the_questions_stay(world):
     poorer = build(dataclasses.replace(CONFIG, missing_facts=0.3))
-    own, others = (
-        [dataclasses.replace(q, gold_passages=()) for q in of.questions("test")]
-        for of in (poorer, world)
-    )
-    assert own == others, "but for their passages, which say what the graph says"
-    lost, kept = 0, 0
+    pairs = zip(poorer.questions("test"), world.questions("test"), strict=True)
+    for own, other in pairs:
+        assert dataclasses.replace(own, gold_passages=other.gold_passages) == other, (
+            "but for their passages, which say what the graph says"
+        )
+    lost_facts = 0
+    kept_facts = 0
     for question in world.questions("test"):
         for evidence in question.evidences:
             text = f"{evidence.subject}, {evidence.relation}, {evidence.object}"
             ends = [evidence.subject_id, evidence.object_id]
-            found = text in {
+            is_found = text in {
                 material.text for end in ends for material in poorer.graph.materials(end)
             }
             found_from_subject = text in {
                 material.text for material in poorer.graph.materials(evidence.subject_id)
             }
-            assert found == found_from_subject
-            lost, kept = lost + (not found), kept + found
-    assert 0.2 < lost / (lost + kept) < 0.4
+            assert is_found == found_from_subject
+            lost_facts += not is_found
+            kept_facts += is_found
+    assert 0.2 < lost_facts / (lost_facts + kept_facts) < 0.4
 
 
 def test_without_any_fact_every_search_is_empty():
@@ -355,18 +358,20 @@ def test_wordings_are_all_different():
     assert len(wordings) == len(set(wordings))
 
 
+def words_of(entity: Entity) -> set[str]:
+    """Return the words of a label that could tell it from another one."""
+    return set(entity.label.split()) - {"The", "Her", "Our"}
+
+
 def test_distractor_names_make_pairs_share_words():
     shares = []
     for distractor_names in (0.0, 1.0):
         questions = build(dataclasses.replace(CONFIG, distractor_names=distractor_names)).questions(
             "train"
         )
-        pairs = [
-            [set(c.label.split()) - {"The", "Her", "Our"} for c in q.candidates]
-            for q in questions
-            if len(q.candidates) == 2
-        ]
-        shares.append(sum(bool(one & other) for one, other in pairs) / len(pairs))
+        pairs = [question.candidates for question in questions if len(question.candidates) == 2]
+        sharing = sum(bool(words_of(first) & words_of(second)) for first, second in pairs)
+        shares.append(sharing / len(pairs))
     assert shares[0] < 0.1
     assert shares[1] > 0.6
 
@@ -381,7 +386,8 @@ def test_lives_are_possible(world):
     }
     compared = Counter()
     for number, facts in enumerate(part.facts):
-        born, died = year.get((number, "date of birth")), year.get((number, "date of death"))
+        born = year.get((number, "date of birth"))
+        died = year.get((number, "date of death"))
         if born and died:
             compared["life"] += 1
             assert born < died
@@ -402,7 +408,8 @@ def test_lives_are_possible(world):
             assert director_born + 20 <= released
         if released and director_died:
             assert released < director_died
-    assert min(compared.values()) > 100 and len(compared) == 3
+    assert min(compared.values()) > 100
+    assert len(compared) == 3
 
 
 def test_tokenizer_text_is_bounded_and_free_of_test_names(world):
@@ -470,18 +477,25 @@ def test_a_world_without_enough_questions_says_so():
 def test_any_world_is_answerable_and_disjoint(
     facts_per_entity, distractor_names, paraphrases, seed
 ):
-    counts = dict.fromkeys(
-        ("train_questions", "demonstrations", "dev_questions", "test_questions"), 60
+    world = build(
+        TinyWorldConfig(
+            facts_per_entity=facts_per_entity,
+            train_questions=60,
+            demonstrations=60,
+            dev_questions=60,
+            test_questions=60,
+            distractor_names=distractor_names,
+            paraphrases=paraphrases,
+            seed=seed,
+        )
     )
-    options = {"distractor_names": distractor_names, "paraphrases": paraphrases, "seed": seed}
-    world = build(TinyWorldConfig(facts_per_entity=facts_per_entity, **counts, **options))
     for question in all_questions(world):
         assert answer_by_reading(question) == question.answers[0]
         for evidence in question.evidences:
-            found = world.graph.materials(evidence.subject_id)
-            assert 1 <= len(found) <= facts_per_entity
+            materials = world.graph.materials(evidence.subject_id)
+            assert 1 <= len(materials) <= facts_per_entity
             assert f"{evidence.subject}, {evidence.relation}, {evidence.object}" in {
-                material.text for material in found
+                material.text for material in materials
             }
     titles = [label for part in SHARES for label in labels(world, part)]
     assert len(titles) == len(set(titles))
@@ -490,10 +504,8 @@ def test_any_world_is_answerable_and_disjoint(
 def test_common_knowledge_is_read_in_pretraining_and_asked_about_in_every_split(world):
     common = build(dataclasses.replace(CONFIG, common_knowledge=0.5, augmented_copies=1))
     demonstrations = [question for question, _ in common.demonstrations()]
-    originals, copies = (
-        demonstrations[: CONFIG.demonstrations],
-        demonstrations[CONFIG.demonstrations :],
-    )
+    originals = demonstrations[: CONFIG.demonstrations]
+    copies = demonstrations[CONFIG.demonstrations :]
     assert copies and not any(question.is_known for question in copies), (
         "no document states their facts"
     )
@@ -510,13 +522,13 @@ def test_common_knowledge_is_read_in_pretraining_and_asked_about_in_every_split(
         next(reading) for reading in [common.pretraining_documents(0)] for _ in range(20_000)
     ]
     read = [text for text in documents if ":" not in text]
-    said = [
+    stated = [
         fact
         for text in read
         for fact in re.findall(r"The ([a-z ]+) of ([^.]+?) is ([^.]+)\.", text)
     ]
-    unknown = [fact[:2] for fact in said if fact[2] == "unknown"]
-    assert 0.4 < len(unknown) / len(said) < 0.5, (
+    unknown = [fact[:2] for fact in stated if fact[2] == "unknown"]
+    assert 0.4 < len(unknown) / len(stated) < 0.5, (
         "half of the names are recombined, and some of those are known"
     )
     known = {
@@ -526,7 +538,7 @@ def test_common_knowledge_is_read_in_pretraining_and_asked_about_in_every_split(
         if question.is_known
         for fact in question.evidences
     }
-    assert {fact for fact in said if fact[2] != "unknown"} == known
+    assert {fact for fact in stated if fact[2] != "unknown"} == known
     assert not set(unknown) & {fact[:2] for fact in known}
     answers = re.compile(
         r"What is the (?:[a-z ]+ of )?the ([^?]+)\? The \1 is|What is the ([^?]+)\? The \2 is"

@@ -18,8 +18,8 @@ from mujica_jax.tasks.two_wiki.chains import (
 
 def question(kind: str, text: str, answer: str, *evidences: tuple[str, str, str]) -> Question:
     chain = tuple(
-        Evidence(subject=subject, relation=relation, object=found)
-        for subject, relation, found in evidences
+        Evidence(subject=subject, relation=relation, object=value)
+        for subject, relation, value in evidences
     )
     return Question(id="q", text=text, answers=(answer,), evidences=chain, kind=kind)
 
@@ -138,8 +138,10 @@ def test_ids_link_a_bridge_under_two_names():
 
 
 THREE_DIRECTORS = (("X", "director", "A"), ("Y", "director", "B"), ("Y", "director", "C"))
-X_BORN, X_DIED = ("X", "date of birth", "1900"), ("X", "date of death", "1990")
-Y_BORN, Y_DIED = ("Y", "date of birth", "1950"), ("Y", "date of death", "2020")
+X_BORN = ("X", "date of birth", "1900")
+X_DIED = ("X", "date of death", "1990")
+Y_BORN = ("Y", "date of birth", "1950")
+Y_DIED = ("Y", "date of death", "2020")
 Y_AMERICAN = ("Y", "country of citizenship", "U.S.")
 Y_PERUVIAN = ("Y", "country of citizenship", "Peru")
 X_FROM_TWO = (

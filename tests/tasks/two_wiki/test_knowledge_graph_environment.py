@@ -42,11 +42,11 @@ def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("two_wiki")
     (root / "dev.json").write_text(json.dumps([BRICKS]))
     (root / "triples.tsv").write_text(HEADER + "\n".join(ROWS))
-    more = [
+    further_rows = [
         "A Lego Brickumentary\tpublication date\t31 July 2015\tQ21\tdate_information",
         "Tom\tfan of\tNobody\t\t",
     ]
-    (root / "more.tsv").write_text(HEADER + "\n".join([*ROWS, *more]))
+    (root / "more.tsv").write_text(HEADER + "\n".join([*ROWS, *further_rows]))
     assert (
         index.main(
             [
@@ -71,13 +71,13 @@ def task(folder: Path, **changes) -> two_wiki.TwoWiki:
 def test_the_index_is_searched_and_the_data_folder_is_demonstrated(folder):
     searched = task(folder, index=str(folder / "index"), split_dev_files=True)
     assert isinstance(world_of(searched), GraphEnvironment)
-    found = search(world_of(searched), "x", BRICK)
-    assert {material.text for material in found} == {
+    materials = search(world_of(searched), "x", BRICK)
+    assert {material.text for material in materials} == {
         "a lego brickumentary, country of origin, American",
         "a lego brickumentary, country of origin, Danish",
         "a lego brickumentary, publication date, 31 July 2015",
     }, "under the name that the caller gives it"
-    by_text = {material.text.split(", ")[2]: material for material in found}
+    by_text = {material.text.split(", ")[2]: material for material in materials}
     assert by_text["American"].entities == (BRICK, Entity(id="Q30", label="American"))
     assert by_text["31 July 2015"].entities == (BRICK,)
     shown = list(searched.demonstrations())
@@ -100,18 +100,21 @@ def test_both_graphs_show_the_same(folder, tmp_path):
         str(tmp_path / "same"),
     ]
     assert index.main(built) == 0
-    plain, searched = task(folder), task(folder, index=str(tmp_path / "same"))
+    plain = task(folder)
+    searched = task(folder, index=str(tmp_path / "same"))
     for key, name in (("Q21", "A"), ("Q22", "B"), ("Q30", "C"), ("The Night Sitter", "D")):
-        one, other = (
-            search(world_of(of), "x", Entity(id=key, label=name)) for of in (plain, searched)
+        from_folder, from_index = (
+            search(world_of(two_wiki_task), "x", Entity(id=key, label=name))
+            for two_wiki_task in (plain, searched)
         )
-        assert sorted(map(str, one)) == sorted(map(str, other)) and one
+        assert sorted(map(str, from_folder)) == sorted(map(str, from_index))
+        assert from_folder
 
 
 def test_an_id_that_the_graph_does_not_know_is_searched_by_its_label(folder, tmp_path):
     environment = world_of(task(folder, index=str(folder / "index")))
-    (found,) = search(environment, "x", Entity(id="Q999", label="tom"))
-    assert found.text == "tom, fan of, Nobody"
+    (material,) = search(environment, "x", Entity(id="Q999", label="tom"))
+    assert material.text == "tom, fan of, Nobody"
     twins = [f"Tom\tborn in\tPlace {number}\tQ{number}\t" for number in (1, 2)]
     (tmp_path / "twins.tsv").write_text(HEADER + "\n".join(twins))
     ambiguous = GraphEnvironment(graph_in_memory(tmp_path / "twins.tsv"), 5)
@@ -120,13 +123,14 @@ def test_an_id_that_the_graph_does_not_know_is_searched_by_its_label(folder, tmp
 
 def test_a_name_is_searched_on_and_an_unknown_entity_has_no_materials(folder):
     environment = world_of(task(folder, index=str(folder / "index")))
-    (found,) = search(environment, "x", Entity(id="Nobody", label="Nobody"))
-    assert found.entities == (Entity(id="Tom", label="Tom"), Entity(id="Nobody", label="Nobody"))
+    (material,) = search(environment, "x", Entity(id="Nobody", label="Nobody"))
+    assert material.entities == (Entity(id="Tom", label="Tom"), Entity(id="Nobody", label="Nobody"))
     assert search(environment, "x", Entity(id="Q999", label="X")) == ()
     with pytest.raises(RetrievalError, match="the search names none"):
         search(environment, "x", None)
     assert isinstance(environment, GraphEnvironment)
-    assert (environment.statistics.queries, environment.statistics.failed) == (2, 0)
+    assert environment.statistics.queries == 2
+    assert environment.statistics.failed == 0
 
 
 def test_a_gold_date_is_right_as_the_data_and_as_a_graph_of_wikidata_write_it(tmp_path):
@@ -156,25 +160,31 @@ def test_a_gold_date_is_right_as_the_data_and_as_a_graph_of_wikidata_write_it(tm
         ({}, "April 27, 1961"),
         ({"index": str(tmp_path / "index")}, "27 April 1961"),
     ):
-        of = two_wiki.build(config(tmp_path, hold_out_percent=99, **changes))
-        (asked,) = [*of.questions("dev"), *of.questions("test"), *of.questions("train")]
-        found = search(world_of(of), "x", Entity(id="Q2", label="Roy Del Ruth"))
-        assert f"Roy Del Ruth, date of death, {shown}" in {material.text for material in found}
+        two_wiki_task = two_wiki.build(config(tmp_path, hold_out_percent=99, **changes))
+        (asked,) = [
+            *two_wiki_task.questions("dev"),
+            *two_wiki_task.questions("test"),
+            *two_wiki_task.questions("train"),
+        ]
+        materials = search(world_of(two_wiki_task), "x", Entity(id="Q2", label="Roy Del Ruth"))
+        assert f"Roy Del Ruth, date of death, {shown}" in {material.text for material in materials}
         assert score(shown, asked.answers, "two_wiki").em == 1.0
 
 
 def test_a_crowded_entity_shows_what_fits(folder, tmp_path):
     index_folder = str(folder / "index")
-    (found,) = search(
+    (material,) = search(
         world_of(task(folder, index=index_folder, top_k=1)), "publication date?", BRICK
     )
-    assert found.text.endswith("31 July 2015")
-    dense = {
-        "retriever": "dense",
-        "embedder": str(tiny_embedder(tmp_path / "embedder")),
-        "top_k": 1,
-    }
-    assert len(search(world_of(task(folder, index=index_folder, **dense)), "word7", BRICK)) == 1
+    assert material.text.endswith("31 July 2015")
+    dense = task(
+        folder,
+        index=index_folder,
+        retriever="dense",
+        embedder=str(tiny_embedder(tmp_path / "embedder")),
+        top_k=1,
+    )
+    assert len(search(world_of(dense), "word7", BRICK)) == 1
 
 
 def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(
@@ -192,13 +202,14 @@ def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(
 
     with serving(say) as endpoint:
         address = f"sparql+{endpoint.base_url}"
-        remote, local = task(folder, index=address), task(folder, index=str(folder / "index"))
+        remote = task(folder, index=address)
+        local = task(folder, index=str(folder / "index"))
         assert search(world_of(remote), "x", BRICK) == search(world_of(local), "x", BRICK)
         slow = task(folder, index=address, queries_per_second=2.0)
-        began = turned_clock.now
+        start_time = turned_clock.now
         search(world_of(slow), "x", Entity(id="Q35", label="Denmark"))
         search(world_of(slow), "x", Entity(id="Q30", label="America"))
-        assert turned_clock.now - began > 0.49, "half a second apart"
+        assert turned_clock.now - start_time > 0.49, "half a second apart"
         endpoint.answer = lambda request, before: Answer(status=500)
         assert len(search(world_of(remote), "x", BRICK)) == 3, "what was asked once is kept"
         hasty = SparqlEndpoint(address, policy=RetryPolicy(max_attempts=2, first_wait_seconds=0.01))
@@ -218,25 +229,26 @@ def test_an_episode_ends_where_the_endpoint_fails():
     store.load("\n".join(lines), pyoxigraph.RdfFormat.N_TRIPLES)
     store.extend(claim_quads({f"{WDT}P57".encode()}))
     well = GraphEnvironment(GraphStore(store, version="", languages=("en",)), 5)
-    plan, reads = (
-        search_call((0, "Who directed it?")),
-        {"Who directed it?": read("[0]", "Ilse Vand directed it.")},
-    )
+    plan = search_call((0, "Who directed it?"))
+    reads = {"Who directed it?": read("[0]", "Ilse Vand directed it.")}
     played = play(ToldPolicy([plan, answer("Ilse Vand")], reads), well)
-    assert played.stop_reason is StopReason.ANSWERED and "director" in str(played.searches[0])
+    assert played.stop_reason is StopReason.ANSWERED
+    assert "director" in str(played.searches[0])
     with serving(lambda request, before: Answer(status=500)) as endpoint:
         broken = SparqlEndpoint(
             endpoint.base_url, policy=RetryPolicy(max_attempts=2, first_wait_seconds=0.01)
         )
         played = play(ToldPolicy([plan, answer("Ilse Vand")], reads), GraphEnvironment(broken, 5))
-    assert played.stop_reason is StopReason.RETRIEVER_FAILED and played.reward == 0
+    assert played.stop_reason is StopReason.RETRIEVER_FAILED
+    assert played.reward == 0
 
 
 def test_mistakes_are_one_sentence(folder, tmp_path):
-    graph, words = str(folder / "index"), str(tmp_path / "words")
+    graph = str(folder / "index")
+    words = str(tmp_path / "words")
     corpus = str(write_corpus(tmp_path / "corpus.jsonl", 20))
     assert index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words]) == 0
-    for changes, said in (
+    for changes, message in (
         (
             {"index": words},
             "the index .*words is of kind bm25 and no graph: give one of kind graph",
@@ -255,7 +267,7 @@ def test_mistakes_are_one_sentence(folder, tmp_path):
             r"environment is text and the index sparql\+",
         ),
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             task(folder, **changes)
 
 
@@ -277,14 +289,19 @@ def test_2wiki_over_an_index_of_its_graph_finds_the_evidence(tmp_path):
     questions = searched.questions("test")[:150]
     assert questions == plain.questions("test")[:150]
 
-    async def shown(of: two_wiki.TwoWiki) -> list[set[str]]:
-        entities = [entity for question in questions for entity in question.candidates]
-        return [
-            {material.text for material in await world_of(of).search("", entity)}
-            for entity in entities
-        ]
+    async def shown(two_wiki_task: two_wiki.TwoWiki) -> list[set[str]]:
+        texts = []
+        for question in questions:
+            for entity in question.candidates:
+                materials = await world_of(two_wiki_task).search("", entity)
+                texts.append({material.text for material in materials})
+        return texts
 
-    here, there = asyncio.run(shown(searched)), asyncio.run(shown(plain))
-    assert len(here) > 200 and all(here)
-    same = sum(one == other for one, other in zip(here, there, strict=True))
+    here = asyncio.run(shown(searched))
+    there = asyncio.run(shown(plain))
+    assert len(here) > 200
+    assert all(here)
+    same = sum(
+        from_index == from_folder for from_index, from_folder in zip(here, there, strict=True)
+    )
     assert same > 0.9 * len(here), "others differ in how the other end is written"

@@ -67,7 +67,9 @@ def record(id: str, **changes: Any) -> dict[str, Any]:
 
 
 def write(folder: Path, name: str, records: list[dict[str, Any]], *, lines: bool = False) -> None:
-    text = "".join(json.dumps(of) + "\n" for of in records) if lines else json.dumps(records)
+    text = (
+        "".join(json.dumps(fields) + "\n" for fields in records) if lines else json.dumps(records)
+    )
     file = folder / name
     file.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
 
@@ -86,13 +88,16 @@ def ids(task: two_wiki.TwoWiki, *splits: Any) -> set[str]:
     return {question.id for split in splits for question in task.questions(split)}
 
 
+def record_without_answer(question_id: str) -> dict:
+    return record(question_id, answer="", answer_id=None, supporting_facts=[], evidences=[])
+
+
 @pytest.fixture
 def official(tmp_path) -> Path:
     """A folder as the release has it; the test file has no answers."""
     write(tmp_path, "train.json", [record(f"t{n}") for n in range(30)])
     write(tmp_path, "dev.json", [record(f"d{n}") for n in range(40)])
-    hidden = {"answer": "", "answer_id": None, "supporting_facts": [], "evidences": []}
-    write(tmp_path, "test.json", [record(f"h{n}", **hidden) for n in range(5)])
+    write(tmp_path, "test.json", [record_without_answer(f"h{n}") for n in range(5)])
     write(tmp_path, "id_aliases.json", ALIASES, lines=True)
     return tmp_path
 
@@ -102,16 +107,15 @@ def test_train_is_trained_on_and_dev_is_held_out_whatever_the_share(official, ho
     task = two_wiki.build(config(official, hold_out_percent=hold_out_percent))
     assert ids(task, "train") == {f"t{n}" for n in range(30)}
     assert ids(task, "dev", "test") == {f"d{n}" for n in range(40)}
-    assert (
-        len(ids(task, "dev")) > 5
-        and len(ids(task, "test")) > 5
-        and not ids(task, "dev") & ids(task, "test")
-    )
+    assert len(ids(task, "dev")) > 5
+    assert len(ids(task, "test")) > 5
+    assert not ids(task, "dev") & ids(task, "test")
 
 
 def test_all_of_the_dev_file_can_be_the_test(official):
     task = two_wiki.build(config(official, test_percent=100))
-    assert len(task.questions("test")) == 40 and not task.questions("dev")
+    assert len(task.questions("test")) == 40
+    assert not task.questions("dev")
 
 
 def test_dev_files_alone_train_nothing_unless_a_sample_is_to_be_split(official):
@@ -120,7 +124,11 @@ def test_dev_files_alone_train_nothing_unless_a_sample_is_to_be_split(official):
     assert not two_wiki.build(config(official)).questions("train")
     sample = two_wiki.build(config(official, split_dev_files=True))
     split = {id: two_wiki.split_of(id, 50) for id in (f"d{n}" for n in range(40))}
-    assert ids(sample, "train") == {id for id, of in split.items() if of == "train"} != set()
+    assert (
+        ids(sample, "train")
+        == {id for id, split_name in split.items() if split_name == "train"}
+        != set()
+    )
     assert any(
         "not those of the official dev set" in sentence for sentence in about_questions(sample)
     )
@@ -141,11 +149,9 @@ def test_a_split_of_the_record_wins_and_a_question_of_both_files_is_of_dev(offic
     write(official, "train.json", [record("t1", split="test"), record("d1"), record("t2")])
     write(official, "dev.json", [record("d1"), record("d2", split="train")])
     task = two_wiki.build(config(official))
-    assert (
-        ids(task, "train") == {"t2", "d2"}
-        and "t1" in ids(task, "test")
-        and "d1" in ids(task, "dev", "test")
-    )
+    assert ids(task, "train") == {"t2", "d2"}
+    assert "t1" in ids(task, "test")
+    assert "d1" in ids(task, "dev", "test")
 
 
 def test_a_hash_decides_about_questions_of_no_official_file(official):
@@ -160,7 +166,8 @@ def test_a_hash_decides_about_questions_of_no_official_file(official):
     assert {id for id in ids(task, "train") if id in own} == {
         id for id, split in own.items() if split == "train"
     }
-    assert "t3" in ids(task, "train") and "d3" in ids(task, "dev", "test")
+    assert "t3" in ids(task, "train")
+    assert "d3" in ids(task, "dev", "test")
 
 
 def test_several_files_of_one_split_packed_or_not(tmp_path):
@@ -170,13 +177,15 @@ def test_several_files_of_one_split_packed_or_not(tmp_path):
     write(tmp_path, "dev_2.jsonl.gz", [record("d2")], lines=True)
     write(tmp_path, "id_aliases.json.gz", ALIASES, lines=True)
     task = two_wiki.build(config(tmp_path))
-    assert ids(task, "train") == {"t1", "t2"} and ids(task, "dev", "test") == {"d1", "d2"}
+    assert ids(task, "train") == {"t1", "t2"}
+    assert ids(task, "dev", "test") == {"d1", "d2"}
     assert "Motor City" in task.questions("train")[0].answers
 
 
 def test_scores_with_aliases_are_those_of_the_official_script(tmp_path):
     records = [
-        record(f"q{n}", answer=gold, answer_id=of) for n, (gold, of, _, _) in enumerate(SCORED)
+        record(f"q{n}", answer=gold, answer_id=answer_id)
+        for n, (gold, answer_id, _, _) in enumerate(SCORED)
     ]
     write(tmp_path, "dev.json", records)
     write(tmp_path, "id_aliases.json", ALIASES, lines=True)
@@ -187,8 +196,8 @@ def test_scores_with_aliases_are_those_of_the_official_script(tmp_path):
     for number, (gold, _, prediction, expected) in enumerate(SCORED):
         question = asked[f"q{number}"]
         assert question.answers[0] == gold
-        found = score(prediction, question.answers, task.rule)
-        assert dataclasses.asdict(found) == pytest.approx(expected), prediction
+        scores = score(prediction, question.answers, task.rule)
+        assert dataclasses.asdict(scores) == pytest.approx(expected), prediction
     assert asked["q1"].answers == (
         "United States of America",
         "USA",
@@ -223,12 +232,14 @@ def test_aliases_of_the_record_and_of_the_release_are_both_counted(tmp_path):
     }
     write(tmp_path, "questions.jsonl", [own], lines=True)
     write(tmp_path, "id_aliases.json", ALIASES, lines=True)
-    (merged,) = (of for of in two_wiki._read_records(config(tmp_path))[0] if of.id == "a")
+    (merged,) = (
+        question for question in two_wiki._read_records(config(tmp_path))[0] if question.id == "a"
+    )
     assert merged.answers == ("Detroit", "D-Town", "Motor City", "Detroit, Michigan", "Detroiter")
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "complaint"),
     [
         (
             [{"Q_id": "Q1", "aliases": ["x"], "demonyms": []}],
@@ -246,9 +257,9 @@ def test_aliases_of_the_record_and_of_the_release_are_both_counted(tmp_path):
         ([], "is blank, there is no alias in it"),
     ],
 )
-def test_an_alias_file_of_another_release_is_refused(official, lines, said):
+def test_an_alias_file_of_another_release_is_refused(official, lines, complaint):
     write(official, "id_aliases.json", lines, lines=True)
-    with pytest.raises(UserError, match=rf"id_aliases\.json.*{said}"):
+    with pytest.raises(UserError, match=rf"id_aliases\.json.*{complaint}"):
         two_wiki.build(config(official))
 
 
@@ -256,7 +267,7 @@ def test_aliases_beside_questions_of_the_first_release_are_refused(tmp_path):
     write(
         tmp_path,
         "dev.json",
-        [{name: of for name, of in record("a").items() if name != "answer_id"}],
+        [{name: value for name, value in record("a").items() if name != "answer_id"}],
     )
     write(tmp_path, "id_aliases.json", ALIASES, lines=True)
     with pytest.raises(
@@ -271,11 +282,9 @@ def test_what_counts_as_gold_is_said(official):
         "the aliases of id_aliases.json count as gold answers of 70 of 70 questions"
     )
     (official / "id_aliases.json").unlink()
-    (said,) = about_questions(two_wiki.build(config(official)))
-    assert (
-        said.startswith("70 answers have an id and ")
-        and "the official script counts aliases too" in said
-    )
+    (message,) = about_questions(two_wiki.build(config(official)))
+    assert message.startswith("70 answers have an id and ")
+    assert "the official script counts aliases too" in message
 
 
 @pytest.mark.parametrize("flags", [[], ["--eval.split", "test"]])
@@ -305,12 +314,14 @@ def test_a_flag_still_caps_what_eval_scores_and_other_tasks_are_not_capped_eithe
         "--eval.questions",
         "10000",
     ]
-    given, chosen = evaluation.command_line(
+    options, chosen = evaluation.command_line(
         [*words, "--task.test-questions", "4", "--tasks", "two_wiki_kg_v5e"]
     )
-    assert (chosen.task.dev_questions, chosen.task.test_questions) == (None, 4)
-    _, other = evaluation.all_configs(given, chosen)
-    assert (other.task.dev_questions, other.task.test_questions) == (None, None)
+    assert chosen.task.dev_questions is None
+    assert chosen.task.test_questions == 4
+    _, other = evaluation.all_configs(options, chosen)
+    assert other.task.dev_questions is None
+    assert other.task.test_questions is None
 
 
 @pytest.mark.parametrize("field", ["dev_questions", "test_questions"])

@@ -130,8 +130,8 @@ def folder(tmp_path):
     for record in RECORDS:
         ids = record["evidences_id"] or [("", "", "")] * len(record["evidences"])
         rows += [
-            f"{subject}\t{relation}\t{found}\t{subject_id}\t{object_id}"
-            for (subject, relation, found), (subject_id, _, object_id) in zip(
+            f"{subject}\t{relation}\t{value}\t{subject_id}\t{object_id}"
+            for (subject, relation, value), (subject_id, _, object_id) in zip(
                 record["evidences"], ids, strict=True
             )
         ]
@@ -164,8 +164,8 @@ def play(question, environment) -> bool:
         if entity is None or entity.label != evidence.subject:
             return False
         wanted = f"{evidence.subject}, {evidence.relation}, {evidence.object}"
-        found = search(environment, f"What is the {evidence.relation}?", entity)
-        hits = [hit for hit in found if hit.text == wanted]
+        materials = search(environment, f"What is the {evidence.relation}?", entity)
+        hits = [hit for hit in materials if hit.text == wanted]
         if len(hits) != 1:
             return False
         known |= {other.id: other for other in hits[0].entities[1:] if other.id not in known}
@@ -190,14 +190,15 @@ def world_of(task):
 
 def test_candidates_are_the_topics_the_question_names_and_never_bridge_or_answer(folder):
     task = two_wiki.build(config(folder))
-    assert {
-        question.id: [entity.label for entity in question.candidates]
-        for question in all_questions(task)
-    } == {
+    expected = {
         "a1": ["Faisal bin Abdullah"],
         "b2": ["Taxi!", "What Price Hollywood?"],
         "c3": ["A Lego Brickumentary", "The Night Sitter"],
     }
+    questions = {question.id: question for question in all_questions(task)}
+    assert questions.keys() == expected.keys()
+    for question_id, labels in expected.items():
+        assert [entity.label for entity in questions[question_id].candidates] == labels
 
 
 def test_every_gold_chain_can_be_walked(folder):
@@ -208,12 +209,11 @@ def test_every_gold_chain_can_be_walked(folder):
 def test_a_bridge_is_shown_under_the_name_it_was_found_by(folder):
     task = two_wiki.build(config(folder))
     question = next(question for question in all_questions(task) if question.id == "a1")
-    (found,) = search(world_of(task), "Who is the father?", question.candidates[0])
-    assert found.text == "Faisal bin Abdullah, father, King Abdullah"
-    assert found.entities == (question.candidates[0], Entity(id="Q2", label="King Abdullah"))
-    texts = [
-        material.text for material in search(world_of(task), "When did he die?", found.entities[1])
-    ]
+    (material,) = search(world_of(task), "Who is the father?", question.candidates[0])
+    assert material.text == "Faisal bin Abdullah, father, King Abdullah"
+    assert material.entities == (question.candidates[0], Entity(id="Q2", label="King Abdullah"))
+    died = search(world_of(task), "When did he die?", material.entities[1])
+    texts = [shown.text for shown in died]
     assert texts == [
         "King Abdullah, date of death, 23 January 2015",
         "Faisal bin Abdullah, father, King Abdullah",
@@ -258,13 +258,15 @@ def test_text_questions_are_those_whose_passages_the_corpus_has(folder):
     assert set(questions) == {"d4", "b2"}
     assert questions["d4"].answers == ("Roy Del Ruth", "Del Ruth")
     assert questions["d4"].candidates == ()
-    (found,) = search(world_of(task), "Who died in 1961?", None)
-    assert (found.title, found.text) == ("Roy Del Ruth", "Roy Del Ruth: He died in 1961.")
+    (material,) = search(world_of(task), "Who died in 1961?", None)
+    assert material.title == "Roy Del Ruth"
+    assert material.text == "Roy Del Ruth: He died in 1961."
 
 
 def test_an_index_with_prefixes_of_its_own_is_searched_with_them(folder, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    embedder, out = str(tiny_embedder(tmp_path / "embedder")), str(tmp_path / "index")
+    embedder = str(tiny_embedder(tmp_path / "embedder"))
+    out = str(tmp_path / "index")
     made = ["--corpus", str(folder / "corpus.json"), "--kind", "exact", "--embedder", embedder]
     assert index.main(["build", *made, "--prefixes", "e5", "--out", out]) == 0
     task = two_wiki.build(
@@ -277,7 +279,7 @@ def test_an_index_with_prefixes_of_its_own_is_searched_with_them(folder, monkeyp
     expected = ["Taxi!", "Roy Del Ruth"][
         int((scores @ model.embed(["Who died?"], "query")[0]).argmax())
     ]
-    assert [found.title for found in search(world_of(task), "Who died?", None)] == [expected]
+    assert [passage.title for passage in search(world_of(task), "Who died?", None)] == [expected]
 
 
 def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, tmp_path):
@@ -291,14 +293,10 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
         == index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words])
         == 0
     )
-    chosen = {
-        "environment": "text",
-        "top_k": 1,
-        "retriever": "dense",
-        "index": dense,
-        "embedder": embedder,
-    }
-    task = two_wiki.build(config(folder, **chosen))
+    dense_config = config(
+        folder, environment="text", top_k=1, retriever="dense", index=dense, embedder=embedder
+    )
+    task = two_wiki.build(dense_config)
     model = find_embedder(embedder).load()
     vectors = model.embed(
         ["Taxi!\nA film by Roy Del Ruth.", "Roy Del Ruth\nHe died in 1961."], "passage"
@@ -307,18 +305,18 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
         expected = ["Taxi!", "Roy Del Ruth"][
             int((vectors @ model.embed([asked], "query")[0]).argmax())
         ]
-        assert [found.title for found in search(world_of(task), asked, None)] == [expected]
-    again = two_wiki.build(config(folder, **chosen))
-    search(world_of(again), "Who died in 1961?", None)
-    assert world_of(again).retriever.statistics.cached == 1
+        assert [passage.title for passage in search(world_of(task), asked, None)] == [expected]
+    reopened = two_wiki.build(dense_config)
+    search(world_of(reopened), "Who died in 1961?", None)
+    assert world_of(reopened).retriever.statistics.cached == 1
     by_words = two_wiki.build(config(folder, environment="text", top_k=1, index=words))
-    assert [found.title for found in search(world_of(by_words), "Who died in 1961?", None)] == [
+    assert [passage.title for passage in search(world_of(by_words), "Who died in 1961?", None)] == [
         "Roy Del Ruth"
     ]
     assert {question.id for question in all_questions(by_words)} == {
         question.id for question in all_questions(task)
     }
-    for changes, said in (
+    for changes, message in (
         (
             {"index": None},
             r"retriever is dense and index is None: make an index .*mujica_jax\.index build",
@@ -331,13 +329,14 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
             "was built with the embedder",
         ),
     ):
-        with pytest.raises(UserError, match=said):
-            two_wiki.build(config(folder, **chosen | changes))
+        with pytest.raises(UserError, match=message):
+            two_wiki.build(dataclasses.replace(dense_config, **changes))
 
 
 def test_passages_are_searched_at_the_service_that_is_named(folder):
     """`index serve` in a process of its own finds for the task what its index finds here."""
-    corpus, words = str(folder / "corpus.json"), str(folder / "words")
+    corpus = str(folder / "corpus.json")
+    words = str(folder / "words")
     assert index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words]) == 0
     command = [sys.executable, "-m", "mujica_jax.index", "serve", "--index", words, "--port", "0"]
     environment = os.environ | {
@@ -400,22 +399,23 @@ def test_in_the_distractor_setting_a_question_is_answered_from_its_own_passages(
     task = two_wiki.build(
         config(TWO_WIKI, environment="text", augmented_copies=0, setting="distractor", top_k=20)
     )
-    given = {
-        of.id: of
-        for of in read_questions(data_files(TWO_WIKI, ("dev_with_context*.jsonl",), "questions"))
+    records = {
+        record.id: record
+        for record in read_questions(
+            data_files(TWO_WIKI, ("dev_with_context*.jsonl",), "questions")
+        )
     }
     asked = all_questions(task)
-    assert len(asked) > 100 and {question.id for question in asked} <= given.keys()
+    assert len(asked) > 100
+    assert {question.id for question in asked} <= records.keys()
     for question in asked[:20]:
-        found = {
+        titles = {
             material.title for material in search(task.environment(question), question.text, None)
         }
-        own = {passage.title for passage in given[question.id].context}
-        assert (
-            found <= own
-            and {gold.title for gold in question.gold_passages} <= own
-            and 4 <= len(own) <= 10
-        )
+        own = {passage.title for passage in records[question.id].context}
+        assert titles <= own
+        assert {gold.title for gold in question.gold_passages} <= own
+        assert 4 <= len(own) <= 10
 
 
 def test_evidences_are_the_graph_where_there_are_no_triples(folder):
@@ -454,9 +454,9 @@ def test_a_malformed_question_is_refused_with_its_line(folder, changes):
 
 def test_mentions_are_found_in_title_case_by_title_and_longest_first():
     text = "Which film came out first, Love Story or Love (1927 Film)?"
-    found = mentions(text, ["Love", "Love Story"], ["Love (1927 film)", "Love Story"])
-    assert found is not None
-    assert [text[place.start : place.end] for place in found] == ["Love (1927 Film)", "Love Story"]
+    places = mentions(text, ["Love", "Love Story"], ["Love (1927 film)", "Love Story"])
+    assert places is not None
+    assert [text[place.start : place.end] for place in places] == ["Love (1927 Film)", "Love Story"]
     assert (
         mentions(
             "Where was the director of film The Devil (1972 Film) born?",
@@ -479,8 +479,10 @@ def test_a_crowded_entity_shows_what_shares_words_with_the_query():
     born = Triple(subject="Ann", relation="place of birth", object="Rome", subject_id="Q1")
     died = Triple(subject="Ann", relation="date of death", object="1 May 1999", subject_id="Q1")
     environment = GraphEnvironment(TripleGraph([*films, born, died]), top_k=3)
-    found = search(environment, "What is the date of death of Ann?", Entity(id="Q1", label="Ann"))
-    assert [material.text for material in found] == [
+    materials = search(
+        environment, "What is the date of death of Ann?", Entity(id="Q1", label="Ann")
+    )
+    assert [material.text for material in materials] == [
         "Ann, date of death, 1 May 1999",
         "Ann, place of birth, Rome",
         "Film 0, director, Ann",
@@ -497,9 +499,8 @@ def test_a_crowded_entity_shows_what_the_embedder_finds_nearest(folder, tmp_path
     rows = [f"Ann\trelation\tword{n}\tQ1\t" for n in range(12)]
     with open(folder / "triples.tsv", "a") as file:
         file.write("\n".join(rows) + "\n")
-    changes = {"retriever": "dense", "embedder": str(embedder), "top_k": 3}
-    task = two_wiki.build(config(folder, **changes))
-    found = [
+    task = two_wiki.build(config(folder, retriever="dense", embedder=str(embedder), top_k=3))
+    shown = [
         material.text for material in search(world_of(task), "word7", Entity(id="Q1", label="Ann"))
     ]
     by_words = two_wiki.build(config(folder, top_k=100))
@@ -510,7 +511,7 @@ def test_a_crowded_entity_shows_what_the_embedder_finds_nearest(folder, tmp_path
     assert len(texts) >= 12
     model = find_embedder(str(embedder)).load()
     scores = model.embed(texts, "passage") @ model.embed(["word7"], "query")[0]
-    assert found == [texts[place] for place in (-scores).argsort(kind="stable")[:3]]
+    assert shown == [texts[place] for place in (-scores).argsort(kind="stable")[:3]]
 
 
 def test_an_unknown_entity_has_no_materials_and_none_is_a_typed_error():
@@ -548,13 +549,17 @@ def copies(demonstrations):
 def test_splits_share_no_question_and_keep_their_order(real):
     sizes = {split: len(real.questions(split)) for split in ("train", "dev", "test")}
     assert sizes["train"] > 2500
-    assert 150 < sizes["dev"] <= 300 and 150 < sizes["test"] <= 300
-    ids = {split: {question.id for question in real.questions(split)} for split in sizes}
-    assert len(set.union(*ids.values())) == sum(sizes.values())
-    assert all(two_wiki.split_of(id, 15) == split for split, found in ids.items() for id in found)
-    again = two_wiki.build(config(TWO_WIKI, dev_questions=40, test_questions=50))
-    assert again.questions("test") == real.questions("test")[:50]
-    assert again.questions("dev") == real.questions("dev")[:40]
+    assert 150 < sizes["dev"] <= 300
+    assert 150 < sizes["test"] <= 300
+    ids = set()
+    for split in sizes:
+        for question in real.questions(split):
+            assert two_wiki.split_of(question.id, 15) == split
+            ids.add(question.id)
+    assert len(ids) == sum(sizes.values())
+    shortened = two_wiki.build(config(TWO_WIKI, dev_questions=40, test_questions=50))
+    assert shortened.questions("test") == real.questions("test")[:50]
+    assert shortened.questions("dev") == real.questions("dev")[:40]
 
 
 @needs_data
@@ -597,18 +602,18 @@ def test_almost_every_training_question_is_demonstrated_and_all_of_these_copied(
 @needs_data
 def test_copies_keep_the_wording_and_change_the_names(real, copies):
     originals = {question.id: question for question in real.questions("train")}
-    kept = 0
+    unchanged = 0
     for copy, _ in copies:
         original = originals[copy.id.partition("-renamed-")[0]]
         assert [evidence.relation for evidence in copy.evidences] == [
             evidence.relation for evidence in original.evidences
         ]
         assert copy.text.split()[0] == original.text.split()[0]
-        kept += sum(
+        unchanged += sum(
             old.label == new.label
             for old, new in zip(original.candidates, copy.candidates, strict=True)
         )
-    assert kept < 0.01 * len(copies)  # "The Film" has no word to change
+    assert unchanged < 0.01 * len(copies)  # "The Film" has no word to change
 
 
 @needs_data
@@ -640,9 +645,9 @@ def test_tokenizer_text_holds_nothing_that_only_held_out_questions_use(real):
 
 @needs_data
 def test_copies_are_the_same_every_time_and_quick(real, demonstrations):
-    again = itertools.islice(real.demonstrations(), len(demonstrations))
+    repeated = itertools.islice(real.demonstrations(), len(demonstrations))
     start = time.process_time()  # a busy machine is no fault
-    assert [question for question, _ in again] == [question for question, _ in demonstrations]
+    assert [question for question, _ in repeated] == [question for question, _ in demonstrations]
     assert time.process_time() - start < 10  # half a second on an idle core
 
 
@@ -666,7 +671,8 @@ def test_text_task_on_the_real_corpus():
     task = two_wiki.build(config(TWO_WIKI, environment="text", top_k=5))
     asked = [record["id"] for _, record in read_records(TWO_WIKI / "questions_visible.jsonl.gz")]
     questions = all_questions(task)
-    assert {question.id for question in questions} > set(asked) and len(asked) == 685
+    assert {question.id for question in questions} > set(asked)
+    assert len(asked) == 685
     assert {question.id for question in held_out(task)} < set(asked), "others are learnt from only"
     assert len(search(world_of(task), questions[0].text, None)) == 5
     own = next(
@@ -676,30 +682,32 @@ def test_text_task_on_the_real_corpus():
     assert titles & {material.title for material in search(task.environment(own), own.text, None)}
 
 
+def roomy_agent():
+    """Return an agent whose limits no demonstration reaches."""
+    return agent(max_turn_tokens=2000, max_trajectory_tokens=20_000, max_observation_tokens=10_000)
+
+
 @needs_data
 def test_demonstrations_over_passages_read_what_a_search_returned():
     """Every answer scores EM 1, and every sentence says what stands in the passage that its worker
     chose."""
     task = two_wiki.build(config(TWO_WIKI, environment="text", top_k=5))
-    limits = {
-        "max_turn_tokens": 2000,
-        "max_trajectory_tokens": 20_000,
-        "max_observation_tokens": 10_000,
-    }
     answered = 0
     for question, environment in itertools.islice(task.demonstrations(), 40):
         policy = ScriptedPolicy(tokenizer())
-        one = asyncio.run(
-            agent(**limits).run(attempt(question, temperature=0.0), environment, policy)
+        trajectory = asyncio.run(
+            roomy_agent().run(attempt(question, temperature=0.0), environment, policy)
         )
-        if one.stop_reason is not StopReason.ANSWERED:
-            assert not one.searches[-1].found
+        if trajectory.stop_reason is not StopReason.ANSWERED:
+            assert not trajectory.searches[-1].found
             continue
         answered += 1
-        assert score(one.answer, question.answers, task.rule).em == 1.0
-        for found in (search for search in one.searches if search.found):
-            value = found.sentence.rpartition(" is ")[2].removesuffix(".")
-            assert value in found.materials[found.selected[0]]
+        assert score(trajectory.answer, question.answers, task.rule).em == 1.0
+        for searched in trajectory.searches:
+            if not searched.found:
+                continue
+            value = searched.sentence.rpartition(" is ")[2].removesuffix(".")
+            assert value in searched.materials[searched.selected[0]]
     assert answered > 25
 
 
@@ -715,13 +723,8 @@ def test_questions_whose_passages_nobody_has_are_demonstrated_over_triples():
     assert {
         two_wiki.split_of(question.id, task.config.hold_out_percent) for question, _ in added
     } == {"train"}
-    limits = {
-        "max_turn_tokens": 2000,
-        "max_trajectory_tokens": 20_000,
-        "max_observation_tokens": 10_000,
-    }
     run = MagicMock(
-        agent=agent(**limits),
+        agent=roomy_agent(),
         tokenizer=tokenizer(),
         reward=find_reward("f1", task.rule),
         faults=FaultGuard(),
@@ -730,15 +733,15 @@ def test_questions_whose_passages_nobody_has_are_demonstrated_over_triples():
     run.config.seed = 0
     run.task = MagicMock(spec=two_wiki.TwoWiki, rule=task.rule)
     run.task.demonstrations.return_value = [next(task.demonstrations()), *added]
-    (over_passages, *others), kept = supervised._scripted(run)
+    (over_passages, *others), conversations = supervised._scripted(run)
     assert {conversation.role for conversation in over_passages.conversations} == {
         "planner",
         "worker",
     }
-    assert [conversation.role for one in others for conversation in one.conversations] == [
-        "planner"
-    ] * 30
-    assert len(kept) > 25
+    assert [
+        conversation.role for trajectory in others for conversation in trajectory.conversations
+    ] == ["planner"] * 30
+    assert len(conversations) > 25
 
 
 def test_official_files_alone_are_enough_for_passages(folder):
@@ -756,8 +759,8 @@ def test_official_files_alone_are_enough_for_passages(folder):
         "A film by Roy Del Ruth.",
         "He died in 1961. He directed.",
     ]
-    (found,) = search(task.environment(question), "Who died in 1961?", None)
-    assert found.title == "Roy Del Ruth"
+    (material,) = search(task.environment(question), "Who died in 1961?", None)
+    assert material.title == "Roy Del Ruth"
 
 
 def test_names_hold_no_double_quote_and_no_double_space(folder):
