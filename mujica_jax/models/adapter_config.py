@@ -1,5 +1,4 @@
-"""Read the fields of PEFT's `adapter_config.json` that decide what an adapter computes, or refuse
-them by name.
+"""Read and check the fields of PEFT's `adapter_config.json` that decide what an adapter computes.
 
 For a module with weight W, PEFT computes
 
@@ -7,11 +6,12 @@ For a module with weight W, PEFT computes
 
 - `target_modules` names the modules: a list of names or of their ends; one regular expression for
   whole names; "all-linear"; or nothing, which means the query and value projections.
-  `exclude_modules` takes some away, and `layers_to_transform` keeps some layers only.
+  `exclude_modules` removes some of these modules. `layers_to_transform` limits them to some layers.
 - `rank_pattern` and `alpha_pattern` give some modules another rank or alpha. Their keys are regular
-  expressions for the end of a module's name, and the first that fits counts.
+  expressions for the end of a module's name. The first one that matches counts.
 
-Every other field must be one without effect. An unknown field is refused if it is set.
+Every other field must have no effect on the result. An unknown field that is set raises a UserError
+that names it.
 """
 
 import dataclasses
@@ -115,8 +115,10 @@ class AdapterConfig:
 
 
 def read_adapter_config(folder: Path) -> AdapterConfig:
-    """Read the configuration of an adapter's folder. Raises UserError for what is not computed
-    here."""
+    """Read the configuration of an adapter's folder.
+
+    Raises UserError for a setting that this package does not compute.
+    """
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise UserError(f"there is no {file}: give --adapter a folder as RUN/policies/N/adapter")
@@ -147,8 +149,10 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
 
 
 def _refuse_other_methods(fields: Mapping[str, Any], file: Path) -> None:
-    """Check that no other field changes what is computed. Raises UserError that names the first
-    which does."""
+    """Check that no other field changes what is computed.
+
+    Raises UserError that names the first field which does.
+    """
     kind = fields.get("peft_type", "LORA")
     if kind != "LORA":
         raise UserError(

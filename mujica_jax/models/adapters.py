@@ -1,13 +1,15 @@
-"""LoRA adapters in and out, as PEFT stores them: `adapter_config.json` and
-`adapter_model.safetensors`.
+"""Read and write LoRA adapters in PEFT's format.
 
-PEFT keeps `lora_A` as [rank, inputs] and `lora_B` as [outputs, rank] of each projection of each
-layer, so that transformers with PEFT reads such a folder too. `adapter_config` says which
-projections an adapter corrects, and by what scale. Values are written in float16: they are small
-and need its three bits more than the range of bfloat16. One field of the configuration is ours,
-`base_fingerprint`: an adapter fits every model of its shapes and means something on one of them
-alone. Called by `methods.run`, which writes one beside each policy and may begin with one, and by
-`methods.policies`.
+An adapter's folder has two files, `adapter_config.json` and `adapter_model.safetensors`. The second
+holds `lora_A` as [rank, inputs] and `lora_B` as [outputs, rank] for each projection of each layer.
+transformers with PEFT reads such a folder too. `adapter_config` says which projections an adapter
+corrects, and with what scale.
+
+Values are written in float16. They are small, and need its three extra bits of precision more than
+the range of bfloat16. The configuration has one field of our own, `base_fingerprint`: the shapes of
+an adapter fit many models, but it is right for only one of them.
+
+A run writes an adapter beside each policy (`runs.versions`), and may start from one (`runs.parts`).
 """
 
 import dataclasses
@@ -36,10 +38,11 @@ TENSORS_FILE = "adapter_model.safetensors"
 
 
 def fingerprint(decoder: Decoder) -> str:
-    """Return a fingerprint of a plain decoder's weights: SHA-256 of the first input's row of every
-    projection of every layer, in float32.
+    """Return a fingerprint of a plain decoder's weights, 16 hexadecimal digits of a SHA-256.
 
-    Training of any kind moves these, and they are few enough to gather from a mesh."""
+    The hash covers one row, that of the first input, of every projection of every layer in float32.
+    Any training changes these rows, and they are small enough to gather from a mesh.
+    """
     digest = hashlib.sha256()
     for weight in projections(decoder.config):
         kernel = getattr(decoder.layers, weight.name)[...]
@@ -50,8 +53,11 @@ def fingerprint(decoder: Decoder) -> str:
 
 
 def adapter_tensors(decoder: Decoder, layers: Mapping[str, Array]) -> dict[str, np.ndarray]:
-    """Return the adapters of `layers` (`<kernel>_lora_a` and `_lora_b`, stacked) under PEFT's
-    names, float16. Every process of a job takes part in gathering them."""
+    """Return stacked adapters as float16 tensors under PEFT's names.
+
+    `layers` holds `<kernel>_lora_a` and `<kernel>_lora_b`, [layers, ...]. Every process of a job
+    must call this, because all take part in gathering the tensors.
+    """
     tensors = {}
     for weight in projections(decoder.config):
         modules = _modules(weight, decoder.config.num_layers)
@@ -65,8 +71,11 @@ def adapter_tensors(decoder: Decoder, layers: Mapping[str, Array]) -> dict[str, 
 def save_adapter(
     tensors: Mapping[str, np.ndarray], folder: Path, *, alpha: float, base: str, name: str
 ) -> None:
-    """Write an adapter's folder. `base` is the fingerprint of the decoder that the adapters belong
-    to, `name` the user's name of it."""
+    """Write an adapter's folder.
+
+    `base` is the fingerprint of the decoder that the adapters belong to. `name` is the user's name
+    for that decoder.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     save_file(dict(tensors), folder / TENSORS_FILE, metadata={"format": "pt"})
     rank = next(values.shape[0] for key, values in tensors.items() if ".lora_A." in key)
@@ -84,8 +93,10 @@ def save_adapter(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Matrices:
-    """An adapter's matrices for one kernel. They are zero in layers that the adapter does not
-    correct."""
+    """An adapter's matrices for one kernel.
+
+    In layers that the adapter does not correct, they are zero.
+    """
 
     a: np.ndarray  # [layers, inputs, rank], zero beyond a layer's rank
     b: np.ndarray  # [layers, rank, outputs]
@@ -101,11 +112,11 @@ class Adapter:
     matrices: dict[str, Matrices]  # of each kernel that it corrects, by name
 
     def rank_and_alpha(self) -> tuple[int, float]:
-        """Return the one rank and alpha with which training goes on: alpha / rank is the adapter's
-        scale.
+        """Return the rank and the alpha with which training continues.
 
-        Raises UserError where layers or kernels differ in them: trained adapters have one of
-        each."""
+        The adapter's scale is alpha / rank. Raises UserError if layers or kernels differ in rank or
+        scale: adapters are trained with one of each.
+        """
         ranks_and_scales: set[tuple[int, float]] = set()
         for matrices in self.matrices.values():
             ranks_and_scales |= set(zip(matrices.ranks, matrices.scales.tolist(), strict=True))
@@ -123,8 +134,10 @@ class Adapter:
 
 
 def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
-    """Read an adapter. Raises UserError where the folder holds none, or one of another base than
-    `decoder`."""
+    """Read the adapter of a folder.
+
+    Raises UserError if the folder holds no adapter, or one of another base than `decoder`.
+    """
     config = read_adapter_config(folder)
     base_fingerprint = fingerprint(decoder)
     # PEFT's own adapters name no fingerprint.
@@ -155,8 +168,10 @@ def read_adapter(decoder: Decoder, folder: Path) -> Adapter:
 
 
 def with_adapter(decoder: Decoder, folder: Path) -> Decoder:
-    """Merge the adapter of a folder into the decoder's weights. Raises UserError as `read_adapter`
-    does."""
+    """Merge the adapter of a folder into the decoder's weights, in place, and return the decoder.
+
+    Raises the errors of `read_adapter`.
+    """
     for name, matrices in read_adapter(decoder, folder).matrices.items():
         kernel = getattr(decoder.layers, name)
         scales = jnp.asarray(matrices.scales)[:, None, None]
@@ -167,10 +182,11 @@ def with_adapter(decoder: Decoder, folder: Path) -> Decoder:
 
 
 def with_trained_adapters(params: nnx.State, adapter: Adapter) -> nnx.State:
-    """Return an adapted decoder's parameters with these adapters in the place of its own, laid out
-    as those are.
+    """Return an adapted decoder's parameters with its adapters replaced by this one.
 
-    A kernel that the adapter does not correct keeps its fresh one, which changes nothing yet."""
+    Each new array has the type and the layout of the one that it replaces. A kernel that the
+    adapter does not correct keeps its fresh matrices, which change nothing yet.
+    """
     new_values: dict[str, np.ndarray] = {}
     for name, matrices in adapter.matrices.items():
         new_values[f"{name}_lora_a"] = matrices.a
@@ -208,8 +224,10 @@ def _check_tensors_file(folder: Path) -> None:
 
 
 def _check_names(names: set[str], decoder: Decoder, config: AdapterConfig) -> None:
-    """Check that each tensor belongs to a matrix that the configuration says is corrected. Raises
-    UserError."""
+    """Check that each tensor belongs to a matrix that the configuration names as corrected.
+
+    Raises UserError.
+    """
     model_names: set[str] = set()
     corrected_names: set[str] = set()
     for weight in projections(decoder.config):
@@ -264,8 +282,10 @@ def _read_matrices(
 def _read_tensor(
     opened: Any, names: set[str], name: str, shape: tuple[int, int], config: AdapterConfig
 ) -> Float[np.ndarray, "rows columns"]:
-    """Read one tensor in float32. Raises UserError where it is missing, of another shape or not
-    finite."""
+    """Read one tensor in float32.
+
+    Raises UserError if it is missing, has another shape, or holds a number that is not finite.
+    """
     own_shape = tuple(opened.get_slice(name).get_shape()) if name in names else None
     if own_shape != shape:
         tensor = "no tensor"

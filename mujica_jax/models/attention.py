@@ -1,9 +1,12 @@
-"""Causal attention inside segments, by the kernel of the platform: splash on TPU, cuDNN on NVIDIA
-GPUs, `kernels.packed_attention` where there is one and rows are long, XLA elsewhere.
+"""Causal attention inside segments, on the fastest kernel of each platform.
 
-All take query [batch, time, heads, head_dim], key and value [batch, time, kv_heads, head_dim] and
-segment ids [batch, time], and mix in float32. Segment 0 is padding: its output is zero and carries
-no gradient. Called by `learning.log_probs` through `causal_self_attention`.
+The kernels are splash attention on TPU, cuDNN on NVIDIA GPUs and `kernels.packed_attention` for
+long rows on a CPU that has it. XLA runs everywhere else.
+
+All of them take query [batch, time, heads, head_dim], key and value [batch, time, kv_heads,
+head_dim] and segment ids [batch, time], and sum in float32. Segment 0 is padding: its output is
+zero and carries no gradient. `learning.log_probs` calls this module through
+`causal_self_attention`.
 """
 
 import dataclasses
@@ -56,8 +59,11 @@ def segment_attention(
     segment_ids: Int[Array, "batch time"],
     implementation: Implementation = "auto",
 ) -> Float[Array, "batch time heads head_dim"]:
-    """Return softmax(query key^T / sqrt(head_dim)) value over earlier tokens of the same
-    segment."""
+    """Attend to earlier tokens of the same segment.
+
+    The result is softmax(query key^T / sqrt(head_dim)) value over the token itself and those before
+    it.
+    """
     attend: dict[str, Callable[..., Array]] = {
         "xla": _xla,
         "blocks": _blocks,
@@ -72,8 +78,10 @@ def segment_attention(
 def resolve(
     implementation: Implementation, *, time: int, platform: str | None = None
 ) -> Literal["xla", "blocks", "splash", "cudnn"]:
-    """Return what `auto` means on a platform (None: the one that runs): its kernel where rows have
-    a length it takes, else XLA."""
+    """Return the implementation that `auto` means on a platform, by default the one that runs.
+
+    This is the platform's own kernel if it takes rows of `time` tokens, otherwise XLA.
+    """
     if implementation != "auto":
         return implementation
     platform = platform or jax.default_backend()
@@ -87,9 +95,10 @@ def resolve(
 
 
 def check_platform(implementation: Implementation) -> None:
-    """Check that a kernel that is chosen by name runs on its own platform. Raises UserError.
+    """Check that a kernel that is chosen by name runs on this platform. Raises UserError.
 
-    Compiling for a platform that is not here needs no check."""
+    Compiling ahead of time for another platform does not call this.
+    """
     platform = jax.default_backend()
     needed = {"blocks": "cpu", "splash": "tpu", "cudnn": "gpu"}.get(implementation, platform)
     if platform != needed:
@@ -107,8 +116,9 @@ def check_platform(implementation: Implementation) -> None:
 def _xla(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
     """Attend by XLA alone, in blocks of queries.
 
-    Heads come before time, and the query heads that share a key head are the rows of one product:
-    XLA on CPU is three times faster that way than on [batch, time, heads, head_dim]."""
+    Heads come before time, and the query heads that share a key head are the rows of one product.
+    On CPU this is three times faster than products on [batch, time, heads, head_dim].
+    """
     batch, time, heads, head_dim = query.shape
     kv_heads = key.shape[2]
     sharing = heads // kv_heads
@@ -151,8 +161,10 @@ def softmax_mix(
 ) -> Float[Array, "batch kv_heads rows head_dim"]:
     """Return softmax(queries keys^T + bias) values, in float32.
 
-    Dividing after the second product instead of before it spares the backward pass a sum over keys,
-    and the additive mask a select: a third of the time of the textbook form on CPU."""
+    The division comes after the second product. This saves the backward pass a sum over keys. The
+    additive mask saves it a select. Together they take a third of the time of the textbook form on
+    CPU.
+    """
     scores = jnp.matmul(queries, keys.mT, preferred_element_type=jnp.float32) + bias
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))
     mixed = jnp.matmul(weights.astype(values.dtype), values, preferred_element_type=jnp.float32)
@@ -168,8 +180,10 @@ def _blocks(query: Array, key: Array, value: Array, segment_ids: Array) -> Array
 
 
 def _cudnn(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
-    """Attend by cuDNN's flash attention, which takes a mask and bfloat16; XLA's own softmax stands
-    in for other types."""
+    """Attend by cuDNN's flash attention, which takes a mask.
+
+    cuDNN takes 16-bit floats only. Other types use XLA's own softmax.
+    """
     time = query.shape[1]
     causal = jnp.tril(jnp.ones((time, time), bool))
     visible = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
@@ -182,10 +196,11 @@ def _cudnn(query: Array, key: Array, value: Array, segment_ids: Array) -> Array:
 def _splash(
     query: Array, key: Array, value: Array, segment_ids: Array, *, interpret: bool = False
 ) -> Array:
-    """Attend by the TPU kernel, a grid of blocks of which those above the diagonal are never
-    visited.
+    """Attend by the TPU kernel, which skips the blocks above the diagonal.
 
-    The compiler cannot split a kernel, so each device runs it on its own rows and heads."""
+    The compiler cannot split a kernel over devices, so each device runs it on its own rows and
+    heads.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -227,8 +242,10 @@ def _splash(
 
 
 def _on_each_device(attend: Callable[..., Array], *, kv_heads: int) -> Callable[..., Array]:
-    """Return `attend` on each device's rows, and on its heads where the tensor axis divides the key
-    heads."""
+    """Return `attend` as a function that runs on each device's own rows.
+
+    If the mesh axis `tensor` divides the number of key heads, heads are split over it too.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     row_axes = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
     tensor = mesh.shape.get("tensor", 1)

@@ -1,10 +1,9 @@
-"""A chat template taken apart into the scaffold around the contents of messages, and a conversation
-read back by it.
+"""Take a chat template apart, and read a conversation back with its pieces.
 
-A conversation is scaffold and contents in turn. It is read from left to right, each content up to
-the first place where the piece that must follow it stands. Every such piece holds a special token,
-and no content can hold the special tokens of the scaffold, unless a model wrote them itself. Called
-by `tokenizer`.
+A conversation alternates between scaffold (the template's own text) and contents (of messages). It
+is read from left to right: each content ends where the next piece of scaffold begins. Every such
+piece holds a special token. Contents cannot hold the scaffold's special tokens, unless a model
+generated them. `tokenizer` calls this module.
 """
 
 import dataclasses
@@ -48,8 +47,9 @@ def take_apart(render: Callable[[list[dict[str, str]]], str]) -> ChatPieces:
     """Render the template with stand-ins for the contents, and cut the text at them.
 
     Templates of thinking models may open a thought in the generation prompt and leave it out of
-    earlier turns. A conversation here only grows, so every turn keeps the prompt that it was
-    generated after, and its thought.
+    earlier turns. Here a conversation only grows. So every turn keeps the prompt that it was
+    generated after, and its thought. Raises UserError for a template that changes earlier turns in
+    another way.
     """
     import jinja2
 
@@ -96,8 +96,10 @@ def take_apart(render: Callable[[list[dict[str, str]]], str]) -> ChatPieces:
 
 
 def _differ_by_thought_alone(earlier_turn: str, generation_prompt: str) -> bool:
-    """Return whether two prompts are one, but for a thought that the template begins or writes
-    empty at their end."""
+    """Return whether two prompts are the same, apart from a thought at their end.
+
+    Only a thought that the template itself begins or writes empty counts.
+    """
     if earlier_turn == generation_prompt:
         return True
     ends = [_TEMPLATE_THOUGHT.search(prompt) for prompt in (earlier_turn, generation_prompt)]
@@ -112,12 +114,13 @@ def _differ_by_thought_alone(earlier_turn: str, generation_prompt: str) -> bool:
 def read_messages(
     conversation: str, pieces: ChatPieces, turn_ends: Sequence[str], spell: Callable[[str], str]
 ) -> list[dict[str, str]]:
-    """Return [{"role": "system" | "user" | "assistant", "content": text}, ...] of a conversation
-    that ends where the model writes next.
+    """Return the messages of a conversation that ends where the model writes next.
 
-    Added tokens stand in all of it as surrogates, which `spell` replaces by their text; with
-    `turn_ends` a model may have ended its turn, as with the first token of `after_model`. Raises
-    UserError where it is no such conversation."""
+    A message is {"role": "system", "user" or "assistant", "content": text}. In `conversation`, in
+    `pieces` and in `turn_ends`, every added token is one surrogate. `spell` replaces the surrogates
+    by the tokens' text. A model may have ended its turn with any of `turn_ends`, or with the first
+    token of `after_model`. Raises UserError if the text is no such conversation.
+    """
     _check_separators(pieces)
     opening = pieces.before_user if pieces.before_system is None else pieces.before_system
     if not conversation.startswith(opening):
@@ -147,8 +150,10 @@ def read_messages(
 
 
 def _check_separators(pieces: ChatPieces) -> None:
-    """Check that messages are separated by special tokens, written as surrogates. Raises
-    UserError."""
+    """Check that special tokens, written as surrogates, separate the messages.
+
+    Raises UserError.
+    """
     if pieces.before_system is None:
         return
     for piece in (pieces.before_user, pieces.before_model):

@@ -1,8 +1,7 @@
-"""Read the small files beside the weights of a checkpoint, or refuse them in one sentence that
-names the file.
+"""Read the small files beside the weights of a checkpoint.
 
-An interrupted download leaves a file that is cut. A clone without Git LFS leaves a pointer in place
-of a large file.
+A file that is damaged raises a UserError that names it: an interrupted download leaves a part of a
+file, and a clone without Git LFS leaves a pointer in place of a large file.
 """
 
 import pathlib
@@ -43,8 +42,7 @@ def refuse_pointer(path: pathlib.Path) -> None:
 
 
 def stop_tokens(folder: pathlib.Path) -> tuple[int, ...]:
-    """Return the stop tokens that `generation_config.json` names; none where there is no such
-    file."""
+    """Return the stop tokens of `generation_config.json`; none if there is no such file."""
     file = folder / "generation_config.json"
     if not file.exists():
         return ()

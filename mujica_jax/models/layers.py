@@ -29,7 +29,7 @@ Attend = Callable[[LayerIndex, Array, Array, Array], Array]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Weight:
-    """One weight: all that initialisation, sharding and checkpoints need to know about it."""
+    """One weight, as initialisation, sharding and checkpoints need to know it."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,9 +69,11 @@ class Weight:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IntegerProduct:
-    """A kernel in eight bits. The rows that it multiplies are rounded to eight bits too.
+    """A kernel in eight bits, whose products are products of integers.
 
-    The product is one of integers; each row and each output channel has a scale."""
+    The rows that it multiplies are rounded to eight bits too. Each row and each output channel has
+    a scale.
+    """
 
     kernel: Any  # qwix.QArray
 
@@ -108,8 +110,10 @@ class OutputMajor:
 
 
 def block_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """Return the weights of one layer. A `Block` stores them for all layers, under a leading
-    `layers` axis."""
+    """Return the weights of one layer.
+
+    A `Block` stores them for all layers, under a leading `layers` axis.
+    """
     hidden = config.hidden_size
     mlp = config.intermediate_size
     head_dim = config.head_dim
@@ -203,14 +207,18 @@ def _scale(name: str, size: int, hugging_face: str) -> Weight:
 
 
 def projections(config: DecoderConfig) -> tuple[Weight, ...]:
-    """Return the matrices of one layer: adapters are added to them, and the engine may store them
-    in eight bits."""
+    """Return the matrices of one layer.
+
+    Adapters are added to these matrices, and the engine may store them in eight bits.
+    """
     return tuple(weight for weight in block_weights(config) if weight.inputs)
 
 
 def model_weights(config: DecoderConfig) -> tuple[Weight, ...]:
-    """Return the weights outside the layers. A tied model has no `head`: it reads `embedding`
-    twice."""
+    """Return the weights outside the layers.
+
+    A model with tied embeddings has no `head`: it uses `embedding` twice.
+    """
     shape = (config.vocab_size, config.hidden_size)
     axes = ("vocab", "embed")
     embedding = Weight(
@@ -226,10 +234,11 @@ def model_weights(config: DecoderConfig) -> tuple[Weight, ...]:
 
 @jax.custom_vjp
 def _adapted_product(rows: Array, frozen: Array, a: Array, b: Array) -> Array:
-    """Return rows @ (frozen + a b) in float32, whose rounding leaves the added part almost whole.
+    """Return rows @ (frozen + a b) in float32.
 
-    That spares the sum of two results. The gradient is written out, since the derived one would
-    multiply a whole matrix first."""
+    Adding a b to the matrix saves the sum of two results. In float32 rounding leaves a b almost
+    whole. The gradient is written out, because the derived one would multiply a whole matrix first.
+    """
     return _adapted_forward(rows, frozen, a, b)[0]
 
 
@@ -274,16 +283,20 @@ def output_major_product(
 def rms_norm(
     inputs: Float[Array, "*batch features"], scale: Float[Array, " features"], epsilon: float
 ) -> Float[Array, "*batch features"]:
-    """Return inputs / sqrt(mean(inputs^2) + epsilon) * scale, computed in float32, in the type of
-    `inputs`."""
+    """Return inputs / sqrt(mean(inputs^2) + epsilon) * scale.
+
+    The result is computed in float32 and has the type of `inputs`.
+    """
     wide = inputs.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)
     return (normed * scale.astype(jnp.float32)).astype(inputs.dtype)
 
 
 def rotary_frequencies(config: DecoderConfig) -> Float[Array, " half_head_dim"]:
-    """Return the radians per position of each rotated pair, with Llama-3's scaling where the
-    configuration has it."""
+    """Return the radians per position of each rotated pair.
+
+    Llama-3's scaling is applied if the configuration has it.
+    """
     frequencies = 1.0 / config.rope_theta ** (
         jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     )
@@ -304,8 +317,10 @@ def rotary_frequencies(config: DecoderConfig) -> Float[Array, " half_head_dim"]:
 def rotary_angles(
     positions: Int[Array, "batch time"], config: DecoderConfig
 ) -> tuple[Float[Array, "batch time 1 half_head_dim"], Float[Array, "batch time 1 half_head_dim"]]:
-    """Return cosine and sine of position times frequency, in float32: bfloat16 would round position
-    257 to 256."""
+    """Return cosine and sine of position times frequency, in float32.
+
+    bfloat16 would round position 257 to 256.
+    """
     angles = positions.astype(jnp.float32)[:, :, None, None] * rotary_frequencies(config)
     # Without the barrier XLA fuses the cosines into every rotation and computes them again for each
     # head and layer.
@@ -318,8 +333,7 @@ def rotate(
         Float[Array, "batch time 1 half_head_dim"], Float[Array, "batch time 1 half_head_dim"]
     ],
 ) -> Float[Array, "batch time heads head_dim"]:
-    """Turn the pairs (i, i + head_dim/2), the order in which Hugging Face checkpoints store
-    them."""
+    """Rotate the pairs (i, i + head_dim/2), in the order of Hugging Face checkpoints."""
     cosine, sine = rotation
     first, second = jnp.split(inputs.astype(jnp.float32), 2, axis=-1)
     rotated = jnp.concatenate(
@@ -329,8 +343,10 @@ def rotate(
 
 
 class Block(nnx.Module):
-    """The weights of all layers, stacked. With one layer's slice of every weight merged in, it can
-    be called as that layer."""
+    """The weights of all layers, stacked.
+
+    Merge one layer's slice of every weight into it (`nnx.merge`) to call it as that layer.
+    """
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
         self.config = config
@@ -374,10 +390,11 @@ class Block(nnx.Module):
     def product(
         self, rows: Float[Array, "rows inputs"], name: str, inputs: int = 1
     ) -> Float[Array, "rows outputs"]:
-        """Return rows @ kernel, of which the first `inputs` dimensions are contracted, with the
-        adapter's part if there is one.
+        """Return rows @ kernel, plus the adapter's part if there is one.
 
-        Only this and `_products` multiply with a kernel."""
+        The first `inputs` dimensions of the kernel are contracted. Only this method and `_products`
+        multiply with a kernel.
+        """
         kernel = getattr(self, name).get_value()
         if isinstance(kernel, IntegerProduct | OutputMajor):
             return kernel.product(rows, inputs)
@@ -403,8 +420,10 @@ class Block(nnx.Module):
     def _products(
         self, rows: Float[Array, "rows hidden"], *names: str
     ) -> Sequence[Float[Array, "rows _"]]:
-        """Return rows times each of these weights, in one call if all are stored output by
-        output."""
+        """Return rows times each of these weights.
+
+        This is one call if all of them are stored as [outputs, inputs].
+        """
         weights = [getattr(self, name).get_value() for name in names]
         if all(isinstance(weight, OutputMajor) for weight in weights):
             multiply = kernels.product(

@@ -72,8 +72,10 @@ def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder
 
 
 def merged(decoder: Decoder, *, rank: int, alpha: float) -> Decoder:
-    """Return a plain decoder that computes what the adapted one does: every kernel W becomes
-    W + (alpha / rank) * A B."""
+    """Return a plain decoder that computes the same as the adapted one.
+
+    Every kernel W becomes W + (alpha / rank) * A B.
+    """
     plain = nnx.eval_shape(lambda: Decoder(decoder.config, rngs=nnx.Rngs(0), dtype=decoder.dtype))
     nnx.update(plain, nnx.state(decoder, nnx.Not(nnx.LoRAParam)))
     for weight in projections(decoder.config):

@@ -1,17 +1,18 @@
-"""Weights in eight bits for the engine, by qwix: a quarter of the memory of float32, half of that
-of bfloat16.
+"""Quantise the engine's weights to eight bits with qwix.
+
+This takes a quarter of the memory of float32, and half of that of bfloat16.
 
     kernel = values * scale
     int8:          scale = max |kernel| / 127.5
     float8_e4m3fn: scale = max |kernel| / 448
 
-The scale is float32, one an output channel. `w8a8` stores int8 and rounds the rows that are
-multiplied to int8 too, with a scale each, so that a product is one of integers
-(`layers.IntegerProduct`); otherwise activations are whole.
+The scale is float32, one for each output channel. `w8a8` stores int8 and rounds the rows that are
+multiplied to int8 too, with one scale for each row. Then a product is one of integers
+(`layers.IntegerProduct`). The other types leave activations unrounded.
 
-Only the seven projections of each layer are stored so; embedding, norms, biases and head keep the
-compute type. Training stays in float32: the engine's copy is made again for every policy. Called by
-`methods.run`; `layers.Block` multiplies.
+Only the seven projections of each layer are quantised. Embedding, norms, biases and head keep the
+compute type. Training stays in float32: the engine's copy is made again for every policy.
+`runs.parts` calls this module; `layers.Block` multiplies.
 """
 
 import functools
@@ -35,8 +36,10 @@ TYPES: Mapping[str, Any] = {"int8": jnp.int8, "fp8": jnp.float8_e4m3fn, "w8a8": 
 def engine_weights(
     weights: nnx.State, config: DecoderConfig, storage: Storage, dtype: DTypeLike
 ) -> nnx.State:
-    """Return a copy of a decoder's weights to sample with: the matrices of its layers as `storage`
-    says, everything else in `dtype`."""
+    """Return a copy of a decoder's weights to sample with.
+
+    The projections of its layers are stored as `storage` says, everything else in `dtype`.
+    """
     quantized_kernels = {}
     if storage != "compute":
         quantized_kernels = {weight.name: weight for weight in projections(config)}
@@ -53,10 +56,11 @@ def engine_weights(
 # Compiled, because op by op float32 temporaries would be as large as the matrix.
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _quantized(kernel: Float[Array, "layers *shape"], inputs: int, storage: str) -> Any:
-    """Return a kernel, whose first `inputs` dimensions after the layers are contracted, as a
-    `qwix.QArray`.
+    """Return a kernel as a `qwix.QArray`, or as an `IntegerProduct` around one.
 
-    Its two arrays keep the leading axis, so that a scan slices them as it slices a kernel."""
+    The first `inputs` dimensions after the layers are contracted. Both arrays of the result keep
+    the leading axis, so that a scan slices them like a kernel.
+    """
     qwix = import_extra("qwix", f"engine.weights {storage}")
     channels = (0, *range(1 + inputs, kernel.ndim))
     quantized = qwix.quantize(kernel.astype(jnp.float32), TYPES[storage], channelwise_axes=channels)

@@ -1,6 +1,6 @@
-"""How arrays are laid out over a device mesh.
+"""Lay out arrays over a device mesh.
 
-Weights declare logical axes (`layers.Weight`); `RULES` maps these names to the mesh axes `data`,
+Weights declare logical axes (`layers.Weight`). `RULES` maps these names to the mesh axes `data`,
 `fsdp` and `tensor`. To try another layout, change the mapping: initialisation, restoring, import
 and the ahead-of-time plan all read it from here.
 """
@@ -26,7 +26,10 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rule:
-    """The mesh axes over which a logical axis is split. Without any it is whole on every device."""
+    """The mesh axes over which a logical axis is split.
+
+    Without any, every device has the whole axis.
+    """
 
     mesh_axes: tuple[str, ...] = ()
     # Keep it whole, instead of refusing, where the mesh does not divide it.
@@ -51,8 +54,11 @@ RULES: Mapping[str, Rule] = {
 
 
 def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """Return a mesh of data x fsdp x tensor devices: the first ones, where one process has more;
-    all of them over several processes."""
+    """Return a mesh of data x fsdp x tensor devices.
+
+    A single process may have more devices: then the mesh takes the first ones. Several processes
+    must use all of theirs. Raises UserError.
+    """
     shape = (data, fsdp, tensor)
     available = list(jax.devices() if devices is None else devices)
     mesh_size = math.prod(shape)
@@ -95,8 +101,11 @@ def _num_slices(devices: Sequence[Any]) -> int:
 def partition_spec(
     logical_axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
 ) -> PartitionSpec:
-    """Return where each dimension of a weight goes. Raises UserError for a size that the mesh does
-    not divide. JAX itself refuses a mesh axis that is used twice."""
+    """Return the mesh axes that each dimension of a weight is split over.
+
+    Raises UserError for a size that the mesh does not divide. JAX itself refuses a mesh axis that
+    is used twice.
+    """
     axis_sizes = dict(mesh.shape)
     spec = []
     for axis, size in zip(logical_axes, shape, strict=True):
@@ -124,12 +133,12 @@ def partition_spec(
 
 
 def shardings_of(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Return a NamedSharding for every array of a decoder, an optimiser, or any state made from one
-    (abstract state, gradients).
+    """Return a NamedSharding for every array of a decoder, an optimiser, or a state made from one.
 
-    The result has the structure of the state, so it can stand beside it in `jax.tree.map`,
-    `jax.jit` and `jax.device_put`. An array that declares no logical axes, such as a step counter,
-    is replicated."""
+    Such a state may be abstract, or hold gradients. The result has the structure of the state, so
+    it can stand beside it in `jax.tree.map`, `jax.jit` and `jax.device_put`. An array that declares
+    no logical axes, such as a step counter, is replicated.
+    """
     state = nnx.state(tree) if isinstance(tree, nnx.Pytree) else tree
 
     def is_variable(leaf: Any) -> bool:
@@ -149,8 +158,10 @@ def shardings_of(tree: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
-    """Return which rows of a batch of `count` (`config.checks.check_rows`) lie on devices of this
-    process, in rising order: all of them where it is the only one."""
+    """Return which rows of a batch of `count` rows lie on devices of this process, in rising order.
+
+    A single process has all of them. `config.checks.check_rows` checks `count`.
+    """
     row_numbers = np.arange(count)
     if jax.process_count() == 1:
         return row_numbers
@@ -159,15 +170,19 @@ def own_rows(count: int, mesh: Mesh) -> Int[np.ndarray, " own"]:
 
 
 def shard_batch(batch: Tree, mesh: Mesh) -> Tree:
-    """Put the rows (leading dimension) of every array over data x fsdp. Each process passes its
-    `own_rows` of the batch."""
+    """Split the rows (leading dimension) of every array over data x fsdp.
+
+    Each process passes its `own_rows` of the batch.
+    """
     put_rows = functools.partial(jax.make_array_from_process_local_data, _row_sharding(mesh))
     return jax.tree.map(put_rows, batch)
 
 
 def on_host(values: Array) -> np.ndarray:
-    """Return a whole array. If it lies on the devices of several processes, all of them call
-    this."""
+    """Return a whole array in the memory of this host.
+
+    If the array lies on the devices of several processes, all of them must call this.
+    """
     if not values.is_fully_addressable:
         from jax.experimental import multihost_utils
 
@@ -180,11 +195,11 @@ def _row_sharding(mesh: Mesh) -> NamedSharding:
 
 
 def constrain(array: Array, logical_axes: Sequence[str | None]) -> Array:
-    """Pin the layout of an activation under `jax.set_mesh(mesh)`; without a mesh, or inside
-    `shard_map`, nothing happens.
+    """Pin the layout of an activation under `jax.set_mesh(mesh)`.
 
-    Without this the compiler may carry the layout of the embedding table (split over features)
-    through the whole network."""
+    Without a mesh, or inside `shard_map`, the array stays as it is. Without this the compiler may
+    carry the layout of the embedding table (split over features) through the whole network.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.axis_names != MESH_AXES:
         return array

@@ -1,10 +1,10 @@
-"""The safetensors files of a Hugging Face folder, checked by name before the first tensor is read.
-Pickled weights are never opened.
+"""Read the safetensors files of a Hugging Face folder. Pickled weights are never opened.
 
-A file that is cut, damaged or only the pointer that Git LFS leaves in its place is named in one
-sentence. Reading has three refusals: a tensor that none of the expected weights is mapped to, one
-that is set twice, and one that is missing. Called by `weights` and `encoder`, which say what they
-expect.
+All names are checked before the first tensor is read. A UserError names a tensor that belongs to
+none of the expected weights, a tensor that is set twice, and a tensor that is missing. It also
+names a file that is cut or damaged, or a pointer that Git LFS left in place of a file.
+
+Callers (`weights`, `retrieval.embedding.encoder`) say which weights they expect.
 """
 
 import dataclasses
@@ -59,8 +59,9 @@ class WeightTable:
 class Tensors:
     """The tensors of a checkpoint directory.
 
-    A file is mapped only while one of its tensors is read: else pages that were read would stay in
-    memory as part of the mapping."""
+    A file is mapped only while one of its tensors is read. Otherwise pages that were read would
+    stay in memory as part of the mapping.
+    """
 
     def __init__(
         self,
@@ -72,8 +73,11 @@ class Tensors:
         prefix: str = "",
         tied: tuple[str, str] | None = None,
     ) -> None:
-        """`needed` completes the "give ..." of an error. `prefix` before a name is dropped. `tied`
-        names a tensor and the one it must equal: it is then no tensor of its own."""
+        """Find every tensor of the table, and check that there are no others. Raises UserError.
+
+        `needed` completes the "give ..." of an error. `prefix` is dropped from the beginning of
+        names. `tied` names two tensors. The first one is ignored if it is equal to the second.
+        """
         self.folder = folder
         self.table = table
         expected = dict(table.names())
@@ -109,8 +113,10 @@ class Tensors:
             )
 
     def read(self, weight: Weight, name: str, index: Index | None = None) -> np.ndarray:
-        """Return a tensor in our layout, float32. With `index` only that part of it is read from
-        the file."""
+        """Return a tensor in our layout, float32.
+
+        With `index`, only that part of the tensor is read from the file.
+        """
         path, stored_name = self.files[name]
         with open_file(path) as opened:
             return self._part(opened.get_slice(stored_name), weight, name, index)
@@ -144,11 +150,11 @@ class Tensors:
         return values.astype(np.float32, copy=False).reshape(part_shape)
 
     def load(self, mesh: Mesh | None, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-        """Return all weights as a module of this table has them, on the default device or each part
-        on the devices of the mesh that hold it.
+        """Return all weights in the structure of a module with this table.
 
-        A host holds one part of a weight at a time in `dtype`, and one layer of that part in
-        float32."""
+        They lie on the default device, or each part on those devices of the mesh that hold it. The
+        host holds one part of a weight at a time in `dtype`, and one layer of that part in float32.
+        """
         names: dict[str, list[str]] = {}
         for name, weight in self.table.names():
             names.setdefault(weight.name, []).append(name)
@@ -210,8 +216,10 @@ def _placed(
     mesh: Mesh | None,
     read_part: Callable[[Index], np.ndarray],
 ) -> jax.Array:
-    """Read each distinct part once and wait until its devices have it, so that it is gone before
-    the next one is read."""
+    """Return an array whose distinct parts are each read once.
+
+    A part is freed before the next one is read: the function waits until the devices have it.
+    """
     if mesh is None:
         values = read_part((slice(None),) * len(shape))
         return jax.device_put(values, may_alias=True).block_until_ready()
@@ -233,8 +241,10 @@ def _placed(
 
 
 def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> Float[np.ndarray, "*shape"]:
-    """Return memory that a CPU device takes over as it is: a copy would double the memory of an
-    import."""
+    """Return uninitialised memory that a CPU device can use without a copy.
+
+    A copy would double the memory of an import.
+    """
     size = math.prod(shape)
     spare = ALIGNMENT // dtype.itemsize
     buffer = np.empty(size + spare, dtype)
@@ -243,7 +253,7 @@ def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> Float[np.ndarray, "*sha
 
 
 def _flattened(index: Index, shape: tuple[int, ...]) -> slice:
-    """Return the stretch of the flattened dimensions that a part of the first one takes."""
+    """Return the slice of the flattened dimensions that belongs to a part of the first one."""
     for dimension, size in zip(index[1:], shape[1:], strict=True):
         assert (dimension.start, dimension.stop) == (0, size), (
             "the mesh splits the first dimension of a kernel's inputs and of its outputs only"
@@ -276,8 +286,10 @@ def safetensors_files(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _indexed_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the files that the index of a split checkpoint names. Raises UserError where one is
-    missing."""
+    """Return the files that the index of a split checkpoint names.
+
+    Raises UserError if one of them is missing.
+    """
     file = folder / INDEX_FILE
     weight_map = read_json(file).get("weight_map")
     names = weight_map.values() if isinstance(weight_map, dict) else ()

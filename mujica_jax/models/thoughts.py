@@ -1,4 +1,4 @@
-"""What a model thinks and what it says: only what stands outside of its thoughts counts.
+"""Separate what a model thinks from what it says: only text outside of its thoughts counts.
 
 A thought begins at `<think>` and ends at the next `</think>`, in capital or small letters. Nothing
 in it is read: no tag, no stop string, no action. Three more rules:
@@ -6,7 +6,7 @@ in it is read: no tag, no stop string, no action. Three more rules:
 - A chat template may open the thought at the end of the prompt (Qwen3-Thinking, R1 distils). The
   model's turn then begins inside it, and has no `<think>` of its own.
 - A `</think>` before the turn's first `<think>` closes a thought whose beginning is not in the
-  turn. Everything before it is thought. A later one that closes nothing is left out.
+  turn. Everything before it is thought. A later `</think>` that closes nothing is removed.
 - A thought without an end hides everything behind it.
 
 Engines look for stop strings while a text grows, so they can follow the first rule and not the
@@ -44,8 +44,10 @@ def outside_thoughts(text: str) -> str:
 
 
 def end_of_unopened_thought(text: str) -> int:
-    """Return where the thought ends that was opened before a turn's beginning; 0 where there is
-    none."""
+    """Return where a thought ends that was opened before the turn's beginning.
+
+    The result is 0 if there is no such thought.
+    """
     end = 0
     for tag in THOUGHT_TAG.finditer(text):
         closes = tag[1] is not None
@@ -72,8 +74,10 @@ def first_thought(text: str) -> str:
 
 
 def opened_thought(generation_prompt: str) -> str:
-    """Return the end of a generation prompt that opens a thought, from its tag on; empty where it
-    opens none."""
+    """Return the end of a generation prompt that opens a thought, from its tag on.
+
+    The result is empty if the prompt opens none.
+    """
     if not is_open_after(generation_prompt):
         return ""
     *_, opening = THOUGHT_TAG.finditer(generation_prompt)

@@ -1,9 +1,13 @@
-"""Text to token ids and back, with a wall between what we write and what the world writes.
+"""Convert text to token ids and back, and keep untrusted text free of special tokens.
 
-Three kinds of text, three encoders: the chat template's scaffold, whose special tokens count; a
-model's own words, whose protocol tags count; and everything else, out of which no special or added
-token can come, whatever it says. Conversations are rendered turn by turn from the pieces of the
-chat template, so that token ids once made are never made again from text.
+There are three kinds of text, and an encoder for each:
+
+- the chat template's scaffold, whose special tokens count;
+- a model's own words, whose protocol tags count;
+- everything else, which never encodes to a special or added token, whatever it says.
+
+Conversations are rendered turn by turn from the pieces of the chat template. So text that was
+encoded once is never encoded again.
 """
 
 import functools
@@ -59,8 +63,10 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def neutralise(text: str) -> str:
-    """Return untrusted text with the angle brackets of our protocol's tags replaced: `< Answer >`
-    becomes `‹ Answer ›`."""
+    """Return untrusted text without our protocol's tags.
+
+    Their angle brackets are replaced: `< Answer >` becomes `‹ Answer ›`.
+    """
     return TAG_PATTERN.sub(r"‹\1›", text)
 
 
@@ -91,8 +97,10 @@ class Tokenizer:
         stop_token_ids: Sequence[int] = (),
         template_place: str = "the chat template",
     ) -> None:
-        """`wrapped` is a transformers PreTrainedTokenizerFast. The default stop tokens are its end
-        of text and end of turn. `template_place` says where the chat template stands, for errors.
+        """Wrap a transformers PreTrainedTokenizerFast.
+
+        The default stop tokens are its end of text and its end of turn. `template_place` says where
+        the chat template stands, for errors.
         """
         self._wrapped = wrapped
         self._template_place = template_place
@@ -119,8 +127,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> "Tokenizer":
-        """Load a Hugging Face directory with tokenizer.json; stop tokens are those of
-        generation_config.json, if it has any."""
+        """Load a Hugging Face directory with tokenizer.json.
+
+        The stop tokens are those of generation_config.json, if it has any. Raises UserError.
+        """
         from transformers import PreTrainedTokenizerFast
 
         folder = pathlib.Path(directory)
@@ -141,20 +151,24 @@ class Tokenizer:
             raise UserError(_damage(folder, error)) from error
 
     def save(self, directory: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json and its companions; the stop tokens stand in the model's
-        generation_config.json."""
+        """Write tokenizer.json and its companions.
+
+        The stop tokens are not written: they stand in the model's generation_config.json.
+        """
         self._wrapped.save_pretrained(directory)
 
     @classmethod
     def train(
         cls, texts: Iterable[str], vocab_tokens: int, tags: Sequence[str] = PROTOCOL_TAGS
     ) -> "Tokenizer":
-        """Train a tokenizer of at most `vocab_tokens` ids, special tokens and two tokens a tag
-        (<tag>, </tag>) included.
+        """Train a tokenizer of at most `vocab_tokens` ids.
 
-        If there is room for every word of the texts, each is one token, and any other word is its
-        bytes: what a small model has to copy then has no pieces that other words share. Otherwise a
-        byte-level BPE."""
+        They include the special tokens and two tokens for each tag (<tag>, </tag>).
+
+        If there is room for every word of the texts, each word is one token, and any other word is
+        spelled in bytes. Then a word that a small model has to copy shares no pieces with other
+        words. If there is no such room, the tokenizer is a byte-level BPE.
+        """
         from transformers import PreTrainedTokenizerFast
 
         special = [END_OF_TEXT, START_OF_TURN, END_OF_TURN]
@@ -183,13 +197,17 @@ class Tokenizer:
         return cls(wrapped)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Encode untrusted text: protocol tags are neutralised, and no special or added token comes
-        out."""
+        """Encode untrusted text.
+
+        Protocol tags are neutralised, and no special or added token comes out.
+        """
         return self.encode_trusted(neutralise(text))
 
     def encode_trusted(self, text: str) -> list[int]:
-        """Encode our own prose, such as a system prompt: tags stay readable as text, and no special
-        or added token comes out."""
+        """Encode our own prose, such as a system prompt.
+
+        Tags stay readable as text, and no special or added token comes out.
+        """
         ids = self._plain.encode(text, add_special_tokens=False).ids
         assert self._added_ids.isdisjoint(ids), (
             f"plain text was encoded to the added tokens {self._added_ids & set(ids)}"
@@ -197,13 +215,17 @@ class Tokenizer:
         return ids
 
     def encode_model(self, text: str) -> list[int]:
-        """Encode what a model would have written: protocol tags become their tokens where the
-        vocabulary has such tokens."""
+        """Encode text as a model would have written it.
+
+        Protocol tags become their tokens if the vocabulary has such tokens.
+        """
         return self._encode(self._tags.split(text))
 
     def encode_turn(self, text: str) -> list[int]:
-        """Encode a model's whole turn. If the template opens its thought, the text goes on inside
-        of the thought."""
+        """Encode a model's whole turn.
+
+        If the template opens the turn's thought, the text continues inside of that thought.
+        """
         if self.opened_thought:
             text = within_opened_thought(text)
         return self.encode_model(text)
@@ -213,8 +235,10 @@ class Tokenizer:
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self, id: int) -> bytes:
-        """Return what one token adds to a text, as bytes: a character may be spread over several
-        tokens."""
+        """Return what one token adds to a text, as bytes.
+
+        They need not be whole characters: several tokens may spell one character.
+        """
         if 0 <= id < len(self._bytes_of_tokens):
             return self._bytes_of_tokens[id]
         return b""
@@ -237,9 +261,10 @@ class Tokenizer:
         """Return the ids from the first token to the generation prompt.
 
         `examples` are worked examples, (user message, model's reply) in their order. They stand
-        between `system` and `user` as turns of the chat template. Where the template itself opens
-        the thought of a turn, a reply does not open it again. `user` is untrusted; `system` and
-        `examples` are ours."""
+        between `system` and `user` as turns of the chat template. If the template itself opens the
+        thought of a turn, a reply does not open it again. `user` is untrusted; `system` and
+        `examples` are ours.
+        """
         if not examples:
             return self._open(system, user)
 
@@ -270,10 +295,10 @@ class Tokenizer:
     def continue_conversation(
         self, user: str, stopped: bool, *, tag: str | None = None
     ) -> list[int]:
-        """Return the ids after a model turn: end of turn (unless the model `stopped` by writing
-        it), user message, generation prompt.
+        """Return the ids after a model turn: end of turn, user message, generation prompt.
 
-        The message is untrusted. With `tag` it stands between that tag and its end, which are ours.
+        The end of turn is left out if the model `stopped`, that is wrote it itself. The message is
+        untrusted. With `tag` the message stands inside <tag> and </tag>, and these two are ours.
         """
         content: list[int | str] = [self._content(neutralise(user))]
         if tag is not None:
@@ -291,10 +316,12 @@ class Tokenizer:
         return self._encode([*after_model, *content, *before_model])
 
     def messages(self, ids: Sequence[int]) -> list[dict[str, str]]:
-        """Read back the messages of a conversation that ends where the model writes next, for a
-        chat API: the inverse of `open_conversation` and `continue_conversation`.
+        """Return the messages of a conversation, for a chat API.
 
-        Contents are as the conversation holds them: untrusted text is neutralised."""
+        The conversation must end where the model writes next. This is the inverse of
+        `open_conversation` and `continue_conversation`. Contents are as the conversation holds
+        them: untrusted text is neutralised. Raises UserError.
+        """
         symbols = _TokenSymbols()
         pieces: dict[str, Any] = {}
         for name, piece in vars(self._pieces).items():
@@ -318,8 +345,10 @@ class Tokenizer:
 
     @property
     def opened_thought(self) -> str:
-        """The end of the template's generation prompt that opens a thought; empty where the model
-        opens its own."""
+        """The end of the template's generation prompt that opens a thought.
+
+        It is empty if the model opens its own thoughts.
+        """
         if not self._wrapped.chat_template:
             return ""
         return self._pieces.opened_thought
@@ -370,8 +399,9 @@ class Tokenizer:
     def _encode(self, parts: Sequence[int | str]) -> list[int]:
         """Encode text between token ids, which stay.
 
-        Text between two ids is encoded in one run, so that word boundaries fall as in the whole
-        text."""
+        All text between two ids is encoded at once, so that word boundaries fall as in the whole
+        text.
+        """
         ids: list[int] = []
         run = ""
         for part in [*parts, None]:
@@ -428,8 +458,10 @@ def _trained_backend(
 
 
 def _check_companions(folder: pathlib.Path) -> str:
-    """Check the files that are read beside the model's, and return where the chat template stands.
-    Raises UserError."""
+    """Check the files beside the model's, and return the path of the chat template.
+
+    Raises UserError.
+    """
     for file in (folder / name for name in JSON_COMPANIONS):
         fields = read_json(file) if file.exists() else {}
         for name in sorted(SPECIAL_TOKENS & fields.keys()):
@@ -457,7 +489,7 @@ def _check_companions(folder: pathlib.Path) -> str:
 
 
 def _damage(folder: pathlib.Path, error: Exception) -> str:
-    """Say which file of a tokenizer that cannot be loaded is to blame."""
+    """Return a sentence that names the damaged file of a tokenizer that cannot be loaded."""
     file = folder / "tokenizer.json"
     template = folder / "chat_template.jinja"
     try:
@@ -532,8 +564,10 @@ def _bytes_of(token: str | None, *, is_byte_level: bool) -> bytes:
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """Return GPT-2's table: printable bytes stand for themselves, the characters from U+0100 on
-    for the others."""
+    """Return GPT-2's table of the byte that each character stands for.
+
+    Printable bytes stand for themselves. The others are the characters from U+0100 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

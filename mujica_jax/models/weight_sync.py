@@ -1,13 +1,14 @@
-"""Weights from one mesh to another on the devices: from the trainer's, over all hosts, to an
-engine's, over devices of this host.
+"""Move weights from the trainer's mesh to an engine's, from device to device.
 
-Each array goes by itself, and each device receives only the part that the engine keeps there. Where
-the trainer's mesh spans hosts, the target is first seen as one mesh over all of them, (copy, data,
-fsdp, tensor): every host holds the engine's weights once on as many of its devices as its engine
-has, and once more on each further group of them. One transfer, in which all processes take part,
-brings an array there; then this host's engine takes its own devices' parts as an array of its own,
-without a copy. Where groups of that size do not fill the hosts (three of four devices), the array
-comes whole to every device first. Called by `inference.engine`.
+The trainer's mesh may span all hosts. An engine's mesh has devices of this host only. Each array
+moves by itself, and each device receives only the part that the engine keeps there.
+
+If the trainer's mesh spans hosts, the target is first one mesh over all of them, with the axes
+(copy, data, fsdp, tensor). The devices of every host form groups as large as an engine, and every
+group holds the engine's weights once. One transfer, in which all processes take part, brings an
+array there. Then this host's engine takes the parts of its own devices as an array of its own,
+without a copy. If groups of that size do not fill the hosts (three of four devices), the whole
+array goes to every device first. `inference.engine` calls this module.
 """
 
 import math
@@ -25,8 +26,10 @@ COPY = "copy"
 
 
 def sync_weights(weights: nnx.State, mesh: Mesh | None) -> nnx.State:
-    """Return the same weights over `mesh`, devices of this process, or on its first device. Those
-    that are there already are not copied."""
+    """Return the same weights over `mesh`, or on the first device of this process.
+
+    All devices of `mesh` belong to this process. Arrays that are there already are not copied.
+    """
     if mesh is None:
         first_device = SingleDeviceSharding(jax.local_devices()[0])
         targets = jax.tree.map(lambda array: first_device, weights)
@@ -63,8 +66,7 @@ def _move(array: Array, target: Sharding) -> Array:
 
 
 def _devices_by_host(array: Array) -> list[list[Any]]:
-    """Return the devices that hold an array, those of each host in a list, in order of their
-    ids."""
+    """Return the devices that hold an array: one list for each host, in order of their ids."""
     by_host: dict[int, list[Any]] = {}
     for device in sorted(array.sharding.device_set, key=lambda device: device.id):
         by_host.setdefault(device.process_index, []).append(device)
@@ -72,8 +74,10 @@ def _devices_by_host(array: Array) -> list[list[Any]]:
 
 
 def _mesh_of_all_groups(host_devices: list[list[Any]], target: Sharding) -> Mesh:
-    """Return all devices in groups like the target's, those of one host beside each other; the
-    target itself is one of them."""
+    """Return a mesh of all devices, in groups like the target's.
+
+    The devices of one host stand beside each other. The target is one of the groups.
+    """
     target_ids = [device.local_hardware_id for device in _devices(target)]
     if isinstance(target, NamedSharding):
         group_shape = tuple(target.mesh.shape.values())
@@ -88,8 +92,10 @@ def _mesh_of_all_groups(host_devices: list[list[Any]], target: Sharding) -> Mesh
 
 
 def _target_first(devices: list[Any], target_ids: list[int | None]) -> list[Any]:
-    """Return a host's devices with those that have the target's local ids in front, in its order:
-    every host's engine has the same local ids."""
+    """Return a host's devices, in the target's order.
+
+    Those that have the target's local ids stand first. Every host's engine has the same local ids.
+    """
     ranks = {local_id: rank for rank, local_id in enumerate(target_ids)}
     return sorted(devices, key=lambda device: ranks.get(device.local_hardware_id, len(ranks)))
 

@@ -1,8 +1,7 @@
-"""Hugging Face checkpoints in and out: `config.json` and safetensors. Pickled weights are never
-opened.
+"""Read and write Hugging Face checkpoints: `config.json` and safetensors.
 
-The names, shapes and transpositions come from the weight tables in `layers`; `tensors` says what is
-refused.
+Pickled weights are never opened. The names, shapes and transpositions come from the weight tables
+in `layers`. `tensors` checks the files.
 """
 
 import dataclasses
@@ -38,8 +37,10 @@ LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def load_config(directory: Folder) -> DecoderConfig:
-    """Read the configuration of a checkpoint, with the stop tokens of `generation_config.json` if
-    it names some."""
+    """Read the configuration of a checkpoint.
+
+    The stop tokens of `generation_config.json` replace its own, if that file names some.
+    """
     folder = pathlib.Path(directory)
     config = from_hugging_face(read_json(folder / "config.json"))
     stop_token_ids = stop_tokens(folder)
@@ -51,8 +52,10 @@ def load_config(directory: Folder) -> DecoderConfig:
 def load_checkpoint(
     directory: Folder, *, dtype: DTypeLike = jnp.float32, mesh: Mesh | None = None
 ) -> Decoder:
-    """Load a decoder with float32 parameters that computes in `dtype`, laid out over `mesh` if one
-    is given."""
+    """Load a decoder with float32 parameters that computes in `dtype`.
+
+    Its parameters are laid out over `mesh` if there is one.
+    """
     _, load = open_checkpoint(directory, dtype=dtype)
     return load(mesh)
 
@@ -60,10 +63,11 @@ def load_checkpoint(
 def open_checkpoint(
     directory: Folder, *, dtype: DTypeLike = jnp.float32
 ) -> tuple[Decoder, Callable[..., Decoder]]:
-    """Return the decoder without its arrays, and the function that reads them:
-    `load(mesh, parameter_dtype)`.
+    """Return a decoder without its arrays, and the function that reads them.
 
-    A missing or foreign tensor is refused here, before the first one is read."""
+    The function is `load(mesh, parameter_dtype)`. Raises UserError for a missing or foreign tensor,
+    before the first tensor is read.
+    """
     folder = pathlib.Path(directory)
     config = load_config(folder)
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), dtype=dtype))
@@ -93,11 +97,12 @@ def save_checkpoint(
     tokenizer: Tokenizer | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> None:
-    """Write a directory that transformers loads, its tensors in `dtype`. It appears whole or not at
-    all; an existing one is not overwritten.
+    """Write a directory that transformers loads, with tensors in `dtype`.
 
-    Where the decoder lies on the devices of several processes, the others call `gather_checkpoint`
-    meanwhile."""
+    The directory appears whole or not at all. An existing one is not overwritten. If the decoder
+    lies on the devices of several processes, the other processes call `gather_checkpoint`
+    meanwhile.
+    """
     target = pathlib.Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(
@@ -116,16 +121,19 @@ def save_checkpoint(
 
 
 def gather_checkpoint(decoder: Decoder) -> None:
-    """Take part in gathering each tensor, and keep none.
+    """Take part in gathering each tensor, and discard it.
 
-    The other processes call this while one saves a decoder that lies on the devices of all."""
+    When one process saves a decoder that lies on the devices of all, the other processes call this.
+    """
     for name, weight in _table(decoder.config).names():
         _exported(decoder, weight, name)
 
 
 def export_tensors(decoder: Decoder) -> dict[str, np.ndarray]:
-    """Return the tensors of a Hugging Face checkpoint by name, float32, in the layout that
-    transformers has."""
+    """Return the tensors of a Hugging Face checkpoint by name.
+
+    They are float32, in the layout of transformers.
+    """
     table = _table(decoder.config)
     return {name: _exported(decoder, weight, name) for name, weight in table.names()}
 
@@ -141,8 +149,10 @@ def _table(config: DecoderConfig) -> WeightTable:
 
 
 def _files(weights: dict[str, Weight], itemsize: int) -> Any:
-    """Assign the tensors to safetensors files: one, or several where one would exceed
-    MAX_FILE_BYTES."""
+    """Assign the tensors to safetensors files.
+
+    There is one file, or several if one would exceed MAX_FILE_BYTES.
+    """
     from huggingface_hub import split_state_dict_into_shards_factory
 
     return split_state_dict_into_shards_factory(
