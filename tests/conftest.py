@@ -24,7 +24,6 @@ KEPT = {
 }
 # The second one takes a third off the time of tests of models (docs/LOG.md).
 XLA_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
-OUTCOMES = ("rerun", "failed", "error")
 # Files that take ten seconds and more: begun last, one of them would go on alone.
 LONG = (
     "tests/inference/jetstream/test_generator.py",
@@ -107,15 +106,3 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tokenizer")
     Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300).save(folder)
     return folder
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Names the tests that failed once and passed when they were run again (`--reruns 1`)."""
-    found = {
-        outcome: {report.nodeid for report in terminalreporter.stats.get(outcome, ())}
-        for outcome in OUTCOMES
-    }
-    if unstable := found["rerun"] - found["failed"] - found["error"]:
-        terminalreporter.section("unstable: failed once, passed when run again")
-        for name in sorted(unstable):
-            terminalreporter.write_line(name)
