@@ -65,9 +65,11 @@ def save_queries(folder: Path, queries: np.ndarray, vectors: np.ndarray) -> None
     np.save(folder / "exact.npy", _nearest(queries, vectors))
 
 
-def recall(found: np.ndarray, exact: np.ndarray) -> float:
+def recall(positions: np.ndarray, exact: np.ndarray) -> float:
     """The share of the exact ten best among those found; `found` may have fewer queries."""
-    shares = [len(set(ours) & set(theirs)) / K for ours, theirs in zip(found, exact, strict=False)]
+    shares = [
+        len(set(ours) & set(theirs)) / K for ours, theirs in zip(positions, exact, strict=False)
+    ]
     return float(np.mean(shares))
 
 

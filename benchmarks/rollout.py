@@ -54,7 +54,8 @@ from mujica_jax.runtime.host_memory import keep_freed_memory
 SYSTEM_TOKENS = 384
 QUESTION_TOKENS = 24
 OBSERVED_TOKENS = 40
-MIN_GENERATED_TOKENS, MAX_GENERATED_TOKENS = 12, 64  # the most is not reached
+MIN_GENERATED_TOKENS = 12
+MAX_GENERATED_TOKENS = 64  # is not reached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,18 +93,20 @@ def workload(vocabulary: int, sessions: int, turns: int, seed: int) -> list[Sess
 
 
 async def play(generator: PolicyGenerator, sessions: list[Session]) -> None:
-    async def one(number: int, session: Session) -> None:
-        held = list(session.prompt)
+    async def play_session(number: int, session: Session) -> None:
+        context = list(session.prompt)
         for place, turn in enumerate(session.turns):
             params = SamplingParams(
                 max_new_tokens=turn.generated_tokens, temperature=1.0, seed=1000 * number + place
             )
             completion = await generator.generate(
-                held, params, continues=place + 1 < len(session.turns)
+                context, params, continues=place + 1 < len(session.turns)
             )
-            held += [*completion.token_ids, *turn.observed]
+            context += [*completion.token_ids, *turn.observed]
 
-    await asyncio.gather(*(one(number, session) for number, session in enumerate(sessions)))
+    await asyncio.gather(
+        *(play_session(number, session) for number, session in enumerate(sessions))
+    )
 
 
 def work(model: DecoderConfig, sessions: list[Session]) -> tuple[float, float]:
@@ -229,9 +232,9 @@ def machine(repeats: int) -> tuple[float, float]:
         call(argument).block_until_ready()
         taken = []
         for _ in range(repeats):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             call(argument).block_until_ready()
-            taken.append(time.perf_counter() - began)
+            taken.append(time.perf_counter() - start_time)
         return statistics.median(taken)
 
     return 2 * 2048**3 / seconds(product, matrix), long.nbytes / seconds(total, long)
@@ -264,21 +267,23 @@ def main() -> int:
     parser.add_argument(
         "--runs", type=int, default=3, help="measured runs, after one that compiles"
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     keep_freed_memory()
     use_compilation_cache()
     programs = count_programs()
     positions = (
-        SYSTEM_TOKENS + QUESTION_TOKENS + given.turns * (MAX_GENERATED_TOKENS - 1 + OBSERVED_TOKENS)
+        SYSTEM_TOKENS
+        + QUESTION_TOKENS
+        + arguments.turns * (MAX_GENERATED_TOKENS - 1 + OBSERVED_TOKENS)
     )
     engine_config = EngineConfig(
-        slots=given.slots,
-        decode_steps_per_call=given.decode_steps,
-        prefill_tokens=given.prefill_tokens,
-        page_tokens=given.page_tokens,
+        slots=arguments.slots,
+        decode_steps_per_call=arguments.decode_steps,
+        prefill_tokens=arguments.prefill_tokens,
+        page_tokens=arguments.page_tokens,
     )
     try:
-        decoder = opened(given.checkpoint, given.dtype)
+        decoder = opened(arguments.checkpoint, arguments.dtype)
         tokenizer = NoStops(vocabulary=decoder.config.vocab_size)
         generators = {
             kind: open_generator(
@@ -286,34 +291,36 @@ def main() -> int:
                 dataclasses.replace(engine_config, kind=kind),
                 tokenizer,
                 positions=positions,
-                queue_size=max(1, given.sessions),
+                queue_size=max(1, arguments.sessions),
             )
-            for kind in given.engines
+            for kind in arguments.engines
         }
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    sessions = workload(decoder.config.vocab_size, given.sessions, given.turns, given.seed)
+    sessions = workload(
+        decoder.config.vocab_size, arguments.sessions, arguments.turns, arguments.seed
+    )
     generated = sum(turn.generated_tokens for session in sessions for turn in session.turns)
     for generator in generators.values():
-        use_weights(generator, decoder, nnx.state(decoder, nnx.Param), given.weights, 0)
+        use_weights(generator, decoder, nnx.state(decoder, nnx.Param), arguments.weights, 0)
     runs: dict[str, list[Measured]] = {kind: [] for kind in generators}
-    for _ in range(1 + given.runs):
+    for _ in range(1 + arguments.runs):
         for kind, generator in generators.items():
             runs[kind].append(measure(generator, sessions, programs))
     medians = {
         kind: statistics.median(run.seconds for run in measured[1:])
         for kind, measured in runs.items()
     }
-    speed, bandwidth = machine(given.runs + 2)
+    speed, bandwidth = machine(arguments.runs + 2)
     operations, read = work(decoder.config, sessions)
     floor = operations / speed + read / bandwidth
-    held = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param)))
-    itemsize = jnp.dtype(given.dtype).itemsize
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param)))
+    itemsize = jnp.dtype(arguments.dtype).itemsize
     memory_floor = (
-        memory_bytes(decoder.config, sessions, read, held * itemsize, itemsize) / bandwidth
+        memory_bytes(decoder.config, sessions, read, parameters * itemsize, itemsize) / bandwidth
     )
-    first = given.engines[0]
+    first = arguments.engines[0]
     for kind, measured in runs.items():
         median = medians[kind]
         last = measured[-1]

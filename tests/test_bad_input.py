@@ -70,7 +70,8 @@ def refused(capsys):
         capsys.readouterr()
         assert program.main(list(arguments)) == 2
         message = capsys.readouterr().err
-        assert message.startswith("error: ") and message.count("\n") == 1, message
+        assert message.startswith("error: "), message
+        assert message.count("\n") == 1, message
         return message
 
     return call

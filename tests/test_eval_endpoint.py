@@ -200,7 +200,8 @@ def refused(capsys, tmp_path, monkeypatch):
     def call(*arguments: str) -> str:
         assert evaluation.main(arguments) == 2
         message = capsys.readouterr().err
-        assert message.startswith("error: ") and message.count("\n") == 1, message
+        assert message.startswith("error: "), message
+        assert message.count("\n") == 1, message
         assert not (tmp_path / "eval").exists()
         return message
 

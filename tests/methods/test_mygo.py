@@ -233,9 +233,9 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
 
     def sample(run, state, number, *, version, previous_k):
         happened.append(f"sample {number} by {version}")
-        assert state == version and previous_k == pytest.approx((number - 1) / 10), (
-            "K goes from round to round"
-        )
+        # K goes from round to round.
+        assert state == version
+        assert previous_k == pytest.approx((number - 1) / 10)
         attempt = Attempt(question=QUESTIONS[0], number=0, seed=0, temperature=1.0)
         return mygo.SampledRound(
             trajectories=[trajectory(attempt, 1.0, number)],

@@ -54,7 +54,8 @@ def test_what_fails_once_is_listed_and_what_fails_twice_fails(tmp_path):
         str(tmp_path),
     ]
     ended = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True)
-    assert ended.returncode == 1 and "1 failed, 1 passed, 2 rerun" in ended.stdout, ended.stdout
+    assert ended.returncode == 1, ended.stdout
+    assert "1 failed, 1 passed, 2 rerun" in ended.stdout, ended.stdout
     unstable = ended.stdout.partition("unstable: failed once, passed when run again")[2]
     assert "test_once" in unstable.partition("short test summary")[0]
     assert "test_twice" not in unstable.partition("short test summary")[0]

@@ -122,7 +122,8 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
         return await asyncio.gather(*asked, return_exceptions=True)
 
     first, second, third = asyncio.run(play())
-    assert (first, third) == ([PASSAGES[1]], [PASSAGES[2]])
+    assert first == [PASSAGES[1]]
+    assert third == [PASSAGES[2]]
     assert index.batches == [["a", "bb"]]
     assert isinstance(second, RetrieverRefused)
     assert r"'\ud800' is no text" in str(second)
@@ -151,7 +152,9 @@ def test_what_is_no_result_of_the_index_is_searched_again(index, tmp_path, store
     cache.write([("a", 1, stored)])
     retriever = IndexRetriever(index, cache=cache)
     assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]]
-    assert retriever.statistics.cached == 0 and cache.read("a", 1) == "[[1, 1.0]]", "and kept"
+    # And kept.
+    assert retriever.statistics.cached == 0
+    assert cache.read("a", 1) == "[[1, 1.0]]"
 
 
 def test_the_cache_is_bounded(tmp_path, monkeypatch, caplog):

@@ -69,7 +69,8 @@ def test_a_small_file_system_that_is_full(undisturbed, tmp_path):
         pytest.skip("mounting is not allowed here")
     try:
         (full,) = disturbed(disk / "run", {})
-        assert full.status == 2 and "Traceback" not in full.messages, full.messages
+        assert full.status == 2, full.messages
+        assert "Traceback" not in full.messages, full.messages
         subprocess.run(["mount", "-o", "remount,size=100m", str(disk)], check=True)
         rest(disk / "run")
         assert outcome(disk / "run") == undisturbed.outcome
@@ -100,7 +101,8 @@ def test_a_run_directory_that_is_read_only_is_named_and_nothing_is_changed(undis
     finally:
         for path, mode in modes.items():
             path.chmod(mode)
-    assert (ended.status, content()) == (2, before), ended.messages
+    assert ended.status == 2, ended.messages
+    assert content() == before, ended.messages
     assert ended.messages.startswith("error: cannot use ")
     assert "permission is denied" in ended.messages
     rest(copy)

@@ -135,11 +135,12 @@ def alone(tmp_path_factory) -> Path:
 def test_two_hosts_end_with_the_numbers_of_one(alone, tmp_path):
     directory = tmp_path / "run"
     first, second = job(directory, 2)
-    assert (first.status, second.status) == (0, 0), first.messages + second.messages
+    assert first.status == 0, first.messages + second.messages
+    assert second.status == 0, first.messages + second.messages
     assert numbers(directory) == numbers(alone)
-    assert "\nphase " in first.output and "run directory" not in second.output, (
-        "one of them writes and shows"
-    )
+    # One of them writes and shows.
+    assert "\nphase " in first.output
+    assert "run directory" not in second.output
     times = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "time"]
     assert [line["weight_sync_seconds"] > 0 for line in times] == [True] * 3, (
         "the warm-up and two rounds"
@@ -163,11 +164,13 @@ def test_one_host_that_is_killed_ends_the_other_and_one_or_two_go_on(alone, tmp_
     (only,) = job(
         directory, 1, disturbance={"signal": "SIGKILL", "phase": "round 2: sampling", "update": 1}
     )
-    assert only.status == -9 and "warm-up: learning" not in only.output, only.messages
+    assert only.status == -9, only.messages
+    assert "warm-up: learning" not in only.output, only.messages
     assert (directory / "policies" / "000001" / "COMMITTED").exists()
     assert not (directory / "summary.json").exists()
     first, second = job(directory, 2)
-    assert (first.status, second.status) == (0, 0), first.messages + second.messages
+    assert first.status == 0, first.messages + second.messages
+    assert second.status == 0, first.messages + second.messages
     assert numbers(directory) == numbers(alone)
 
 
@@ -191,10 +194,8 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
             f"{phase}: {ended[0].messages}{ended[1].messages}"
         )
         messages = [process.messages.strip().splitlines()[-1] for process in ended]
-        assert (
-            "preempted in" in messages[which]
-            and "go on with: python -m mujica_jax.train" in messages[which]
-        ), messages
+        assert "preempted in" in messages[which], messages
+        assert "go on with: python -m mujica_jax.train" in messages[which], messages
         if phase == "warm-up: learning":
             steps = [line.partition("learning; ")[2].partition(" is saved")[0] for line in messages]
             # The notice comes at the 40th update of the console: one a step, and one more every ten
@@ -202,12 +203,14 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
             assert steps[0] == steps[1]
             assert int(steps[0].split()[1]) >= 37
         seconds = ended[which].cpu_seconds_after_signal
-        assert seconds is not None and seconds < MOST_CPU_SECONDS, phase
+        assert seconds is not None, phase
+        assert seconds < MOST_CPU_SECONDS, phase
         assert not any("Traceback" in process.messages for process in ended), (
             f"{phase}: {ended[0].messages}{ended[1].messages}"
         )
         assert "\nphase " not in ended[0].output, "it had not ended"
-    assert (first.status, second.status) == (0, 0), first.messages + second.messages
+    assert first.status == 0, first.messages + second.messages
+    assert second.status == 0, first.messages + second.messages
     assert numbers(directory) == numbers(alone)
 
 

@@ -120,9 +120,9 @@ def test_a_judge_says_yes_or_no_and_nothing_else(tokenizer, tmp_path, monkeypatc
     }
     assert kinds == failing, "verdicts are kept, failures are not"
     summary = first.summary()
-    assert (summary["judge"], summary["judge_failures"]) == (40.0, 3), (
-        "2 of the 5 that have a verdict"
-    )
+    # 2 of the 5 that have a verdict.
+    assert summary["judge"] == 40.0
+    assert summary["judge_failures"] == 3
     assert summary["judge_yes_not_exact"] == 1
     assert summary["judge_no_but_exact"] == 0
 
@@ -131,9 +131,9 @@ def test_disagreement_is_counted_by_hand():
     counts = Judgement(
         verdicts=(True, True, False, None, False), exact=(True, False, True, True, False)
     ).summary()
-    assert (counts["judge"], counts["judge_failures"]) == (50.0, 1), (
-        "2 of 4: a failing judge is not the policy's fault"
-    )
+    # 2 of 4: a failing judge is not the policy's fault.
+    assert counts["judge"] == 50.0
+    assert counts["judge_failures"] == 1
     assert counts["judge_yes_not_exact"] == 1
     assert counts["judge_no_but_exact"] == 1
     nothing = Judgement(verdicts=(None,), exact=(True,)).summary()
@@ -224,9 +224,9 @@ def test_a_run_that_goes_on_asks_nothing_twice_whatever_the_judge_says_now(token
         )
     assert before.reward == 1.0
     assert after.reward == 1.0
-    assert (other.reward, shown.reward) == (0.0, 0.0), (
-        "another model or another prompt is asked anew"
-    )
+    # Another model or another prompt is asked anew.
+    assert other.reward == 0.0
+    assert shown.reward == 0.0
 
 
 def test_of_two_processes_the_first_verdict_stays(tmp_path):

@@ -69,9 +69,8 @@ def test_a_pod_from_nothing_through_a_preemption_and_back(cloud, tmp_path, monke
         while not any(
             "learning/warm-up" in name for name in cloud.bucket.names("my-bucket", "runs/first/")
         ):
-            assert train.poll() is None and time.monotonic() < until, (
-                tmp_path / "output"
-            ).read_text()
+            assert train.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < until, (tmp_path / "output").read_text()
             time.sleep(0.2)
         assert "run         first: 2x running" in cloud.done("status.sh")
         cloud.states("SUSPENDED")

@@ -56,7 +56,8 @@ def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
         expected = [f"in {phase}", f"in {next_phase(phase)}"]
         if phase == next(iter(PHASES)):  # asked as it begins, that is before it has
             expected.append("before anything began")
-        assert where in expected and what_is_kept, message
+        assert where in expected, message
+        assert what_is_kept, message
         command = shlex.split(message.partition("go on with: ")[2])
         assert command == ["python", "-m", "mujica_jax.train", str(CONFIG), "--run", str(directory)]
         assert ended.cpu_seconds_after_signal is not None
@@ -72,9 +73,9 @@ def test_preempted_in_every_kind_of_phase_it_ends_as_if_it_had_not_been(undistur
     assert 7 <= step < 20
     assert f"step {step} of 20 is saved" in learning.messages
     first, second = (json_lines(tmp_path / f"run.rows-{number}") for number in range(2))
-    assert first == undisturbed.rows[:step] and second[: 20 - step] == undisturbed.rows[step:20], (
-        "it went on from there"
-    )
+    # It went on from there.
+    assert first == undisturbed.rows[:step]
+    assert second[: 20 - step] == undisturbed.rows[step:20]
     assert "finished shards are kept and the one under way is sampled again" in sampling.messages
     rest(tmp_path / "run")
     assert outcome(tmp_path / "run") == undisturbed.outcome

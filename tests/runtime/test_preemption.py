@@ -252,7 +252,9 @@ def test_a_compilation_cannot_be_interrupted_and_is_ended():
         output, messages = compiling.communicate(timeout=HANG_SECONDS)
     finally:
         compiling.kill()
-    assert (compiling.returncode, output) == (0, ""), "it ended before the program was compiled"
+    # It ended before the program was compiled.
+    assert compiling.returncode == 0
+    assert output == ""
     assert messages.strip().endswith(
         "preempted in warm-up: learning; what was finished is kept; go on"
     )
@@ -291,21 +293,19 @@ def test_a_notice_of_another_process_is_heard_as_a_signal_and_not_told_again(
     preemption.on_notice(signal.SIGTERM)
     assert until(lambda: preemption.requested)
     assert preemption.at_step()
-    assert (preemption.status, ends, others.aborts, others.announced) == (
-        0,
-        [],
-        [],
-        [],
-    )
+    assert preemption.status == 0
+    assert ends == []
+    assert others.aborts == []
+    assert others.announced == []
 
 
 def test_process_0_decides_before_which_step_all_stop(preemption, others):
     preemption.enter("warm-up: learning")
     others.answer = [False, 0]
     signal.raise_signal(signal.SIGTERM)
-    assert until(lambda: preemption._asked) and not preemption.at_step(), (
-        "the others do not stop here"
-    )
+    # The others do not stop here.
+    assert until(lambda: preemption._asked)
+    assert not preemption.at_step()
     others.answer = [True, 130]
     assert preemption.at_step()
     assert preemption.status == 130
@@ -319,7 +319,8 @@ def test_an_interrupt_in_all_processes_at_once_is_no_second_one(preemption, ends
     preemption.on_notice(signal.SIGINT)
     assert until(lambda: others.announced == [signal.SIGINT])
     assert preemption.requested
-    assert (preemption.status, ends) == (130, [])
+    assert preemption.status == 130
+    assert ends == []
 
 
 def test_a_process_that_is_ended_in_the_middle_tells_the_others(ends, others):

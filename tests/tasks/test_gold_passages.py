@@ -243,7 +243,9 @@ def test_a_corpus_may_have_another_version_of_a_gold_paragraph():
     )
     exact = [*chunks, Passage(id="2", title="Lisma", text=paragraph.text.replace(". ", ".  "))]
     gold = GoldInCorpus(exact, ["Lisma"]).find(paragraph)
-    assert gold is not None and gold.text == exact[2].text, "the same text up to spaces comes first"
+    # The same text up to spaces comes first.
+    assert gold is not None
+    assert gold.text == exact[2].text
 
 
 def test_behind_an_address_titles_decide():

@@ -597,9 +597,8 @@ def test_without_tensorflow_datasets_the_packages_to_install_are_said(prepared, 
         "install it with `pip install 'tensorflow~=2.20.0' 'tensorflow-datasets>=4.9.9,<5' "
         "'importlib_resources>=6'`"
     )
-    assert len(errors) == 3 and all(
-        package in error and error.endswith(install) for error in errors
-    ), ran.stderr
+    assert len(errors) == 3, ran.stderr
+    assert all(package in error and error.endswith(install) for error in errors), ran.stderr
     assert {path.name for path in tmp_path.iterdir()} <= {"sets", "cache"}
 
 

@@ -39,7 +39,7 @@ from mujica_jax.methods.decex.records import (
     records_of,
 )
 from mujica_jax.methods.decex.tree import Growth, Tree
-from mujica_jax.records import Question, StopReason
+from mujica_jax.records import Question, StopReason, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.runs import sampling
 from mujica_jax.tasks.task import Material
@@ -402,10 +402,8 @@ def test_going_on_is_scored_where_the_vote_ends_the_tree_and_not_expanded():
         ("stop_over_go_on", "gold", "b?", (1.0, 0.0)),
     ]
     assert tree.leaves == 2
-    assert (tree.counts["rollouts"], tree.counts["rollouts_for_pairs"]) == (
-        2,
-        2,
-    )
+    assert tree.counts["rollouts"] == 2
+    assert tree.counts["rollouts_for_pairs"] == 2
     assert tree.counts["pruned_branches"] == 1
 
 
@@ -505,11 +503,10 @@ def test_a_node_whose_episodes_are_all_lost_is_not_expanded():
     lost = records_of(tree, "most", 1.0)
     whole = records_of(grow(Table(TURNS)), "most", 1.0)
     tree_figures = figures([*lost, *whole])
-    assert (
-        tree_figures["best_reward"],
-        tree_figures["leaf_share"],
-        tree_figures["retrievals"],
-    ) == (1.0, 1.0, 1.0), "of the whole tree alone"
+    # Of the whole tree alone.
+    assert tree_figures["best_reward"] == 1.0
+    assert tree_figures["leaf_share"] == 1.0
+    assert tree_figures["retrievals"] == 1.0
     assert tree_figures["questions"] == 2
     assert tree_figures["unfinished"] == 1
     assert tree_figures["retriever_failed"] == 2
@@ -592,7 +589,9 @@ def test_a_spent_budget_keeps_what_was_made():
     assert 0 < part.leaves < whole.leaves
     assert half <= part.counts["generated_tokens"] < whole.counts["generated_tokens"]
     none = grow(Wide(), branches=2, expansion="full", budget_tokens=1)
-    assert not none.finished and none.counts["nodes"] == 10, "the first layer was begun"
+    # The first layer was begun.
+    assert not none.finished
+    assert none.counts["nodes"] == 10
     (record,) = records_of(none, "most", 1.0)
     assert record.stop_reason == StopReason.ITERATION_LIMIT
     assert record.reward == 0.0

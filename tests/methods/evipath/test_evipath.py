@@ -646,9 +646,9 @@ def test_with_evipaths_contract_teacher_and_rows_have_its_tags():
     ]
     assert director.turns[1].text == translated(READINGS[ASK_DIRECTOR])
     later = [text for step, text, _ in teacher.read if step == "turn"][1]
-    assert later.rstrip().endswith("assistant") and "Candidate: [2] Ilse Vand" in later, (
-        "the teacher reads it too"
-    )
+    # The teacher reads it too.
+    assert later.rstrip().endswith("assistant")
+    assert "Candidate: [2] Ilse Vand" in later
 
 
 def test_the_teachers_conversations_are_lessons():

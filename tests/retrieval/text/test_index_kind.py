@@ -353,4 +353,5 @@ def test_scann_is_not_imported_before_it_is_needed(root, tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", LOADED, *words(root, tmp_path / "index")]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (0, "set() set()\n"), run.stderr
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "set() set()\n", run.stderr
