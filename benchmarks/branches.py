@@ -56,7 +56,7 @@ THOUGHT = (
 
 
 class Passages:
-    """Every search finds the same three passages, at once."""
+    """An environment in which every search finds the same three passages, at once."""
 
     kind: EnvironmentKind = "text"
     statistics = RetrievalStatistics()
@@ -66,7 +66,7 @@ class Passages:
 
 
 class Written:
-    """The engine computes as many tokens as the script writes."""
+    """A policy whose engine computes as many tokens as the script writes."""
 
     version = 0
 
@@ -109,7 +109,7 @@ class Written:
 def play(
     generator: BatchedGenerator, tokenizer: Tokenizer, branches: int, parallel: bool, seed: int
 ) -> tuple[float, int]:
-    """Seconds and tokens of one episode, from an empty cache."""
+    """Return seconds and tokens of one episode, from an empty cache."""
     generator.reset_cache()
     agent = Mujica(tokenizer, dataclasses.replace(CONFIG, parallel=parallel))
     policy = Written(generator, tokenizer, branches)

@@ -34,8 +34,10 @@ TIME_LEFT_OUT = ("evaluating_seconds", "compiling_seconds", "total_seconds")
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One row of a table: a configuration, its flags, and what it begins with (None: its own
-    warm-up)."""
+    """One row of a table: a configuration, its flags, and the run that it begins with.
+
+    `start` None: its own warm-up.
+    """
 
     config: str
     flags: str = ""
@@ -228,7 +230,7 @@ def folder(runs: Path, name: str, seed: int) -> Path:
 
 
 def command(runs: Path, name: str, seed: int, data: str = "DIR") -> list[str]:
-    """What trains an experiment, or evaluates it, as a user would type it."""
+    """Return what trains an experiment, or evaluates it, as a user would type it."""
     experiment = EXPERIMENTS[name]
     if experiment.roles is not None:
         planner, worker = (
@@ -257,7 +259,7 @@ def command(runs: Path, name: str, seed: int, data: str = "DIR") -> list[str]:
 
 
 def result(name: str, place: Path) -> Path:
-    """What a finished experiment leaves."""
+    """Return the file that a finished experiment leaves."""
     return place / (
         "summary.json" if EXPERIMENTS[name].roles is None else "tiny_world-graph-evipath-test.json"
     )
@@ -291,7 +293,7 @@ def _on_core(core: int, words: Sequence[str], log: IO[bytes]) -> subprocess.Pope
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """How a policy scores, and what it took since the start."""
+    """The scores of a policy, and what it took since the start."""
 
     phase: str
     scores: dict[str, Any]  # a phase of summary.json
@@ -303,12 +305,15 @@ class Point:
 
     @property
     def file(self) -> str:
-        """Of its whole evaluation, in the run directory."""
+        """The file of the point's whole evaluation, in the run directory."""
         return f"eval/{self.phase.replace(' ', '-')}.json"
 
 
 def points(run: Path) -> list[Point]:
-    """The start and every phase after it; the control, which samples nothing, is none of them."""
+    """Return the start and every phase after it.
+
+    The control, which samples nothing, is left out.
+    """
     phases = json.loads((run / "summary.json").read_text())["phases"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     times = [line for line in lines if line["phase"] == "time"]
@@ -344,9 +349,10 @@ def points(run: Path) -> list[Point]:
 
 
 def _of_roles(file: Path, tuned: Sequence[Point]) -> Point:
-    """Return the scores of two models, with what it took to tune those of them that were.
+    """Return the scores of two models, with what it took to tune the tuned ones.
 
-    Both learn from the same trajectories."""
+    Both learn from the same trajectories.
+    """
     results = json.loads(file.read_text())
     scores = {key: results["greedy"][key] for key in ("em", "searches")}
     return dataclasses.replace(
@@ -368,8 +374,10 @@ def cell(values: Sequence[float], form: str = ".1f") -> str:
 def to_reach(
     curve: Sequence[Point], level: float, measure: Callable[[Point], float]
 ) -> float | None:
-    """What it took until sampled F1 first reached `level`, on the straight line between two
-    evaluations."""
+    """Return what it took until sampled F1 first reached `level`.
+
+    Between two evaluations the curve is a straight line. None: it never did.
+    """
     for before, after in itertools.pairwise(curve):
         low = before.scores["f1_sampled"]
         high = after.scores["f1_sampled"]
@@ -432,8 +440,11 @@ class Runs:
     def table(
         self, *rows: tuple[str, str] | tuple[str, str, str], sampled_searches: bool = False
     ) -> str:
-        """EM and F1, greedy and sampled, and what they took. A row is a run, what it is called, and
-        the name of the phase that is meant, if that is not the last one."""
+        """Return a table of EM and F1, greedy and sampled, and what they took.
+
+        A row is a run, its label and the name of the phase that is meant, if that is not the last
+        one.
+        """
         scores = (
             "EM",
             "EM sampled",
@@ -450,7 +461,7 @@ class Runs:
         return "\n".join([*lines, *(row for row in cells if row is not None)])
 
     def crossing(self) -> str:
-        """What MyGO and the group methods took to the level that MyGO ends with, seed by seed."""
+        """Return what MyGO and the group methods took to MyGO's final level, seed by seed."""
         measures: dict[str, Callable[[Point], float]] = {
             "trajectories": lambda point: point.trajectories,
             "generated tokens": lambda point: point.tokens,
@@ -483,7 +494,7 @@ class Runs:
         return "\n".join(lines)
 
     def rates(self) -> str:
-        """What the runs that compare rates ended with."""
+        """Return a table of the last scores of the runs that compare rates."""
         lines = ["| method | rate | EM sampled | F1 sampled | trajectories |", "|---" * 5 + "|"]
         for name, rate in ((name, rate) for name, rates in TUNED.items() for rate in rates):
             run = folder(self.place, f"tune-{name}-{rate}", 0)
@@ -494,7 +505,10 @@ class Runs:
         return "\n".join(lines)
 
     def context(self) -> str:
-        """Tokens that a call of the engine reads, from the evaluation of the last phase."""
+        """Return a table of tokens that a call of the engine reads.
+
+        The tokens are those of the last phase's evaluation.
+        """
         lines = [
             "| | EM | EM sampled | context a call, tokens | calls a question |",
             "|---" * 5 + "|",
@@ -522,7 +536,7 @@ class Runs:
         return "\n".join(lines)
 
     def trees(self) -> str:
-        """What a search tree took and found, means over its questions."""
+        """Return a table of what a search tree took and found: means over its questions."""
         names = {
             "seconds": ".2f",
             "generated_tokens": ",.0f",
@@ -544,7 +558,7 @@ class Runs:
         return "\n".join(lines)
 
     def text(self) -> str:
-        """Every phase of every method on real text, with intervals."""
+        """Return a table of every phase of every method on real text, with intervals."""
         heads = ("", "EM", "", "EM sampled", "", "F1", "F1 sampled", "searches", "sampled")
         lines = [
             f"| {' | '.join((*heads, 'trajectories', 'learnt', 'tokens', 'minutes'))} |",
@@ -653,7 +667,7 @@ class Runs:
 
 
 def _line(run: Path, phase: str) -> dict[str, Any]:
-    """The last line of this phase in metrics.jsonl."""
+    """Return the last line of this phase in metrics.jsonl."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return next(line for line in reversed(lines) if line["phase"] == phase)
 

@@ -115,8 +115,10 @@ def entity(draw: random.Random, number: int, entities: int, facts: int) -> list[
 
 
 def build(path: Path, out: Path) -> dict[str, float]:
-    """Seconds and largest memory of the command, start of the interpreter included; bytes of the
-    index."""
+    """Return seconds and largest memory of the command, and bytes of the index.
+
+    The start of the interpreter is included.
+    """
     command = [
         sys.executable,
         "-m",

@@ -87,7 +87,10 @@ SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])")
 
 
 class Engine:
-    """One of them, in its own process; see peers/vector_search.py for what is said."""
+    """A search engine in its own process.
+
+    See peers/vector_search.py for the lines that are exchanged.
+    """
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name = name
@@ -124,7 +127,7 @@ class Engine:
         self.figures |= json.loads(self._heard())
 
     def pass_over(self, setting: float | None, batched: bool) -> float:
-        """Queries a second."""
+        """Return queries a second."""
         share = 0.1 if self.name in EVERY_ROW else 1.0
         self._say({"setting": setting, "batched": batched, "share": share})
         answer = json.loads(self._heard())
@@ -190,7 +193,7 @@ def search(arguments: argparse.Namespace) -> None:
 
 
 def engine(arguments: argparse.Namespace) -> None:
-    """One of ours, as peers/vector_search.py is one of theirs."""
+    """Run one of our engines, as peers/vector_search.py runs one of theirs."""
     from mujica_jax.retrieval.text.scann import ScannSearch, package, parameters_for, write_scann
     from mujica_jax.retrieval.text.vectors import open_embeddings
 
@@ -248,7 +251,7 @@ def engine(arguments: argparse.Namespace) -> None:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
+    """Return the memory of this process that no file backs."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()

@@ -71,8 +71,10 @@ class Session:
 
 
 def workload(vocabulary: int, sessions: int, turns: int, seed: int) -> list[Session]:
-    """The sessions, a function of the seed; their ids avoid the first 300, where special tokens
-    are."""
+    """Return the sessions, a function of the seed.
+
+    Their ids avoid the first 300, where special tokens are.
+    """
     draw = np.random.default_rng(seed)
 
     def ids(count: int) -> list[int]:
@@ -110,7 +112,7 @@ async def play(generator: PolicyGenerator, sessions: list[Session]) -> None:
 
 
 def work(model: DecoderConfig, sessions: list[Session]) -> tuple[float, float]:
-    """(operations, bytes of keys and values) that no engine can do without, in float32."""
+    """Return (operations, bytes of keys and values) that no engine can do without, in float32."""
     in_layers = model.num_layers * sum(
         int(np.prod(weight.shape)) for weight in block_weights(model) if weight.inputs
     )
@@ -137,8 +139,10 @@ def work(model: DecoderConfig, sessions: list[Session]) -> tuple[float, float]:
 def memory_bytes(
     model: DecoderConfig, sessions: list[Session], own: float, weights: int, itemsize: int
 ) -> float:
-    """What decoding reads if every step has all sessions: `own` are the sessions' keys and values
-    in float32."""
+    """Return the bytes that decoding reads if every step has all sessions.
+
+    `own` are the sessions' keys and values in float32.
+    """
     steps = max(sum(turn.generated_tokens for turn in session.turns) for session in sessions)
     shared = 2 * itemsize * model.num_layers * model.num_kv_heads * model.head_dim * SYSTEM_TOKENS
     return steps * (weights + shared) + own * itemsize / 4
@@ -162,8 +166,10 @@ def opened(directory: str, dtype: str) -> Decoder:
 
 
 def count_programs() -> dict[str, int]:
-    """Counts that go on: programs that JAX asked for anew, and those among them that its cache on
-    disk had."""
+    """Return counts that go on rising.
+
+    They are of the programs that JAX asked for, and of those among them that its cache on disk had.
+    """
     counts = {"loaded or compiled": 0, "found on disk": 0}
 
     def on_duration(event: str, duration: float, **_: Any) -> None:
@@ -222,7 +228,7 @@ def measure(
 
 
 def machine(repeats: int) -> tuple[float, float]:
-    """(operations a second of a large float32 product, bytes a second of a large sum)."""
+    """Return operations a second of a large float32 product, bytes a second of a large sum."""
     matrix = jnp.ones((2048, 2048))
     long = jnp.ones(64 << 20)
     product = jax.jit(lambda matrix: matrix @ matrix)

@@ -39,7 +39,7 @@ LATER_SHARE = 0.8  # of a round's shards that have later attempts
 
 @dataclasses.dataclass(frozen=True)
 class Latencies:
-    """Seconds."""
+    """Seconds of each operation of a store."""
 
     read: float
     create: float

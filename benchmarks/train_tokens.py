@@ -58,8 +58,11 @@ PEERS = Path(__file__).parent / "peers"
 
 
 def lengths(seed: int, conversations: int = CONVERSATIONS) -> np.ndarray:
-    """Lognormal; what exceeds the longest is drawn again, as an agent's limit on a trajectory would
-    have it."""
+    """Return lognormal lengths.
+
+    A length that exceeds the longest is drawn again, as an agent's limit on a trajectory would have
+    it.
+    """
     draw = np.random.default_rng(seed)
     accepted = np.empty(0)
     while accepted.size < conversations:
@@ -71,8 +74,7 @@ def lengths(seed: int, conversations: int = CONVERSATIONS) -> np.ndarray:
 def workload(
     vocabulary: int, seed: int, conversations: int = CONVERSATIONS
 ) -> dict[str, np.ndarray]:
-    """Token ids of all conversations one after the other, whether each is trained, and the
-    lengths."""
+    """Return token ids of all conversations in a row, whether each is trained, and lengths."""
     token_counts = lengths(seed, conversations)
     trained = np.concatenate([np.arange(length) >= 2 * length // 3 for length in token_counts])
     tokens = np.random.default_rng(seed).integers(1, vocabulary, token_counts.sum())
@@ -94,8 +96,10 @@ def conversations(work: dict[str, np.ndarray]) -> "list[Conversation]":
 def uneven_conversations(
     model: "DecoderConfig", tokens: int, max_tokens: int
 ) -> "list[Conversation]":
-    """Draw conversations until they have so many tokens. Their lengths lie between a quarter of the
-    longest and all of it; the last third is trained."""
+    """Draw conversations until they have `tokens` tokens.
+
+    Their lengths lie between a quarter of the longest and all of it; the last third is trained.
+    """
     draw = np.random.default_rng(0)
     drawn = []
     drawn_tokens = 0
@@ -137,8 +141,10 @@ class Training:
 
 
 class TrainerApart:
-    """A trainer in a process of its own, which waits between its turns: it reads seconds and prints
-    JSON."""
+    """A trainer in a process of its own, which waits between its turns.
+
+    It reads seconds and prints JSON.
+    """
 
     def __init__(self, command: list[str], errors: Path) -> None:
         self.command = command
@@ -155,7 +161,7 @@ class TrainerApart:
             )
 
     def train(self, seconds: float) -> None:
-        """A turn. With no seconds it only waits for the first step, and nothing is counted."""
+        """Take a turn. With no seconds it only waits for the first step, and nothing is counted."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:

@@ -80,7 +80,7 @@ ERRORS = {
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> list[str]:
-    """Flags of a task with its questions and an index."""
+    """Return flags of a task with its questions and an index."""
     folder = tmp_path_factory.mktemp("task")
     lines = [f"Where was person {number} born?,Ghent" for number in range(QUESTIONS)]
     (folder / "questions.csv").write_text("\n".join(["Question,Answer", *lines]) + "\n")

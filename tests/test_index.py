@@ -19,8 +19,10 @@ PASSAGES = 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A corpus, questions whose second gold title comes first in BM25, an embedder, and both kinds
-    of index."""
+    """Return a folder with a corpus, its questions, an embedder, and both kinds of index.
+
+    The second gold title of the questions comes first in BM25.
+    """
     root = tmp_path_factory.mktemp("index")
     write_corpus(root / "corpus.jsonl", PASSAGES)
     lines = [

@@ -15,7 +15,7 @@ PASSAGES = 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A corpus, its questions, two embedders, and an index of words and one of embeddings."""
+    """Return a corpus, its questions, two embedders, and indexes of words and of embeddings."""
     root = tmp_path_factory.mktemp("index")
     corpus = write_corpus(root / "corpus.jsonl", PASSAGES)
     (root / "questions.jsonl").write_text(

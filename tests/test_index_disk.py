@@ -19,7 +19,7 @@ PASSAGES = 1100  # so many that ScaNN learns partitions
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Corpora and an embedder, and indexes of embeddings and of words that are whole."""
+    """Return corpora and an embedder, and whole indexes of embeddings and of words."""
     root = tmp_path_factory.mktemp("disk")
     tiny_embedder(root / "tiny", hidden_size=64)
     write_corpus(root / "corpus.jsonl", PASSAGES)
@@ -48,8 +48,10 @@ def command(root: Path, kind: str, out: Path) -> list[str]:
 
 @pytest.fixture
 def limited():
-    """Sets how large a file may become, for a call; the error is another one than of a full disk
-    and reaches the same places."""
+    """Return a function that limits how large a file may become during a call.
+
+    The error is another one than of a full disk, and reaches the same places.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def call(most_bytes: int, program: Callable[[], int]) -> int:
@@ -146,8 +148,10 @@ def test_a_manifest_that_was_changed_is_named(folder, tmp_path, capsys, change, 
 
 
 def test_a_directory_whose_lock_cannot_be_written_is_refused(folder, tmp_path, capsys):
-    """As in an index of another user; root may write there, so that the lock is a directory
-    here."""
+    """The index may be another user's.
+
+    Root may write there, so that the lock is a directory here.
+    """
     out = tmp_path / "out"
     (out / ".lock").mkdir(parents=True)
     assert index.main(command(folder, "bm25", out)) == 2
@@ -158,7 +162,7 @@ def test_a_directory_whose_lock_cannot_be_written_is_refused(folder, tmp_path, c
 
 
 def test_the_version_is_that_of_the_content(folder, tmp_path):
-    """Where an embedder lies, how it was named and how long a build took are none of it."""
+    """It does not depend on where an embedder lies, on its name or on the time of a build."""
     versions = set()
     for fields in (
         {"seconds": 1, "embedder": "/a", "prefixes": None},

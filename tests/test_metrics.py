@@ -170,7 +170,10 @@ def test_supporting_passages():
 
 
 def test_the_macro_f1_of_gerbil_and_the_plain_one():
-    """Three questions: right; one of two answers and one that is wrong; no answer."""
+    """The first of three questions is right.
+
+    The second has one of two answers and one that is wrong, the third no answer.
+    """
     asked = [((("ant",),),), ((("bee",), ("cow",)),), ((("dog",),),)]
     scores = [
         metrics.score_set(answer, sets)

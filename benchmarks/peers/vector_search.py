@@ -81,7 +81,7 @@ class Hnswlib:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
+    """Return the memory of this process that no file backs."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()

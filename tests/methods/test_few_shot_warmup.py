@@ -70,8 +70,10 @@ def checkpoint(tmp_path) -> Path:
 
 
 class PromptedModel:
-    """Stands in for `EnginePolicy.generate`: the script where the examples are shown, the engine
-    everywhere else."""
+    """Stands in for `EnginePolicy.generate`.
+
+    Where the examples are shown the script writes, and everywhere else the engine.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -91,7 +93,7 @@ class PromptedModel:
 def zero_shot_plays(
     config: Config, tokenizer: Tokenizer, question_ids: list[str]
 ) -> list[Conversation]:
-    """What the script plays under the prompt that is trained."""
+    """Return the script's plays under the prompt that is trained."""
     task = build_task(config)
     agent = Mujica(tokenizer, config.agent)
     script = ScriptedPolicy(tokenizer, miss_rate=0.3, seed=5)

@@ -48,8 +48,10 @@ def trajectory(attempt: Attempt, reward: float, token: int) -> Trajectory:
 
 
 class Played:
-    """In the place of a `Run`: episodes come from `rewards[question][attempt]`, where None is an
-    attempt whose search failed; what was asked is kept."""
+    """Stands in for a `Run`: episodes come from `rewards[question][attempt]`.
+
+    None is an attempt whose search failed. It keeps what was asked.
+    """
 
     def __init__(
         self, rewards: Mapping[str, Sequence[float | None]], token_of: Callable[[Attempt], int]
@@ -165,8 +167,10 @@ def test_a_reward_at_the_threshold_is_not_kept_unless_it_is_the_best():
 
 
 def test_a_repetition_does_not_count_towards_m():
-    """The easy question says the same thing in attempts 0, 1 and 2: it is tried until a second text
-    is kept."""
+    """The easy question says the same thing in attempts 0, 1 and 2.
+
+    It is tried until a second text is kept.
+    """
     run, trajectories, k = sampled(
         {"easy": [1.0] * 6, "hard": [1.0] * 6},
         token_of=lambda attempt: max(2, attempt.number) + 10 * len(attempt.question.id),
@@ -182,8 +186,10 @@ def test_a_repetition_does_not_count_towards_m():
 
 
 def test_an_attempt_whose_search_failed_moves_no_threshold_and_costs_an_attempt():
-    """The first attempt at the hard question fails: the mean is the easy one's alone. Both are
-    tried until two are kept; of the hard one attempts 1 and 2 are."""
+    """The first attempt at the hard question fails, so the mean is the easy one's alone.
+
+    Both are tried until two are kept: of the hard one these are attempts 1 and 2.
+    """
     run, trajectories, k = sampled(
         {"easy": [0.5, 1.0, 1.0, 1.0, 1.0, 1.0], "hard": [None, 1.0, 1.0, 1.0, 1.0, 1.0]}
     )
@@ -267,7 +273,10 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
 def play_rounds(
     monkeypatch, rewards: Mapping[str, Sequence[float]], *, row_tokens: int = 8, **changes: Any
 ) -> tuple[list[float], list[str]]:
-    """All rounds over the table of rewards: K of each round, and the lines that were printed."""
+    """Play all rounds over the table of rewards.
+
+    Returns K of each round, and the lines that were printed.
+    """
     lines: list[str] = []
     written: list[dict[str, Any]] = []
     run: Any = Played(rewards, lambda attempt: attempt.number)
@@ -339,8 +348,7 @@ def test_a_round_says_whether_nothing_beat_k_or_what_was_kept_is_too_long(monkey
 
 
 def test_the_warnings_of_a_round_are_counted():
-    """Two attempts at one question, the same words twice, and a third one at another that ended
-    badly."""
+    """Two attempts at one question say the same, and a third one at another question ends badly."""
     attempts = [
         Attempt(question=QUESTIONS[n // 2], number=n % 2, seed=0, temperature=1.0) for n in range(3)
     ]
@@ -373,7 +381,7 @@ def test_the_warnings_of_a_round_are_counted():
 
 
 def test_rounds_go_down_one_cosine():
-    """Steps of three rounds, of 4, 2 and 6 updates, against half a cosine over the rounds."""
+    """Three rounds of 4, 2 and 6 updates follow half a cosine over the rounds."""
     for number, steps in enumerate((4, 2, 6)):
         rates = schedule(
             peak=1.0, end_value=0.0, total_steps=steps, stretch=(number / 3, (number + 1) / 3)

@@ -75,7 +75,7 @@ Matrices = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def matrices(modules: list[str], rank: Callable[[str], int] = lambda module: RANK) -> Matrices:
-    """A and B of each module, as PEFT keeps them."""
+    """Return A and B of each module, as PEFT keeps them."""
     draw = np.random.default_rng(0)
     made: Matrices = {}
     for module in modules:
@@ -99,7 +99,10 @@ def written(folder: Path, of_modules: Matrices, **fields: object) -> Path:
 def check(
     plain: Decoder, folder: Path, of_modules: Matrices, scales: Mapping[str, float] | float
 ) -> None:
-    """Every kernel is W + scale * B A, written out in numpy; one without matrices is W."""
+    """Check that every kernel is W + scale * B A, written out in numpy.
+
+    A kernel without matrices is W.
+    """
     merged = with_adapter(nnx.clone(plain), folder)
     for layer in range(MODEL.num_layers):
         for name, weight in PROJECTIONS.items():
@@ -132,7 +135,7 @@ def test_the_scale_of_rank_stabilised_adapters_is_alpha_by_the_root_of_the_rank(
 
 @pytest.mark.parametrize("stabilised", [False, True])
 def test_patterns_give_modules_ranks_and_alphas_of_their_own(plain, tmp_path, stabilised):
-    """A key fits the end of a module's name, behind a point; the first that fits counts."""
+    """A key fits the end of a module's name, behind a point. The first that fits counts."""
     ranks = {"model.layers.1.self_attn.q_proj": 2, "down_proj": 8, "q_proj": 1}
     alphas = {
         r"layers\.0\.self_attn\.(k|v)_proj": 5,

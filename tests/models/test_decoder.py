@@ -210,8 +210,7 @@ def test_recomputing_layers_leaves_the_gradient_alone(decoder, scan, remat):
 
 
 def test_less_is_kept_the_more_is_recomputed(decoder):
-    """Residuals of the layers: all activations, only the products with weights, only each layer's
-    input."""
+    """A layer keeps all activations, only the products with weights, or only its input."""
 
     def numbers_kept(remat) -> int:
         def loss(decoder):
@@ -224,7 +223,7 @@ def test_less_is_kept_the_more_is_recomputed(decoder):
 
 
 def test_packed_rows_equal_separate_rows(decoder):
-    """Two sequences of 12 and 8 tokens in one row, with padding at its end."""
+    """One row holds two sequences of 12 and 8 tokens, with padding at its end."""
     packed = jnp.concatenate(
         [TOKENS[:1, :12], TOKENS[1:, :8], jnp.zeros((1, 4), jnp.int32)], axis=1
     )
@@ -241,8 +240,10 @@ def test_packed_rows_equal_separate_rows(decoder):
 
 
 def test_no_logit_depends_on_a_later_token(decoder):
-    """Exactly zero, not small: the embedded tokens are shifted by `offset` and the logits at each
-    position differentiated."""
+    """The derivative is exactly zero, not small.
+
+    The embedded tokens are shifted by `offset` and the logits at each position differentiated.
+    """
     length = TOKENS.shape[1]
 
     def logit_sums(offset):
@@ -257,7 +258,7 @@ def test_no_logit_depends_on_a_later_token(decoder):
 
 
 def _attention_by_definition(query, key, value, segment_ids):
-    """Head by head and position by position, in numpy."""
+    """Compute attention head by head and position by position, in numpy."""
     batch, time, heads, head_dim = query.shape
     output = np.zeros(query.shape, np.float32)
     for row, position, head in np.ndindex(batch, time, heads):

@@ -109,9 +109,11 @@ def test_the_tokenizer_knows_whether_a_thought_is_open(name):
 @every_template
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_conversation_grows_by_appending_and_keeps_its_thoughts(name, stopped):
-    """The template writes the first turn without its thought once a question follows. Here that
-    turn stays as it was sampled, after the prompt that it was sampled from; all else is as the
-    template has it."""
+    """The template writes the first turn without its thought once a question follows.
+
+    Here that turn stays as it was sampled, after the prompt that it was sampled from. All else is
+    as the template has it.
+    """
     tokenizer = TOKENIZERS[name]
     turn = "I know. </think>\n\n" + REPLY if WRAPPED[name][1] else REPLY
     ids = tokenizer.open_conversation(SYSTEM, USER) + tokenizer.encode_model(turn)
@@ -212,8 +214,10 @@ def test_a_demonstration_is_a_turn_that_the_model_could_have_written(name):
 
 @every_template
 def test_the_rest_of_a_turn_goes_on_where_its_beginning_ended(name):
-    """A turn that is written in parts: the thought that is open after the first one is open in the
-    second one."""
+    """A turn is written in parts.
+
+    The thought that is open after the first part is open in the second one.
+    """
     tokenizer = TOKENIZERS[name]
 
     def part(text: str) -> Completion:

@@ -103,8 +103,10 @@ def test_array_scalars_are_numbers(tmp_path):
 
 
 def scalars_of(directory) -> list[tuple[str, int, float]]:
-    """Tag, step and value of everything in the directory's event files, read by the record format
-    itself."""
+    """Return tag, step and value of everything in the directory's event files.
+
+    The record format is read by hand.
+    """
     scalars = []
     for path in directory.glob("events.*"):
         content = path.read_bytes()
@@ -167,8 +169,10 @@ def test_tensorboard_has_every_line_once_after_a_kill_and_a_resume(tmp_path):
 
 
 def wandb_pieces(content: bytes) -> Iterator[bytes]:
-    """The records of a `.wandb` file: LevelDB's log format behind a header of 7 bytes, in blocks of
-    32 KiB."""
+    """Yield the records of a `.wandb` file.
+
+    It has LevelDB's log format behind a header of 7 bytes, in blocks of 32 KiB.
+    """
     at = 7
     record = b""
     while at + 7 <= len(content):
@@ -185,7 +189,7 @@ def wandb_pieces(content: bytes) -> Iterator[bytes]:
 
 
 def wandb_records(directory: Path) -> list[tuple[str, dict]]:
-    """(identifier of the run, what was logged with every line), read from all of its files."""
+    """Return of each file the identifier of the run, and what was logged with every line."""
     from wandb.proto import wandb_internal_pb2
 
     records = []

@@ -6,7 +6,7 @@ from mujica_jax.report.stage_clock import StageClock
 
 
 class Told:
-    """A clock, and what compiling took, as they are told."""
+    """A clock, and the time that compiling took, as they are set."""
 
     def __init__(self) -> None:
         self.now = self.compiled = 0.0

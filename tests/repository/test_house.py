@@ -99,7 +99,7 @@ MODULES = {module_of(path): path for path in SOURCES}
 
 
 def imports(nodes: Iterator[ast.AST], path: Path) -> Iterator[str]:
-    """Absolute names of the modules that these statements import."""
+    """Return absolute names of the modules that these statements import."""
     package = ("mujica_jax", *path.relative_to(PACKAGE).parts[:-1])
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -111,8 +111,10 @@ def imports(nodes: Iterator[ast.AST], path: Path) -> Iterator[str]:
 
 
 def run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run when the module is imported: not those in functions or under
-    TYPE_CHECKING."""
+    """Return the statements that run when the module is imported.
+
+    Those in functions or under TYPE_CHECKING do not.
+    """
     for node in body:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from run_at_import(node.orelse)

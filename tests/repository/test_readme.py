@@ -53,8 +53,10 @@ def test_make_knows_the_target(line):
 
 
 def arguments(line: str) -> list[str]:
-    """Words after `python -m mujica_jax.train`, placeholders filled in; "..." are those of any
-    other command."""
+    """Return the words after `python -m mujica_jax.train`, with placeholders filled in.
+
+    "..." stands for those of any other command.
+    """
     return [
         str(TWO_WIKI) if word == "DIR" else word for word in shlex.split(line)[3:] if word != "..."
     ]

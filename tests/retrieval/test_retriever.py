@@ -22,7 +22,7 @@ PASSAGES = [Passage(id=str(n), title=f"title {n}", text="text") for n in range(1
 
 
 class RecordingIndex:
-    """Finds the passages from the query's length on; remembers what was searched together."""
+    """Finds the passages from the query's length on, and records what was searched together."""
 
     def __init__(self) -> None:
         self.passages = PASSAGES

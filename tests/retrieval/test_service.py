@@ -43,8 +43,10 @@ get = functools.partial(httpx.get, timeout=HANG_SECONDS)
 
 @pytest.fixture(autouse=True)
 def clock(turned_clock) -> TurnedClock:
-    """The clock of the clients: how fast the machine is does not matter to them. The service has
-    the real one."""
+    """Return the clock of the clients, so that the speed of the machine does not matter to them.
+
+    The service has the real one.
+    """
     return turned_clock
 
 

@@ -41,7 +41,10 @@ def write(path: Path, text: str) -> None:
 
 
 def folder_of_questions(folder: Path, *, verb: str = "built", passage: str = "A mill.") -> Path:
-    """Twelve questions of the user's own, of which four are for training, and their passages."""
+    """Write twelve questions of the user's own and their passages.
+
+    Four of them are for training.
+    """
     rows = [
         {
             "_id": f"q{number}",
@@ -157,8 +160,10 @@ def test_a_run_does_not_go_on_with_other_questions_or_passages(change, tmp_path)
 
 
 def test_a_run_does_not_go_on_with_other_paragraphs_of_its_training_questions(tmp_path):
-    """In the distractor setting, where each question has its own: those of the evaluated ones stay
-    the same."""
+    """In the distractor setting each question has paragraphs of its own.
+
+    Those of the evaluated ones stay the same.
+    """
 
     def task(other: str) -> TwoWiki:
         rows = []

@@ -27,8 +27,10 @@ def refused(ended: Ended, words: str) -> None:
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_disk_that_fills_up_during_saves(undisturbed, tmp_path):
-    """While the learner's state is written, by a library of its own in C++; while its mark is; and
-    while shards are."""
+    """It fills up while the learner's state, its mark or shards are written.
+
+    The state is written by a library in C++.
+    """
     directory = tmp_path / "run"
     large, mark, shard = disturbed(
         directory,
@@ -59,7 +61,7 @@ def test_a_disk_that_is_full_again_and_again(undisturbed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small file system")
 def test_a_small_file_system_that_is_full(undisturbed, tmp_path):
-    """The system's own refusal, wherever it comes first; then the disk grows."""
+    """The system's own refusal comes wherever it comes first. Then the disk grows."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -79,7 +81,7 @@ def test_a_small_file_system_that_is_full(undisturbed, tmp_path):
 
 
 def unprivileged() -> None:
-    """For a root that starts a program: permissions count for it too."""
+    """Make permissions count for a program that root starts."""
     if os.geteuid() == 0:
         ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE)
 

@@ -148,8 +148,11 @@ def test_as_many_trajectories_as_questions(trajectories):
 
 
 def test_the_score_of_a_question_is_the_mean_over_its_episodes(trajectories):
-    """Two questions, three passes. The first is right once in two episodes whose search worked, the
-    second in all three: EM (50 + 100) / 2."""
+    """There are two questions and three passes.
+
+    The first is right once in two episodes whose search worked, the second in all three: EM (50 +
+    100) / 2.
+    """
     right = dataclasses.replace(trajectories[0], question_id="0")
     wrong = dataclasses.replace(right, answer="Bruges")
     failed = dataclasses.replace(right, stop_reason=StopReason.RETRIEVER_FAILED)
@@ -179,8 +182,10 @@ def evaluation_of(*played: Trajectory) -> Evaluation:
 
 
 def test_scores_shown_do_not_depend_on_the_reward():
-    """Under f1_format the half-right and the silent episode earn something else; the console and
-    both files show the same EM and F1."""
+    """Under f1_format the half-right and the silent episode earn something else.
+
+    The console and both files show the same EM and F1.
+    """
     replies = {"0": answer("Ghent"), "1": answer("Ghent, Belgium"), "2": "Hm."}
     questions = [
         dataclasses.replace(QUESTION, id=number, text=f"Question {number}?", kind="one")

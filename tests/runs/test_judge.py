@@ -59,7 +59,7 @@ def chat_reply(text: str) -> Answer:
 
 
 def prediction_in(request: Request) -> str:
-    """What the judge is asked about."""
+    """Return the prediction that the judge is asked about."""
     lines = request.body["messages"][1]["content"].splitlines()
     return next(
         line.removeprefix("Prediction: ") for line in lines if line.startswith("Prediction: ")
@@ -158,7 +158,7 @@ def yes_if(right: Callable[[str], bool]) -> Callable[[Request, int], Answer]:
 def earned(
     config: Config, *trajectories: Trajectory, verdicts=None, stage_round: int = 0
 ) -> list[Trajectory]:
-    """All rewarded at the same time, as `run_episodes` does."""
+    """Reward all episodes at the same time, as `run_episodes` does."""
     reward = make_reward(config, "two_wiki", opened(config, verdicts)).at(stage_round)
 
     async def all_of_them() -> list[Trajectory]:
@@ -183,8 +183,11 @@ def test_a_judge_gives_the_reward_and_equal_answers_are_asked_about_once(tokeniz
 
 
 def test_staged_rewards_by_a_judge_worked_by_hand(tokenizer, tmp_path):
-    """ "Gent" is no exact match and right by the judge: 1 in stage one, 1 - 2 x 0.3 in stage two;
-    "Rome" -1 + 2 x 0.3 and -1. Format 1; the two queries share no word, so the search part is 0."""
+    """ "Gent" is no exact match, and right by the judge.
+
+    It earns 1 in stage one and 1 - 2 x 0.3 in stage two; "Rome" earns -1 + 2 x 0.3 and -1. The
+    format earns 1. The two queries share no word, so the search part is 0.
+    """
     searches = tuple(
         Search(iteration=place, query=query)
         for place, query in enumerate(("amber tide", "vandermark"))

@@ -13,7 +13,7 @@ from tests.helpers.whole_runs import Ended, disturbed, json_lines, outcome, rest
 
 
 def killed(directory: Path, *starts: dict[str, Any]) -> list[Ended]:
-    """Each start is killed somewhere, and the next one goes on."""
+    """Kill each start at its place; each begins where the one before it was killed."""
     ends = disturbed(directory, *({"signal": "SIGKILL", **start} for start in starts))
     for start, ended in zip(starts, ends, strict=True):
         assert ended.status == -signal.SIGKILL, f"{start}: {ended.output}{ended.messages}"
@@ -24,8 +24,11 @@ def killed(directory: Path, *starts: dict[str, Any]) -> list[Ended]:
 @pytest.mark.slow
 @pytest.mark.fault
 def test_killed_again_and_again_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    """The twenty steps of the first phase are seven, a kill and thirteen: each step sees the rows
-    it would have seen, and all that follows from them has the same checksums, bit for bit."""
+    """The twenty steps of the first phase are seven, a kill and thirteen.
+
+    Each step sees the rows it would have seen, and all that follows from them has the same
+    checksums, bit for bit.
+    """
     directory = tmp_path / "run"
     first = tmp_path / "first"
     second = tmp_path / "second"

@@ -74,7 +74,7 @@ def cloud(tmp_path):
 
 
 def long(cloud: Cloud, script: str, *words: str) -> str:
-    """Run a script that may take minutes on a busy machine. Returns what it printed."""
+    """Run a script that may take minutes on a busy machine, and return what it printed."""
     command = [str(LAUNCH / script), "--env", str(cloud.folder / "env"), *words]
     ended = subprocess.run(
         command, env=cloud.environment, capture_output=True, text=True, timeout=SECONDS

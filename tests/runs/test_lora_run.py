@@ -39,7 +39,10 @@ SMOKE = HELPERS / "smoke_config.py"
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Config:
-    """From a checkpoint, with adapters of rank 4 and an int8 engine."""
+    """Return a configuration that starts from a checkpoint.
+
+    It has adapters of rank 4 and an int8 engine.
+    """
     directory = tmp_path_factory.mktemp("lora") / "checkpoint"
     tokenizer = Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300)
     model = dataclasses.replace(

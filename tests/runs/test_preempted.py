@@ -37,8 +37,10 @@ THIN = (
 
 
 def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
-    """One start a phase, each asked to end there. Where all else of a phase ends in the same call
-    of the engine, it is finished."""
+    """Start a run once a phase, each time asked to end there.
+
+    Where all else of a phase ends in the same call of the engine, the phase is finished.
+    """
     starts = [
         {
             "signal": "SIGTERM",
@@ -91,7 +93,7 @@ def test_preempted_in_every_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp
 
 @pytest.mark.slow
 def test_killed_while_it_obeys_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    """SIGTERM, and SIGKILL before the save that follows is done. What is torn is not used."""
+    """SIGKILL follows SIGTERM before the save is done. A torn file is not used."""
     directory = tmp_path / "run"
     phase = {"signal": "SIGTERM", "phase": "warm-up: learning"}
     starts = [{**phase, "update": 10 * write, "then_write": write} for write in (1, 2, 3)]
@@ -149,7 +151,10 @@ def results_in(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_path):
-    """After each of the first three of four parts: greedy and sampled, 64 and 36 questions."""
+    """It is killed after each of the first three of four parts.
+
+    The parts are greedy and sampled, of 64 and 36 questions.
+    """
     asked = ["--eval.questions", "100", "--task.dev-questions", "100"]
     command = [*EVAL, "--checkpoint", str(undisturbed.directory), *asked, "--out"]
     finished([*command, str(tmp_path / "whole")])

@@ -106,8 +106,10 @@ def test_a_worker_samples_through_jetstream_where_the_run_says_so(undisturbed, t
 
 @pytest.mark.slow
 def test_asynchronous_rounds_by_a_worker_are_those_of_one_program(tmp_path):
-    """Three rounds, so that the last is sampled by a policy whose phase has left its checkpoint
-    behind."""
+    """There are three rounds.
+
+    The last is sampled by a policy whose phase has left its checkpoint behind.
+    """
     words = ["--method.schedule", "asynchronous", "--method.rounds", "3", "--eval.control", "False"]
     with serving() as alone:
         assert ended(begin(alone, tmp_path / "cache", str(CONFIG), *words))["status"] == 0

@@ -67,7 +67,7 @@ def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
 @pytest.mark.slow
 @pytest.mark.fault
 def test_the_small_run_goes_through_everything_it_is_to_measure(undisturbed):
-    """Otherwise the comparisons below compare nothing."""
+    """Without this the comparisons below compare nothing."""
     numbers = undisturbed.outcome
     # first attempts and later ones
     assert len(set(numbers["shards"].values())) == len(numbers["shards"]) >= 5
@@ -151,8 +151,10 @@ def test_eval_repeats_what_the_run_found(copy):
 
 @pytest.mark.slow
 def test_without_demonstrations_the_rounds_begin_with_the_checkpoint(undisturbed, tmp_path):
-    """Nothing is played by a script and nothing is sampled with worked examples, as for a task that
-    has neither."""
+    """Nothing is played by a script and nothing is sampled with worked examples.
+
+    A task may have neither.
+    """
     model = undisturbed.directory / "policies" / "000002" / "model"
     directory = tmp_path / "run"
     flags = (
@@ -221,7 +223,7 @@ OOD = """--task.top-k 3 --engine.tensor 1 --engine.slots 16 --engine.cache-gigab
 
 @pytest.mark.slow
 def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp_path):
-    """By the configurations of the paper's out-of-domain rows, with passages and with a graph."""
+    """The tasks are those of the paper's out-of-domain rows, with passages and with a graph."""
     run = shutil.copytree(undisturbed.directory, tmp_path / "run")
     asked = {
         "id": "2hop__1_2",
@@ -283,7 +285,7 @@ def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp
 
 
 def documented(heading: str) -> set[str]:
-    """Names in the table under a heading of docs/metrics.md."""
+    """Return the names in the table under a heading of docs/metrics.md."""
     part = (
         (ROOT / "docs" / "metrics.md")
         .read_text()

@@ -28,7 +28,7 @@ from tests.helpers.whole_runs import free_port
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_where_a_process_never_comes_the_other_says_what_to_do_and_is_ended(process):
-    """By JAX, whose page comes last."""
+    """JAX ends it, and prints its own page last."""
     address = f"localhost:{free_port()}"
     flags = f"--distributed.coordinator {address} --distributed.processes 2 --distributed.process "
     command = [sys.executable, "-m", "mujica_jax.train", *flags.split(), str(process)]
@@ -180,7 +180,7 @@ def test_eval_refuses_a_job_that_is_half_described(capsys):
 
 
 class Exit(BaseException):
-    """In the place of the end of the process."""
+    """Stands in for the end of the process."""
 
 
 class Service:
@@ -219,7 +219,7 @@ def service(monkeypatch) -> Service:
 
 @pytest.fixture
 def job(service, monkeypatch) -> distributed.Job:
-    """Of three processes, as the second one sees it."""
+    """Return a job of three processes, as the second one sees it."""
     seen = distributed.Job(processes=3, process=1, barrier_seconds=5, client=service)
     monkeypatch.setattr(distributed, "_job", seen)
     monkeypatch.setattr(distributed, "host", lambda: "b")

@@ -101,7 +101,10 @@ sys.exit(preemption.exit_status(program))
 
 
 def until(holds: Callable[[], bool]) -> bool:
-    """Whether it comes true: a thread of its own hears the signal."""
+    """Wait for a condition, and return whether it came true.
+
+    A thread of its own hears the signal.
+    """
     end = time.monotonic() + HANG_SECONDS
     while not holds() and time.monotonic() < end:
         time.sleep(0.001)
@@ -110,7 +113,7 @@ def until(holds: Callable[[], bool]) -> bool:
 
 @pytest.fixture
 def ends() -> list[int]:
-    """Exit statuses, in the place of exits."""
+    """Return the list of exit statuses that stand in for exits."""
     return []
 
 
@@ -197,8 +200,10 @@ def test_whoever_was_told_is_not_ended_in_the_middle(ends, monkeypatch):
     wait_for_bytes = select.select
 
     def wait_until_polled(reading, writing, errors, seconds):
-        """The listener waits for the end of the grace time when the main thread has polled, and
-        then without one."""
+        """Stand in for `select`: the grace time ends when the main thread has polled.
+
+        A wait after that has no time limit and says that the grace is over.
+        """
         if seconds is not None:
             assert polled.wait(HANG_SECONDS)
         elif polled.is_set():
@@ -261,7 +266,7 @@ def test_a_compilation_cannot_be_interrupted_and_is_ended():
 
 
 class Others:
-    """What the other processes of the job are told, and what process 0 answers."""
+    """Records what the other processes of the job are told. `answer` is that of process 0."""
 
     def __init__(self, monkeypatch) -> None:
         self.announced: list[int] = []
@@ -312,7 +317,7 @@ def test_process_0_decides_before_which_step_all_stop(preemption, others):
 
 
 def test_an_interrupt_in_all_processes_at_once_is_no_second_one(preemption, ends, others, capsys):
-    """As a terminal sends it: each hears its own, and those of the others."""
+    """A terminal sends it so: each process hears its own, and those of the others."""
     preemption.enter("warm-up: learning")
     preemption.on_notice(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
@@ -332,7 +337,7 @@ def test_a_process_that_is_ended_in_the_middle_tells_the_others(ends, others):
 
 
 def said_by_processes(count: int, source: str, word: str) -> list[tuple[str, str]]:
-    """Output and messages of each process of a job, all of which end well."""
+    """Return output and messages of each process of a job, all of which end well."""
     address = f"localhost:{free_port()}"
     running = [program(source, str(process), address, word) for process in range(count)]
     try:
@@ -348,7 +353,10 @@ def said_by_processes(count: int, source: str, word: str) -> list[tuple[str, str
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["learning", "sampling", "waiting"])
 def test_the_processes_of_a_run_end_together(where):
-    """By one SIGTERM to one of them: in training before the same step, elsewhere where each is."""
+    """One SIGTERM to one of them is enough.
+
+    In training they end before the same step, elsewhere each where it is.
+    """
     outputs = said_by_processes(2, TWO_PROCESSES, where)
     (first, reasons), (second, _) = outputs
     if where == "learning":
@@ -362,7 +370,7 @@ def test_the_processes_of_a_run_end_together(where):
 @pytest.mark.slow
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_all_read_of_an_end_before_the_process_that_holds_the_store_is_gone(leaver):
-    """Also one that reads it seconds later: a machine may be that busy."""
+    """A process may read it seconds later, since a machine may be that busy."""
     outputs = said_by_processes(3, THREE_PROCESSES, str(leaver))
     for process, (_, messages) in enumerate(outputs):
         assert (f"process {leaver} on" in messages and "ended: preempted" in messages) == (

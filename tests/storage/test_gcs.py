@@ -51,8 +51,10 @@ def store(fake) -> Store:
 
 
 def once(kind: str, *faults: Fault) -> Callable[[Request], Fault | None]:
-    """The first requests of a kind meet these faults, one each. Where one hangs, a request may take
-    a second until then, and any time afterwards."""
+    """Let the first requests of a kind meet these faults, one each.
+
+    Where one hangs, a request may take a second until then, and any time afterwards.
+    """
     faults_to_come = list(faults)
     # the fixture `fake` restores it
     gcs.REQUEST_SECONDS = 1.0 if "hang" in faults else HANG_SECONDS
@@ -69,8 +71,11 @@ def once(kind: str, *faults: Fault) -> Callable[[Request], Fault | None]:
 
 
 def repeated(fake: FakeBucket, times: int, kind: str, fault: Fault | None = None) -> bool:
-    """Whether requests were repeated so often. Where one hangs, the short deadline may pass for
-    others too on a busy machine, so that it is at least as often."""
+    """Return whether requests were repeated as often as expected.
+
+    Where one hangs, the short deadline may pass for others too on a busy machine, so that it is at
+    least as often.
+    """
     counted = gcs.open_bucket("bucket").retries
     if fault != "hang":
         return counted == times
@@ -78,7 +83,7 @@ def repeated(fake: FakeBucket, times: int, kind: str, fault: Fault | None = None
 
 
 def damage_first_answer(fake: FakeBucket, name: str) -> None:
-    """The first download of an object gives another content under its checksum."""
+    """Make the first download of an object give another content under its checksum."""
     made = fake.objects["bucket", name]
     wrong = dataclasses.replace(made, content=b"wrong")
     answers = itertools.chain(
@@ -471,7 +476,7 @@ def test_two_programs_in_one_run_are_told(fake, store):
 
 
 def a_round(store: Store) -> None:
-    """What a run does to its directory, without its models."""
+    """Do to a run directory what a round does, without its models."""
     rows = [trajectory(number) for number in range(3)]
     with MetricsLog(store.root) as metrics:
         store.write_plan(1, {"policy_version": 0})
@@ -487,7 +492,7 @@ def a_round(store: Store) -> None:
 
 
 def content_of(fake: FakeBucket) -> dict[str, object]:
-    """All objects, without what a clock said."""
+    """Return all objects, without what a clock said."""
     contents = {
         name: fake.content("bucket", name)
         for name in fake.names("bucket")

@@ -69,7 +69,7 @@ def shown(environment: Environment, query: str) -> list[str]:
 
 
 def figures(question: Question, *searches: Search) -> dict[str, Any]:
-    """What an evaluation says of an episode with these searches."""
+    """Return the figures of an evaluation of one episode with these searches."""
     played = Trajectory(
         question_id=question.id,
         attempt=0,
@@ -249,7 +249,7 @@ def test_a_corpus_may_have_another_version_of_a_gold_paragraph():
 
 
 def test_behind_an_address_titles_decide():
-    """Nobody knows the texts that are searched there."""
+    """The texts that are searched there are unknown."""
     service = GoldInCorpus([], ["Lisma"], by_title=True)
     gold = service.find(GoldPassage(title="Lisma", text="A town."))
     assert gold is not None

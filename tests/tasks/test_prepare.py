@@ -248,7 +248,7 @@ class Prepared:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Prepared:
-    """All four sets, of which one was killed first."""
+    """Return all four sets, of which one was killed first."""
     folder = tmp_path_factory.mktemp("prepared")
     official = write_official_files(folder / "official")
     killed = run(["-c", KILLED, "musique", "--from", str(official["musique"])], folder)
@@ -275,7 +275,7 @@ def prepared(tmp_path_factory) -> Prepared:
 
 @pytest.fixture
 def sets(prepared, tmp_path, monkeypatch) -> Path:
-    """A copy of the prepared sets, which is the folder of TensorFlow Datasets."""
+    """Return a copy of the prepared sets, which is the folder of TensorFlow Datasets."""
     shutil.copytree(prepared.folder / "sets", tmp_path / "sets")
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "sets"))
     monkeypatch.chdir(tmp_path)

@@ -82,7 +82,7 @@ def recalled(text: str) -> str:
 
 
 def from_memory(text: str) -> str:
-    """The same after the beginning that a tree writes."""
+    """Return the same text after the beginning that a tree writes."""
     return recalled(text).removeprefix(decex_agent.MEMORY)
 
 
@@ -95,9 +95,11 @@ BEGINNINGS = {
 
 
 class Table:
-    """Writes what follows a state, in its order, around again when it is used up. A state is named
-    by what was recalled or [found], then the sub-question to solve, then what a tree makes of it:
-    "m1>[q1]>b?<search>"."""
+    """Writes what follows a state, in its order, and begins again when it is used up.
+
+    A state is named by what was recalled or [found], then the sub-question to solve, then what a
+    tree makes of it: "m1>[q1]>b?<search>".
+    """
 
     version = 0
 
@@ -131,14 +133,14 @@ class Table:
 
 
 class Seeded(Table):
-    """The same, by the seed: what is asked again by the same seed is written again."""
+    """Writes the same table by the seed. An equal seed gives an equal text."""
 
     def place(self, place: int, seed: int) -> int:
         return seed
 
 
 class Echo(LittleWorld):
-    """A search finds its own query."""
+    """An environment in which a search finds its own query."""
 
     async def search(self, query, entity):
         await super().search(query, entity)
@@ -146,7 +148,7 @@ class Echo(LittleWorld):
 
 
 class FailsOnce(Echo):
-    """The first search for each query fails."""
+    """An environment in which the first search for each query fails."""
 
     async def search(self, query, entity):
         first = not any(query == searched for searched, _ in self.searched)
@@ -187,7 +189,7 @@ def grow(
 
 
 def pairs_of(tree: Tree) -> list[tuple]:
-    """What is preferred, the last pieces of chosen and rejected, and the two means."""
+    """Return of each pair the preference, the last pieces of both sides and the two means."""
 
     def last(conversation) -> str:
         piece = decex_agent.first_piece(
@@ -287,8 +289,10 @@ def test_a_pruned_tree_by_hand():
 
 
 def test_the_leaf_is_the_path_of_the_tree_in_the_published_format():
-    """Its pieces are joined to turns: a thought with the sub-question and a search, then a thought
-    and the answer."""
+    """The pieces of a leaf are joined to turns.
+
+    They are a thought with the sub-question and a search, then a thought and the answer.
+    """
     (conversation,) = grow(Table(TURNS)).finished[0].conversations
     assert [turn.text for turn in conversation.turns if turn.role == "model"] == [
         "<think> a. So, the next sub-question is: a?\n"
@@ -301,8 +305,10 @@ def test_the_leaf_is_the_path_of_the_tree_in_the_published_format():
 
 
 def test_tokens_are_counted_once():
-    """A tree of one branch and one episode a node: all that was written, how turns began, and what
-    a search found."""
+    """The tree has one branch and one episode a node.
+
+    All that was written counts, and how turns began, and what a search found.
+    """
     table = Table(TURNS | {"": [ask("a")], "a?": [WRONG], "m1": [WRONG]})
     tree = grow(table, branches=1, rollouts=1)
     assert tree.counts["generated_tokens"] == table.written_tokens
@@ -333,8 +339,10 @@ def test_a_better_memory_at_the_threshold_is_chosen_in_the_pair_and_not_in_the_c
 
 
 def voting(stopping: int) -> Mapping[str, Sequence[str]]:
-    """Of four votes at the root, so many stop, one of them wrongly. Going on with b is worth
-    nothing."""
+    """Return turns in which `stopping` of four votes at the root stop, one of them wrongly.
+
+    Going on with b is worth nothing.
+    """
     turns = TURNS | {
         "": [*[GOLD] * (stopping - 1), WRONG, *[ask("b")] * (4 - stopping)],
         "b?": [WRONG],
@@ -379,7 +387,10 @@ def test_a_turn_that_cannot_be_read_votes_for_nothing_and_is_no_branch():
 
 
 def test_the_search_is_scored_where_memory_was_good_enough_and_not_expanded():
-    """m2 is worth 1 and q1 1/2: the pair prefers memory, and the leaf is without a search."""
+    """m2 is worth 1 and q1 is worth 1/2.
+
+    The pair prefers memory, and the leaf is without a search.
+    """
     turns = TURNS | {"m2": [GOLD], "[q1]": [GOLD, WRONG], "m2<go on>": ["\n"]}
     cheap = grow(Table(turns))
     both = grow(Table(turns), both=True)
@@ -408,8 +419,10 @@ def test_going_on_is_scored_where_the_vote_ends_the_tree_and_not_expanded():
 
 
 def test_the_decision_that_no_sample_took_is_forced_after_the_same_thoughts():
-    """After q1 all three votes stop with 1, and going on is worth nothing; before the first step
-    nothing is forced."""
+    """After q1 all three votes stop with 1, and going on is worth nothing.
+
+    Before the first step nothing is forced.
+    """
     table = Table(
         TURNS
         | {"[q1]<go on>": [" c?\n", " d?\n", " C?\n"], "[q1]>c?": [WRONG], "[q1]>d?": [GOLD, WRONG]}
@@ -427,8 +440,10 @@ def test_the_decision_that_no_sample_took_is_forced_after_the_same_thoughts():
 
 
 def test_stopping_is_forced_where_every_sample_goes_on():
-    """After m2, which is good enough, all samples ask c, which is worth nothing; forced to stop,
-    one is right."""
+    """After m2, which is good enough, all samples ask c, which is worth nothing.
+
+    Forced to stop, one is right.
+    """
     turns = TURNS | {
         "m2": [GOLD, GOLD, ask("c"), ask("c"), ask("c")],
         "m2<stop>": [" gold </answer>", " no </answer>"],
@@ -458,7 +473,7 @@ def test_a_search_that_fails_is_no_branch_and_counted():
 
 
 def test_an_episode_that_a_failed_search_ended_enters_no_mean():
-    """Episodes that search for what fails are lost: a is worth 1 by the others."""
+    """Episodes that search for what fails are lost. The others give a its worth of 1."""
     turns = TURNS | {
         "a?": ["I need to look this up. </think>\n<search> lost </search>", GOLD],
         "": [ask("a")],
@@ -536,9 +551,11 @@ class Wide(Table):
 
 
 def test_layers_grow_linearly_and_by_two_and_by_all_executions():
-    """k = 2 and T = 2. A pruned layer has 2 + 2 + 2 nodes and is followed by one state; an unpruned
-    one by 2; in a full one each sub-question has 4 executions, so 2 + 8 nodes are followed by 8
-    states."""
+    """The sizes are k = 2 and T = 2.
+
+    A pruned layer has 2 + 2 + 2 nodes and is followed by one state, an unpruned one by 2. In a full
+    one each sub-question has 4 executions, so 2 + 8 nodes are followed by 8 states.
+    """
     counts = {
         name: grow(Wide(), branches=2, expansion=name).counts
         for name in ("pruned", "unpruned", "full")
@@ -602,8 +619,10 @@ def test_a_spent_budget_keeps_what_was_made():
 
 
 def test_the_chain_is_a_leaf_with_the_best_reward_whatever_an_episode_searched():
-    """Two leaves are right, and so are episodes with more and with fewer searches: SFT learns a
-    path of the tree."""
+    """Two leaves are right, and so are episodes with more and with fewer searches.
+
+    SFT learns a path of the tree.
+    """
     twice = "I need to look this up. </think>\n<search> more </search>"
     turns = TURNS | {
         "a?": [twice],
@@ -622,8 +641,10 @@ def test_the_chain_is_a_leaf_with_the_best_reward_whatever_an_episode_searched()
 
 
 def test_an_episode_stands_in_only_where_no_leaf_has_the_best_reward():
-    """The votes after q1 are wrong, the episodes after m2 and q1 were right: of these, most or
-    least searches."""
+    """The votes after q1 are wrong, and the episodes after m2 and q1 were right.
+
+    The chain is one of these, with most or with least searches.
+    """
     tree = grow(Table(TURNS | {"[q1]": [GOLD, GOLD, WRONG, WRONG, WRONG]}))
     most_chain = best_chain(tree, "most")
     least_chain = best_chain(tree, "least")
@@ -941,8 +962,10 @@ def test_trees_without_a_reward_are_answered_in_a_sentence(config, played, monke
 
 
 def test_a_second_model_writes_the_trees_of_a_run(config, played, monkeypatch):
-    """It asks and answers, always rightly from memory: its tokens are counted apart from the
-    policy's."""
+    """The second model asks and answers rightly from memory.
+
+    Its tokens are counted apart from the policy's.
+    """
 
     class Replies:
         policy_version = -1

@@ -96,8 +96,10 @@ READINGS = {
 
 
 class LittleTeacher:
-    """Writes what stands for each step; `first` are replies that come before. What it read is kept,
-    step by step."""
+    """Writes the reply of each step and keeps what it read, step by step.
+
+    `first` are replies that come before.
+    """
 
     version = 3
 
@@ -194,8 +196,10 @@ def refusals(trajectory: Trajectory) -> dict[str, float]:
 
 
 def test_the_conversations_are_those_that_mujica_plays():
-    """Contexts are what the environment returned and the workers said; the plan begins the first
-    thought."""
+    """Contexts are what the environment returned and the workers said.
+
+    The plan begins the first thought.
+    """
     trajectory = written(LittleTeacher())
     planner, director, city = trajectory.conversations
     assert [turn.text for turn in planner.turns] == [
@@ -526,8 +530,10 @@ def test_over_passages_the_worker_reads_the_gold_one_among_what_was_found():
 
 
 def test_a_model_behind_an_endpoint_is_a_teacher():
-    """It refuses once; the request for its first plan says nothing of tags, which are in the system
-    prompt alone."""
+    """The endpoint refuses once.
+
+    The request for its first plan says nothing of tags, which are in the system prompt alone.
+    """
     replies = [
         None, PLAN, TURNS[0], ANSWERS[ASK_DIRECTOR], READINGS[ASK_DIRECTOR], TURNS[1], ANSWERS[ASK_CITY],
         READINGS[ASK_CITY], TURNS[2],
@@ -582,7 +588,10 @@ def test_searches_show_the_questions_own_paragraphs_and_nothing_is_retrieved():
 
 
 def test_a_teacher_with_another_tokenizer_gives_the_same_rows():
-    """It reads and writes its own token ids; what is learnt is of the student's tokenizer."""
+    """The teacher reads and writes its own token ids.
+
+    The rows hold those of the student's tokenizer.
+    """
     other = Tokenizer.train(["Who is the director of The Tin Orchard? Ghent."], 320, tags=())
     own = tokenizer()
     assert own.encode_model(TURNS[0]) != other.encode_model(TURNS[0])
@@ -652,8 +661,7 @@ def test_with_evipaths_contract_teacher_and_rows_have_its_tags():
 
 
 def test_the_teachers_conversations_are_lessons():
-    """What a model learns that is to be a teacher: the hint is read, and the accepted words are
-    learnt."""
+    """A model that is to be a teacher reads the hint and learns the accepted words."""
     teacher = LittleTeacher()
     rows = asyncio.run(synthesizer().lessons(attempt(BORN), LittleWorld(), teacher))
     assert [row.role for row in rows] == [
@@ -687,7 +695,7 @@ def recipes_call_the_fake(monkeypatch):
 
 
 class LittleRun:
-    """In the place of a `Run` that only synthesises."""
+    """Stands in for a `Run` that only synthesises."""
 
     def __init__(self, folder: Path, teacher: LittleTeacher, **changes: Any) -> None:
         sampling = types.SimpleNamespace(shard_questions=1, questions_per_round=2, temperature=1.0)
@@ -883,7 +891,7 @@ def test_a_policy_from_scratch_without_a_warm_up_cannot_be_an_abductive_teacher(
 
 @pytest.mark.parametrize("mode", ["abductive", "deductive"])
 def test_the_8b_configuration_takes_the_policy_itself_as_teacher_of_both_modes(mode):
-    """By the flags of its docstring (tables 3 and 4)."""
+    """The flags of its docstring give the modes of tables 3 and 4."""
     none = [f"--method.remote.{field}" for field in ("base-url", "model", "mode", "tokenizer")]
     words = [
         "--method.teacher",

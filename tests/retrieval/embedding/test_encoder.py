@@ -49,7 +49,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def variant(folder: Path, target: Path, **changes: object) -> Path:
-    """A copy of the folder with fields of config.json changed."""
+    """Return a copy of the folder with fields of config.json changed."""
     shutil.copytree(folder, target)
     fields = json.loads((target / "config.json").read_text()) | changes
     (target / "config.json").write_text(json.dumps(fields))
@@ -80,7 +80,7 @@ def texts(count: int, longest: int = 30) -> list[str]:
 
 
 def states(folder: Path, text: str) -> np.ndarray:
-    """[time, hidden] of one text by transformers."""
+    """Return the states of one text by transformers, [time, hidden]."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.BertModel.from_pretrained(folder, add_pooling_layer=False).eval()
     with torch.no_grad():

@@ -79,7 +79,7 @@ MISBEHAVIOUR = {
 
 @pytest.mark.parametrize("fault", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR)
 def test_what_passes_is_survived(store, clock, fault):
-    """What is late or trickles takes longer than a try may."""
+    """An answer that is late or trickles takes longer than a try may."""
     turned = {"silent": 1.1, "trickle": 0.1}.get(fault.fault, 0.0)
     fault = dataclasses.replace(fault, meanwhile=lambda: clock.turn(turned))
     with serving(
@@ -176,7 +176,7 @@ def test_a_table_of_something_else_is_a_typed_error(row, tmp_path):
 
 
 def quoted(depth: int, name: str = "triple") -> str:
-    """A term in JSON that quotes a triple, which quotes another one, so many deep."""
+    """Return a term in JSON that quotes a triple, which quotes another one, `depth` times."""
     subject = '{"type": "uri", "value": "http://x/s"}'
     begun = (
         f'{{"type": "{name}", "value": {{"subject": {subject}, "predicate": {subject}, "object": '

@@ -320,7 +320,7 @@ def test_the_same_build_again_finds_the_index_there_and_another_is_refused(copy,
 
 @pytest.fixture
 def many(tmp_path) -> tuple[Path, Path]:
-    """A dump and a table, for a load of many chunks."""
+    """Return a dump and a table, for a load of many chunks."""
     lines = [
         line
         for n in range(100, 400)
@@ -357,7 +357,7 @@ raise SystemExit(index.main(sys.argv[1:]))
 
 
 def killed(folder: Path, files: tuple[Path, ...], where: str, ready) -> None:
-    """A build that is killed as soon as `ready`, or that ends where nobody waits."""
+    """Kill a build as soon as `ready`. Where `where` is "nowhere" it ends by itself."""
     arguments = ["build", "--corpus", *map(str, files), "--kind", "graph", "--out", str(folder)]
     command = [sys.executable, "-c", KILLED, where, *arguments]
     process = subprocess.Popen(
@@ -395,7 +395,7 @@ PLACES = {  # where a load is killed, by what it last said
     "places", [("the dump", "closing"), pytest.param(tuple(PLACES), marks=pytest.mark.slow)]
 )
 def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
-    """SIGKILL while it reads and writes; until the end nothing can be opened."""
+    """It gets SIGKILL while it reads and writes. Until the end nothing can be opened."""
     folder = tmp_path / "index"
 
     def so_far() -> dict:
@@ -426,7 +426,7 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
 
 
 def test_a_load_goes_on_from_every_chunk(tmp_path, many, monkeypatch):
-    """Interrupted after each chunk, and with the next chunk already in the store when it was."""
+    """It is interrupted after each chunk. The next chunk is already in the store then."""
     monkeypatch.setattr(graph_index, "CHUNK_BYTES", 12_000)
     monkeypatch.setattr(graph_files, "READ_BYTES", 2000)
     write = manifests.write_json

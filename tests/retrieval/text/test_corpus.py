@@ -132,7 +132,7 @@ def test_parquet_rows_are_passages_and_bad_ones_have_their_row(tmp_path):
 
 
 def abstracts(path, members):
-    """As HotpotQA's: a tar of bz2 JSON Lines, in folders."""
+    """Write abstracts as HotpotQA does: a tar of bz2 JSON Lines, in folders."""
     with tarfile.open(path, "w:bz2") as archive:
         for name, records in members.items():
             content = bz2.compress("\n".join(map(json.dumps, records)).encode())
@@ -291,7 +291,7 @@ def test_an_id_of_many_digits_is_an_id(tmp_path):
 
 
 def test_an_array_in_the_array_is_refused_without_being_read_whole(tmp_path, monkeypatch):
-    """However its records are cut: what counts is where it began, not where the text breaks off."""
+    """The error names the line where it began, wherever the text breaks off."""
     monkeypatch.setattr(corpus_records, "READ_CHARACTERS", 50)
     monkeypatch.setattr(corpus_records, "MAX_RECORD_CHARACTERS", 400)
     path = tmp_path / "corpus.json"

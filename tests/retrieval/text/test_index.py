@@ -112,7 +112,7 @@ def test_bm25_from_the_disk_finds_what_bm25_in_memory_finds(tmp_path, corpus, to
 
 
 def test_an_exact_index_that_does_not_fit_on_the_devices_names_index_serve(built, monkeypatch):
-    """90 rows of 16 bfloat16 numbers, padded to 128, on one device: 4,096 bytes."""
+    """90 rows of 16 bfloat16 numbers are padded to 128 on one device. They take 4,096 bytes."""
     monkeypatch.setattr(exact, "free_device_bytes", lambda: 4096)
     assert indexes.open_index(built).search(QUERIES, 1)
     monkeypatch.setattr(exact, "free_device_bytes", lambda: 4095)

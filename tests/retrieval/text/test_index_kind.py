@@ -22,7 +22,7 @@ PASSAGES = 60
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """A corpus of 60 passages, its first 59, and an embedder."""
+    """Return a folder with a corpus of 60 passages, its first 59, and an embedder."""
     made = tmp_path_factory.mktemp("kinds")
     write_corpus(made / "corpus.jsonl", PASSAGES)
     lines = (made / "corpus.jsonl").read_text().splitlines(keepends=True)
@@ -325,7 +325,10 @@ def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_
 
 @pytest.mark.slow
 def test_a_build_that_was_begun_as_scann_stays_one_where_scann_is_missing(root, tmp_path):
-    """Without --kind too: an exact index would be another one than the machine before has begun."""
+    """It stays one without --kind too.
+
+    An exact index would be another one than the machine before has begun.
+    """
     pytest.importorskip(
         "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
     )
@@ -349,7 +352,7 @@ print(at_start, heavy())
 
 
 def test_scann_is_not_imported_before_it_is_needed(root, tmp_path):
-    """Not by the entry points, and not by the build of an index that stays below the threshold."""
+    """Neither the entry points import it, nor the build of an index below the threshold."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", LOADED, *words(root, tmp_path / "index")]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)

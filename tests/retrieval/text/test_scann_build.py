@@ -85,7 +85,7 @@ def test_what_was_learned_for_something_else_is_learned_again(embeddings, tmp_pa
 
 
 def test_a_file_has_all_its_room_before_a_row_is_written(tmp_path):
-    """A full disk is an error there, where a mapped page without room would end the process."""
+    """A full disk is an error at that point. A mapped page without room would end the process."""
     rows = np.ones((10, 1024), np.int8)
     path = tmp_path / "rows.npy"
     scann._write_rows(path, rows, 0, 1000)
@@ -96,7 +96,7 @@ def test_a_file_has_all_its_room_before_a_row_is_written(tmp_path):
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory) -> Path:
-    """An index of 1,100 passages, whose embeddings others take."""
+    """Return an index of 1,100 passages, whose embeddings others take."""
     root = tmp_path_factory.mktemp("exact")
     corpus = write_corpus(root / "corpus.jsonl", 1100)
     embedder = tiny_embedder(root / "tiny")
@@ -181,8 +181,10 @@ print((kibibytes("VmHWM") - before) * 1024)
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """Of rows that are not in the sample only a chunk is held: ScaNN's own builder takes four times
-    their bytes and more."""
+    """Only a chunk is held of the rows outside of the sample.
+
+    ScaNN's own builder takes four times their bytes and more.
+    """
     rows = 200_000
     dimension = 128
     draw = np.random.default_rng(0)

@@ -44,7 +44,7 @@ def search_over(
 
 @pytest.fixture(scope="module")
 def clustered() -> tuple[np.ndarray, np.ndarray]:
-    """Vectors around 60 centres, and queries beside some of them."""
+    """Return vectors around 60 centres, and queries beside some of them."""
     draw = np.random.default_rng(0)
     centres = draw.normal(size=(60, 32))
     vectors = centres[draw.integers(0, 60, ROWS)] + 0.6 * draw.normal(size=(ROWS, 32))
@@ -161,8 +161,10 @@ def test_parameters_follow_from_the_size(rows, leaves, searched):
 
 @pytest.fixture
 def folders(tmp_path) -> tuple[list[str], Path]:
-    """The command that builds a ScaNN index of 1,100 passages, and its directory; the embeddings
-    are those of another index."""
+    """Return the command that builds a ScaNN index of 1,100 passages, and its directory.
+
+    The embeddings are those of another index.
+    """
     corpus = write_corpus(tmp_path / "corpus.jsonl", 1100)
     embedder = str(tiny_embedder(tmp_path / "tiny"))
     exact = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", embedder]

@@ -78,8 +78,10 @@ def test_hotpotqa_as_it_comes():
 
 @needs_data
 def test_of_hotpotqa_only_questions_with_their_gold_passages_are_asked_in_the_distractor_setting():
-    """The sample comes from the fullwiki file: 92 of its 338 questions have both gold passages
-    among their ten."""
+    """The sample comes from the fullwiki file.
+
+    92 of its 338 questions have both gold passages among their ten.
+    """
     distractor = task("hotpotqa", DATA / "hotpotqa", setting="distractor")
     asked = [question for split in ("dev", "test") for question in distractor.questions(split)]
     assert len(asked) == 92

@@ -53,8 +53,10 @@ def labels(world: TinyWorld, part: Part) -> list[str]:
 
 
 def answer_by_reading(question: Question) -> str:
-    """The answer from the words of the question and the evidences alone, without the world's
-    templates."""
+    """Return the answer from the words of the question and the evidences alone.
+
+    The world's templates are not used.
+    """
     objects = [evidence.object for evidence in question.evidences]
     if len(question.candidates) == 1:
         return objects[-1]
@@ -71,7 +73,7 @@ def answer_by_reading(question: Question) -> str:
 
 
 def pieces(world: TinyWorld) -> Iterator[object]:
-    """What there is to see of a world, the parts that are made soonest first."""
+    """Yield the parts of a world that can be seen, those that are made soonest first."""
     for split in ("test", "dev", "train"):
         questions = world.questions(split)
         yield len(questions)

@@ -38,7 +38,10 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A data folder of one question, and an index of a graph that says more of its first entity."""
+    """Return a data folder of one question.
+
+    The index of its graph says more of its first entity.
+    """
     root = tmp_path_factory.mktemp("two_wiki")
     (root / "dev.json").write_text(json.dumps([BRICKS]))
     (root / "triples.tsv").write_text(HEADER + "\n".join(ROWS))
@@ -273,8 +276,10 @@ def test_mistakes_are_one_sentence(folder, tmp_path):
 
 @needs_data
 def test_2wiki_over_an_index_of_its_graph_finds_the_evidence(tmp_path):
-    """Of half of the entities the table does not say the Q-ids, which questions have: these are
-    found by their labels."""
+    """The table lacks the Q-ids of half of the entities, which questions have.
+
+    These are found by their labels.
+    """
     triples = str(TWO_WIKI / "triples.tsv.gz")
     assert (
         index.main(

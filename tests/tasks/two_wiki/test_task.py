@@ -123,8 +123,11 @@ def search(environment, query, entity):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A data folder of the three questions, with the triples as the real file has them: ids only
-    where the record lists them, in the record's order."""
+    """Return a data folder of the three questions.
+
+    Its triples are as in the real file: ids only where the record lists them, in the record's
+    order.
+    """
     (tmp_path / "dev.json").write_text(json.dumps(RECORDS))
     rows = ["subject\trelation\tobject\tsubject_qid\tobject_qid"]
     for record in RECORDS:
@@ -156,8 +159,10 @@ def folder(tmp_path):
 
 
 def play(question, environment) -> bool:
-    """Whether the gold chain can be walked by exact names, as a planner with perfect workers
-    would."""
+    """Return whether the gold chain can be walked by exact names.
+
+    A planner with perfect workers would walk it.
+    """
     known = {entity.id: entity for entity in question.candidates}
     for evidence in question.evidences:
         entity = known.get(evidence.subject_id)
@@ -181,7 +186,7 @@ def held_out(task):
 
 
 def world_of(task):
-    """All questions are answered in one."""
+    """Return the environment, in which all questions are answered."""
     return task.environment(all_questions(task)[0])
 
 
@@ -283,7 +288,7 @@ def test_an_index_with_prefixes_of_its_own_is_searched_with_them(folder, monkeyp
 
 
 def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, tmp_path):
-    """A dense one finds what its embedder finds nearest, and keeps it for the next run."""
+    """A dense index finds what its embedder finds nearest, and keeps it for the next run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     embedder = str(tiny_embedder(tmp_path / "embedder"))
     corpus, dense, words = (str(folder / name) for name in ("corpus.json", "dense", "words"))
@@ -334,7 +339,7 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
 
 
 def test_passages_are_searched_at_the_service_that_is_named(folder):
-    """`index serve` in a process of its own finds for the task what its index finds here."""
+    """`index serve` in a process of its own finds what the task's index finds here."""
     corpus = str(folder / "corpus.json")
     words = str(folder / "words")
     assert index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words]) == 0
@@ -379,7 +384,7 @@ def test_passages_are_searched_at_the_service_that_is_named(folder):
 
 
 def until_well(build):
-    """The address is said a moment before the service answers there."""
+    """Wait until the service answers: its address is printed a moment before."""
     deadline = time.monotonic() + HANG_SECONDS
     while True:
         try:
@@ -531,7 +536,7 @@ def real():
 
 @pytest.fixture(scope="module")
 def demonstrations(real):
-    """Those of all questions, half of their first copies."""
+    """Return those of all questions, and half of their first copies."""
     originals = sum(follows_from_evidence(question) for question in real.questions("train"))
     return list(itertools.islice(real.demonstrations(), 3 * originals // 2))
 
@@ -689,8 +694,10 @@ def roomy_agent():
 
 @needs_data
 def test_demonstrations_over_passages_read_what_a_search_returned():
-    """Every answer scores EM 1, and every sentence says what stands in the passage that its worker
-    chose."""
+    """Every answer scores EM 1.
+
+    Every sentence says what stands in the passage that its worker chose.
+    """
     task = two_wiki.build(config(TWO_WIKI, environment="text", top_k=5))
     answered = 0
     for question, environment in itertools.islice(task.demonstrations(), 40):
@@ -713,7 +720,7 @@ def test_demonstrations_over_passages_read_what_a_search_returned():
 
 @needs_data
 def test_questions_whose_passages_nobody_has_are_demonstrated_over_triples():
-    """They are of the training side, and no other question is asked more or less for them."""
+    """They are of the training side. No other question is asked more or less for them."""
     plain = two_wiki.build(config(TWO_WIKI, environment="text"))
     task = two_wiki.build(config(TWO_WIKI, environment="text", triple_demonstrations=30))
     asked = {question.id for question in all_questions(plain)}
