@@ -153,9 +153,9 @@ def main() -> int:
     # the kinds take turns, so that a busy minute is every one's
     for run in range(1 + arguments.repeats):
         for name, (branches, parallel) in kinds.items():
-            taken, tokens[name] = play(generator, tokenizer, branches, parallel, seed=run)
-            seconds[name] += [taken] * (run > 0)
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+            episode_seconds, tokens[name] = play(generator, tokenizer, branches, parallel, seed=run)
+            seconds[name] += [episode_seconds] * (run > 0)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     result: dict[str, Any] = {
         "seconds": {name: round(value, 3) for name, value in medians.items()},
         "tokens": tokens,

@@ -477,10 +477,10 @@ class Runs:
                 curve = self.curves.get(name, {}).get(seed)
                 if curve is None or not {"grpo", "dapo"} & self.curves.keys():
                     continue
-                taken = {key: to_reach(curve, level, measure) for key, measure in measures.items()}
+                costs = {key: to_reach(curve, level, measure) for key, measure in measures.items()}
                 own = {key: measure(mygo[-1]) for key, measure in measures.items()}
                 cells = [str(seed), f"{level:.1f}", name]
-                for key, value in taken.items():
+                for key, value in costs.items():
                     form = ".1f" if key == "minutes" else ",.0f"
                     if name == "mygo":
                         cells.append(format(own[key], form))

@@ -94,11 +94,9 @@ class Engine:
 
     def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name = name
-        program = (
-            [sys.executable, __file__, "engine"]
-            if name in OURS
-            else [arguments.peers_python, str(PEERS / "vector_search.py")]
-        )
+        program = [arguments.peers_python, str(PEERS / "vector_search.py")]
+        if name in OURS:
+            program = [sys.executable, __file__, "engine"]
         command = [
             *program,
             str(arguments.work),
@@ -114,10 +112,10 @@ class Engine:
         }
         built = arguments.work / f"{name}.json"
         if not built.exists():
-            made = subprocess.run(
+            build = subprocess.run(
                 [*command, "--build"], env=environment, stdout=PIPE, text=True, check=True
             )
-            built.write_text(made.stdout.splitlines()[-1])
+            built.write_text(build.stdout.splitlines()[-1])
         self.figures = json.loads(built.read_text())
         self._process = subprocess.Popen(
             command, env=environment, stdin=PIPE, stdout=PIPE, text=True
@@ -241,11 +239,9 @@ def engine(arguments: argparse.Namespace) -> None:
             for query in chosen:
                 loaded.search(query[None], K)
             seconds = time.perf_counter() - start_time
-        answer = (
-            {"resident_bytes": anonymous_bytes() - before}
-            if loading
-            else {"queries": len(chosen), "seconds": seconds}
-        )
+        answer = {"queries": len(chosen), "seconds": seconds}
+        if loading:
+            answer = {"resident_bytes": anonymous_bytes() - before}
         loading = False
         print(json.dumps(answer), flush=True)
 
@@ -507,10 +503,10 @@ def main() -> int:
     encoded.add_argument("--corpus", required=True)
     encoded.add_argument("--embedder", default="minilm")
     encoded.add_argument("--passages", type=int, default=1024, help="drawn from the corpus")
-    for made in (searched, encoded):
-        made.add_argument("--rounds", type=int, default=5)
-        made.add_argument("--threads", type=int, default=2)
-        made.add_argument("--peers-python", metavar="PYTHON")
+    for command_parser in (searched, encoded):
+        command_parser.add_argument("--rounds", type=int, default=5)
+        command_parser.add_argument("--threads", type=int, default=2)
+        command_parser.add_argument("--peers-python", metavar="PYTHON")
     measured.set_defaults(run=exact_search)
     measured.add_argument("--rows", type=int, default=10_000_000)
     measured.add_argument("--dimension", type=int, default=1024)

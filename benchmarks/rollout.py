@@ -81,7 +81,7 @@ def workload(vocabulary: int, sessions: int, turns: int, seed: int) -> list[Sess
         return draw.integers(300, vocabulary - 1, count).tolist()
 
     shared = ids(SYSTEM_TOKENS)
-    made = []
+    drawn_sessions = []
     for _ in range(sessions):
         prompt = shared + ids(QUESTION_TOKENS)
         drawn = (
@@ -90,8 +90,8 @@ def workload(vocabulary: int, sessions: int, turns: int, seed: int) -> list[Sess
             )
             for _ in range(turns)
         )
-        made.append(Session(prompt, list(drawn)))
-    return made
+        drawn_sessions.append(Session(prompt, list(drawn)))
+    return drawn_sessions
 
 
 async def play(generator: PolicyGenerator, sessions: list[Session]) -> None:
@@ -236,12 +236,12 @@ def machine(repeats: int) -> tuple[float, float]:
 
     def seconds(call: Any, argument: Any) -> float:
         call(argument).block_until_ready()
-        taken = []
+        call_seconds = []
         for _ in range(repeats):
             start_time = time.perf_counter()
             call(argument).block_until_ready()
-            taken.append(time.perf_counter() - start_time)
-        return statistics.median(taken)
+            call_seconds.append(time.perf_counter() - start_time)
+        return statistics.median(call_seconds)
 
     return 2 * 2048**3 / seconds(product, matrix), long.nbytes / seconds(total, long)
 

@@ -51,21 +51,21 @@ def measured(store: RunDirectory) -> Latencies:
     place = f"latencies-{uuid.uuid4().hex[:8]}"
 
     def median(call: Callable[[int], object]) -> float:
-        taken = []
+        call_seconds = []
         for number in range(REPEATS):
             start_time = time.perf_counter()
             call(number)
-            taken.append(time.perf_counter() - start_time)
-        return statistics.median(taken)
+            call_seconds.append(time.perf_counter() - start_time)
+        return statistics.median(call_seconds)
 
     create = median(lambda number: store.create(f"{place}/shards/{number}", b"x" * SHARD_BYTES))
     read = median(lambda number: store.read(f"{place}/shards/{number}"))
     for number in range(MEASURED_OBJECTS):
         store.create(f"{place}/many/{number:04d}", b"{}")
-    empty = median(lambda _: store.names(f"{place}/none/"))
-    many = median(lambda _: store.names(f"{place}/many/"))
+    list_none = median(lambda _: store.names(f"{place}/none/"))
+    list_all = median(lambda _: store.names(f"{place}/many/"))
     store.remove_folder(place)
-    return Latencies(read, create, empty, max(0.0, many - empty) / MEASURED_OBJECTS)
+    return Latencies(read, create, list_none, max(0.0, list_all - list_none) / MEASURED_OBJECTS)
 
 
 @dataclasses.dataclass
@@ -237,11 +237,10 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         latency = arguments.latency
-        store = (
-            measured(RunDirectory(arguments.store))
-            if latency is None
-            else Latencies(latency, latency, latency, latency / 1000)
-        )
+        if latency is None:
+            store = measured(RunDirectory(arguments.store))
+        else:
+            store = Latencies(latency, latency, latency, latency / 1000)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -47,18 +47,16 @@ PREFILL_TOKENS = 1024
 
 def resident_mebibytes() -> float:
     status = Path("/proc/self/status")
-    return (
-        int(status.read_text().split("VmRSS:")[1].split()[0]) / 1024
-        if status.exists()
-        else float("nan")
-    )
+    if not status.exists():
+        return float("nan")
+    return int(status.read_text().split("VmRSS:")[1].split()[0]) / 1024
 
 
 def quantiles(seconds: Sequence[float]) -> list[float] | None:
     """Return p50 and p99."""
-    return (
-        [round(float(value), 4) for value in np.quantile(seconds, [0.5, 0.99])] if seconds else None
-    )
+    if not seconds:
+        return None
+    return [round(float(value), 4) for value in np.quantile(seconds, [0.5, 0.99])]
 
 
 class Clients:

@@ -35,13 +35,17 @@ SERVER = "tests.helpers.fake_bucket"
 
 def trajectory(draw: np.random.Generator, number: int, turn_tokens: int) -> Trajectory:
     def turn(role: str, trained: bool) -> Turn:
+        token_ids = draw.integers(0, 150_000, turn_tokens).tolist()
+        text = "".join(map(chr, draw.integers(97, 123, 4 * turn_tokens)))
+        logprobs = None
+        if trained:
+            numbers = -draw.exponential(size=turn_tokens).astype(np.float32)
+            logprobs = tuple(numbers.tolist())
         return Turn(
             role=role,  # pyright: ignore[reportArgumentType]
-            token_ids=tuple(draw.integers(0, 150_000, turn_tokens).tolist()),
-            text="".join(map(chr, draw.integers(97, 123, 4 * turn_tokens))),
-            logprobs=tuple((-draw.exponential(size=turn_tokens).astype(np.float32)).tolist())
-            if trained
-            else None,
+            token_ids=tuple(token_ids),
+            text=text,
+            logprobs=logprobs,
             trained=trained,
         )
 

@@ -83,14 +83,14 @@ def workload(
 
 def conversations(work: dict[str, np.ndarray]) -> "list[Conversation]":
     """Return the conversations of a workload."""
-    made = []
+    drawn = []
     start = 0
     for length in work["lengths"].tolist():
         token_ids = work["tokens"][start : start + length].tolist()
         trained = work["trained"][start : start + length]
-        made.append(conversation(token_ids, context_tokens=int(np.argmax(trained))))
+        drawn.append(conversation(token_ids, context_tokens=int(np.argmax(trained))))
         start += length
-    return made
+    return drawn
 
 
 def uneven_conversations(

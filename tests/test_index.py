@@ -114,8 +114,8 @@ def test_the_former_name_of_a_kind_is_answered_with_the_new_one(capsys):
 
 def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, tmp_path):
     built = tmp_path / "built"
-    taken = tmp_path / "taken"
-    made = [
+    from_embeddings = tmp_path / "taken"
+    build = [
         "--corpus",
         str(folder / "corpus.jsonl"),
         "--kind",
@@ -123,15 +123,17 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
         "--embedder",
         str(folder / "tiny"),
     ]
-    assert index.main(["build", *made, "--prefixes", "e5", "--out", str(built)]) == 0
+    assert index.main(["build", *build, "--prefixes", "e5", "--out", str(built)]) == 0
     assert (
-        index.main(["build", "--embeddings", str(built), "--kind", "exact", "--out", str(taken)])
+        index.main(
+            ["build", "--embeddings", str(built), "--kind", "exact", "--out", str(from_embeddings)]
+        )
         == 0
     )
     asked = ("query", "--k", "3", "word5", "--index")
     hits = printed(capsys, *asked, str(built))
     for named in ([], ["--prefixes", "e5"], ["--embedder", str(folder / "tiny")]):
-        for place in (built, taken):
+        for place in (built, from_embeddings):
             assert printed(capsys, *asked, str(place), *named) == hits
     assert "was built with the embedder" in refused(capsys, *asked, str(built), "--prefixes", "bge")
     nowhere = refused(capsys, *asked, str(built), "--embedder", str(folder / "nowhere"))
@@ -146,7 +148,7 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
 def test_an_embedder_that_was_named_from_another_folder_is_found(
     folder, capsys, tmp_path, monkeypatch
 ):
-    made = [
+    build = [
         "build",
         "--corpus",
         str(folder / "corpus.jsonl"),
@@ -156,7 +158,7 @@ def test_an_embedder_that_was_named_from_another_folder_is_found(
         str(tmp_path / "out"),
     ]
     monkeypatch.chdir(folder)
-    assert index.main([*made, "--embedder", "tiny"]) == 0
+    assert index.main([*build, "--embedder", "tiny"]) == 0
     monkeypatch.chdir(tmp_path)
     assert len(printed(capsys, "query", "--index", "out", "word5")) == 5
 
@@ -234,8 +236,8 @@ def test_recall_on_2wiki_is_the_published_one(
 ):
     corpus = TWO_WIKI / "corpus_6119.json.gz"
     questions = TWO_WIKI / "questions_visible.jsonl.gz"
-    made = ["--kind", "bm25", "--tokenizer", tokenizer, "--out", str(tmp_path / "index")]
-    assert index.main(["build", "--corpus", str(corpus), *made]) == 0
+    build = ["--kind", "bm25", "--tokenizer", tokenizer, "--out", str(tmp_path / "index")]
+    assert index.main(["build", "--corpus", str(corpus), *build]) == 0
     (recall,) = printed(
         capsys, "recall", "--index", str(tmp_path / "index"), "--questions", str(questions)
     )

@@ -37,13 +37,13 @@ def folder(tmp_path_factory) -> Path:
 
 
 def command(root: Path, kind: str, out: Path) -> list[str]:
-    made = ["build", "--kind", kind, "--out", str(out)]
+    build = ["build", "--kind", kind, "--out", str(out)]
     if kind == "scann":
-        return [*made, "--embeddings", str(root / "dense")]
+        return [*build, "--embeddings", str(root / "dense")]
     if kind == "exact":
-        made += ["--embedder", str(root / "tiny")]
+        build += ["--embedder", str(root / "tiny")]
     corpus = {"graph": "graph.tsv", "bm25": "words.jsonl", "exact": "short.jsonl"}[kind]
-    return [*made, "--corpus", str(root / corpus)]
+    return [*build, "--corpus", str(root / corpus)]
 
 
 @pytest.fixture

@@ -76,8 +76,8 @@ for line in sys.stdin:
         tokens_trained += tokens_of_step
         steps += 1
         done += 1
-    taken = time.perf_counter() - start_time
+    seconds = time.perf_counter() - start_time
     print(
-        json.dumps({"tokens": tokens_trained, "steps": steps, "seconds": taken, "loss": loss}),
+        json.dumps({"tokens": tokens_trained, "steps": steps, "seconds": seconds, "loss": loss}),
         flush=True,
     )

@@ -124,10 +124,8 @@ for line in sys.stdin:
         for query in chosen:
             engine.search(query[None], asked["setting"])
         seconds = time.perf_counter() - start_time
-    answer = (
-        {"resident_bytes": anonymous_bytes() - before}
-        if loading
-        else {"queries": len(chosen), "seconds": seconds}
-    )
+    answer = {"queries": len(chosen), "seconds": seconds}
+    if loading:
+        answer = {"resident_bytes": anonymous_bytes() - before}
     loading = False
     print(json.dumps(answer), flush=True)

@@ -79,7 +79,8 @@ class PromptedModel:
         self._tokenizer = tokenizer
         self._script = ScriptedPolicy(tokenizer, miss_rate=0.3, seed=5)
         self._engine = EnginePolicy.generate
-        self.prompted = self.unprompted = 0
+        self.prompted = 0
+        self.unprompted = 0
 
     async def generate(self, policy: EnginePolicy, prompt, params, *, state, continues):
         role = "planner" if isinstance(state, PlannerState) else "worker"

@@ -94,11 +94,9 @@ class Played:
         self.asked.append((attempt.question.id, attempt.number))
         reward = self.rewards[attempt.question.id][attempt.number]
         played = trajectory(attempt, reward or 0.0, self.token_of(attempt))
-        return (
-            dataclasses.replace(played, stop_reason=StopReason.RETRIEVER_FAILED)
-            if reward is None
-            else played
-        )
+        if reward is None:
+            return dataclasses.replace(played, stop_reason=StopReason.RETRIEVER_FAILED)
+        return played
 
     def play_attempts(
         self, number: int, shard: int, attempts: Sequence[Attempt], heard: object
@@ -262,7 +260,10 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
     run.train = train
     run.rows_that_fit = list
     run.progress.line = lines.append
-    run.compare = run.commit_policy = run.finish = run.metrics.write = ignore
+    run.compare = ignore
+    run.commit_policy = ignore
+    run.finish = ignore
+    run.metrics.write = ignore
     run.clock = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     state: Any = 0
     mygo._run_rounds(run, state, [])
@@ -293,7 +294,9 @@ def play_rounds(
     run.train = lambda name, state, rows, **options: state
     run.rows_that_fit = fitting
     run.progress.line = lines.append
-    run.compare = run.commit_policy = run.finish = ignore
+    run.compare = ignore
+    run.commit_policy = ignore
+    run.finish = ignore
     run.metrics.write = lambda phase, step, values: written.append(values)
     run.clock = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     state: Any = 0

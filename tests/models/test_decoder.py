@@ -86,12 +86,10 @@ def _fresh_logits(config: DecoderConfig) -> jax.Array:
 
 
 def _logits(decoder, tokens=TOKENS, segment_ids=None, positions=None, **options):
-    positions = (
-        jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        if positions is None
-        else positions
-    )
-    segment_ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    if segment_ids is None:
+        segment_ids = jnp.ones_like(tokens)
     return decoder.logits(decoder(tokens, positions, causal_self_attention(segment_ids), **options))
 
 
@@ -184,14 +182,14 @@ def test_a_product_by_output_major_weights_is_the_same_with_few_rows_and_many(ro
 
 
 def test_the_loop_names_layers_by_python_integers(decoder):
-    seen = []
+    calls = []
 
     def attend(layer_index, query, key, value):
-        seen.append((layer_index, query.shape, key.shape, value.shape))
+        calls.append((layer_index, query.shape, key.shape, value.shape))
         return query
 
     decoder(TOKENS, jnp.zeros_like(TOKENS), attend, scan=False)
-    assert seen == [(index, (2, 20, 4, 8), (2, 20, 2, 8), (2, 20, 2, 8)) for index in (0, 1)]
+    assert calls == [(index, (2, 20, 4, 8), (2, 20, 2, 8), (2, 20, 2, 8)) for index in (0, 1)]
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
@@ -264,18 +262,18 @@ def _attention_by_definition(query, key, value, segment_ids):
     for row, position, head in np.ndindex(batch, time, heads):
         if segment_ids[row, position] == 0:
             continue
-        seen = [
+        visible = [
             other
             for other in range(position + 1)
             if segment_ids[row, other] == segment_ids[row, position]
         ]
         shared = head // (heads // key.shape[2])
         scores = (
-            np.asarray([query[row, position, head] @ key[row, other, shared] for other in seen])
+            np.asarray([query[row, position, head] @ key[row, other, shared] for other in visible])
             / head_dim**0.5
         )
         weights = np.exp(scores - scores.max())
-        output[row, position, head] = weights / weights.sum() @ value[row, seen, shared]
+        output[row, position, head] = weights / weights.sum() @ value[row, visible, shared]
     return output
 
 

@@ -387,12 +387,12 @@ def test_a_tree_becomes_ascii_where_the_stream_is():
 
 
 def test_what_an_agent_without_workers_found_is_shown_and_its_last_turn_where_there_is_no_answer():
-    told = Turn(role="model", token_ids=(1,), text="It is \x1b[31mIlmen.", trained=True)
+    last_turn = Turn(role="model", token_ids=(1,), text="It is \x1b[31mIlmen.", trained=True)
     search = Search(iteration=0, query="Where?", materials=("a [bold]", "b"), found=True)
     ended = trajectory(searches=(search,), answer="", stop_reason=StopReason.NO_ACTION)
     silent = dataclasses.replace(ended, conversations=(), stop_reason=StopReason.RETRIEVER_FAILED)
     trajectory_with_turn = dataclasses.replace(
-        ended, conversations=(Conversation(role="planner", turns=(told,)),)
+        ended, conversations=(Conversation(role="planner", turns=(last_turn,)),)
     )
     shown = plain(question_tree(QUESTION, trajectory_with_turn))
     assert "found: a [bold]" in shown

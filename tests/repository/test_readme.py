@@ -81,10 +81,10 @@ def test_the_arguments_are_taken(line, monkeypatch):
     config = command_line(words, default=DEFAULT_CONFIG)
     check(config)
     flags = {word: value for word, value in itertools.pairwise(words) if word.startswith("--")}
-    taken = {flag: value_of(flag, config) for flag in flags}
-    assert {flag: str(value) for flag, value in taken.items()} == {
+    values = {flag: value_of(flag, config) for flag in flags}
+    assert {flag: str(value) for flag, value in values.items()} == {
         flag: str(float(flags[flag])) if isinstance(value, float) else flags[flag]
-        for flag, value in taken.items()
+        for flag, value in values.items()
     }
     named = [word for word in words if word.startswith("configs/")]
     assert config.name == (Path(named[0]).stem if named else DEFAULT_CONFIG)

@@ -237,12 +237,12 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, caplog, tmp
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     folder = nq(tmp_path / "a", "who built it", "Ann Ode")
     assert [record.answers for _, record in read_set(folder, "nq")] == [("Ann Ode",)]
-    made = cache_folder("questions")
-    assert made.is_dir()
-    assert os.access(made, os.W_OK)
-    assert "/proc/none" not in str(made)
-    assert made == cache_folder("questions"), "one folder for a process"
-    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    cache = cache_folder("questions")
+    assert cache.is_dir()
+    assert os.access(cache, os.W_OK)
+    assert "/proc/none" not in str(cache)
+    assert cache == cache_folder("questions"), "one folder for a process"
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
 def test_hidden_files_of_an_archive_are_no_questions(cache, tmp_path):

@@ -280,20 +280,22 @@ def test_what_was_read_is_compared_with_the_gold_passages():
     unread_search = Search(
         iteration=1, query="b", materials=("Ilse Vand: Born in Ghent.",), selected=()
     )
-    told = dataclasses.replace(
+    trajectory = dataclasses.replace(
         play(ToldPolicy([answer("Ghent")])), searches=(read_search, unread_search)
     )
-    summary = summarise([asked], [told], "two_wiki").summary()
+    summary = summarise([asked], [trajectory], "two_wiki").summary()
     # all gold ones were found; the one that was selected is one of two
     assert summary["gold_found"] == 100.0
     assert summary["support_em"] == 0.0
     assert summary["support_f1"] == 66.67
     assert summary["set_f1"] == 66.67
     unread = dataclasses.replace(
-        told,
-        searches=tuple(dataclasses.replace(searched, selected=()) for searched in told.searches),
+        trajectory,
+        searches=tuple(
+            dataclasses.replace(searched, selected=()) for searched in trajectory.searches
+        ),
     )
     assert summarise([asked], [unread], "two_wiki").summary()["support_f1"] == 80.0, (
         "2 of 3 and 2 of 2"
     )
-    assert "gold_found" not in summarise([asked], [told], "two_wiki", "graph").summary()
+    assert "gold_found" not in summarise([asked], [trajectory], "two_wiki", "graph").summary()

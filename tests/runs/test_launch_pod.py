@@ -69,8 +69,8 @@ def write_checkpoint(folder: Path) -> None:
 
 @pytest.fixture
 def cloud(tmp_path):
-    with machines(tmp_path) as made:
-        yield made
+    with machines(tmp_path) as cloud_of_folders:
+        yield cloud_of_folders
 
 
 def long(cloud: Cloud, script: str, *words: str) -> str:

@@ -28,29 +28,32 @@ WORDS = """configs/tiny_world.py --trainer.fsdp 2 --trainer.rows-per-step 8 --ta
 def machines(tmp_path: Path) -> Iterator[Cloud]:
     """A cloud whose workers are folders here, with a bucket behind an address of its own."""
     with serving() as bucket:
-        made = Cloud(tmp_path / "cloud")
-        made.environment = (
+        cloud_of_folders = Cloud(tmp_path / "cloud")
+        cloud_of_folders.environment = (
             ENVIRONMENT
             | bucket.environment
             | {
-                **{name: made.environment[name] for name in ("PATH", "STUB_CLOUD", "STUB_PYTHON")},
+                **{
+                    name: cloud_of_folders.environment[name]
+                    for name in ("PATH", "STUB_CLOUD", "STUB_PYTHON")
+                },
                 "XDG_CACHE_HOME": str(tmp_path / "cache"),
                 "JAX_NUM_CPU_DEVICES": "1",
                 "STUB_PORT": str(free_port()),
             }
         )
-        made.bucket = bucket
-        yield made
-        for home in made.folder.glob("worker-*"):
+        cloud_of_folders.bucket = bucket
+        yield cloud_of_folders
+        for home in cloud_of_folders.folder.glob("worker-*"):
             end_units(home)
 
 
 @pytest.fixture
 def cloud(tmp_path):
-    with machines(tmp_path) as made:
-        made.set(PLATFORM="cpu", EXTRAS="", POLL_SECONDS="1")
-        (made.folder / "workers").write_text("2")
-        yield made
+    with machines(tmp_path) as cloud_of_folders:
+        cloud_of_folders.set(PLATFORM="cpu", EXTRAS="", POLL_SECONDS="1")
+        (cloud_of_folders.folder / "workers").write_text("2")
+        yield cloud_of_folders
 
 
 @pytest.mark.slow

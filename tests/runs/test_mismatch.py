@@ -26,12 +26,13 @@ from tests.helpers.packed_rows import (
 def sampled(spoken: Conversation, logprobs: list[float]) -> Conversation:
     """Return the conversation with these as the engine's numbers of the model's tokens."""
     remaining = iter(logprobs)
-    turns = [
-        dataclasses.replace(turn, logprobs=tuple(next(remaining) for _ in turn.token_ids))
-        if turn.role == "model"
-        else turn
-        for turn in spoken.turns
-    ]
+    turns = []
+    for turn in spoken.turns:
+        if turn.role == "model":
+            own_numbers = tuple(next(remaining) for _ in turn.token_ids)
+            turns.append(dataclasses.replace(turn, logprobs=own_numbers))
+        else:
+            turns.append(turn)
     return dataclasses.replace(spoken, turns=tuple(turns))
 
 

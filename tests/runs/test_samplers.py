@@ -71,10 +71,10 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
     assert "units" in last["output"], last["messages"]
     assert of_trainer["status"] == 0, of_trainer["messages"]
     assert len(set(owners)) > 1, "a unit was begun by one that was killed"
-    told = [json.loads(file.read_text()) for file in (run / "samplers").glob("*.json")]
+    workers = [json.loads(file.read_text()) for file in (run / "samplers").glob("*.json")]
     # Whether a unit was under way when its worker was killed is chance: seconds are told, not
     # compared.
-    longest = max(processord["takeover_seconds"] for processord in told)
+    longest = max(worker_record["takeover_seconds"] for worker_record in workers)
     print("taken over after", longest, "seconds")
     numbers = outcome(run)
     alone = undisturbed.outcome

@@ -76,10 +76,10 @@ def test_killed_and_resumed_in_a_bucket_that_fails_now_and_then_it_ends_as_on_lo
     assert all(line["write_bytes"] > 1000 and line["write_seconds"] > 0 for line in costs)
     assert not [name for name in fake.names("bucket") if ".part-" in name]
 
-    before = {name: made.content for (_, name), made in fake.objects.items()}
+    before = {name: stored.content for (_, name), stored in fake.objects.items()}
     (repeated,) = starts({})
     assert closing(repeated.output) == closing(output)
-    assert {name: made.content for (_, name), made in fake.objects.items()} == before, (
+    assert {name: stored.content for (_, name), stored in fake.objects.items()} == before, (
         "a finished run changes nothing"
     )
 

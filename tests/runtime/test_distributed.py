@@ -107,8 +107,8 @@ def test_a_process_that_is_killed_ends_the_other_which_has_said_what_to_do(victi
 
 
 def test_a_port_that_is_taken_is_one_sentence(capsys):
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
         flags = ["--distributed.coordinator", f"localhost:{port}", "--distributed.processes", "2"]
         assert train.main(flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -188,7 +188,8 @@ class Service:
 
     def __init__(self) -> None:
         self.store: dict[str, str] = {}
-        self.is_late = self.is_gone = False
+        self.is_late = False
+        self.is_gone = False
 
     def key_value_set(self, key: str, value: str) -> None:
         if key in self.store:
@@ -220,12 +221,12 @@ def service(monkeypatch) -> Service:
 @pytest.fixture
 def job(service, monkeypatch) -> distributed.Job:
     """Return a job of three processes, as the second one sees it."""
-    seen = distributed.Job(processes=3, process=1, barrier_seconds=5, client=service)
-    monkeypatch.setattr(distributed, "_job", seen)
+    job_of_three = distributed.Job(processes=3, process=1, barrier_seconds=5, client=service)
+    monkeypatch.setattr(distributed, "_job", job_of_three)
     monkeypatch.setattr(distributed, "host", lambda: "b")
     monkeypatch.setattr(threading.Timer, "start", lambda timer: None)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    return seen
+    return job_of_three
 
 
 def test_a_barrier_is_bounded_and_says_whom_jax_misses(job, service):

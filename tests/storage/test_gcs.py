@@ -84,10 +84,10 @@ def repeated(fake: FakeBucket, times: int, kind: str, fault: Fault | None = None
 
 def damage_first_answer(fake: FakeBucket, name: str) -> None:
     """Make the first download of an object give another content under its checksum."""
-    made = fake.objects["bucket", name]
-    wrong = dataclasses.replace(made, content=b"wrong")
+    stored = fake.objects["bucket", name]
+    wrong = dataclasses.replace(stored, content=b"wrong")
     answers = itertools.chain(
-        [dataclasses.replace(_Lying(**vars(wrong)), says=made.crc32c)], itertools.repeat(made)
+        [dataclasses.replace(_Lying(**vars(wrong)), says=stored.crc32c)], itertools.repeat(stored)
     )
 
     def faults(request: Request) -> None:
@@ -227,9 +227,9 @@ def test_attempts_are_bounded(fake, store):
 
 
 def test_a_server_that_is_not_there_is_one_sentence(fake, monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{taken.getsockname()[1]}")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{listener.getsockname()[1]}")
         gcs.open_bucket.cache_clear()
         with pytest.raises(
             StoreUnavailable, match=r"gs://bucket/run/config\.json could not be found"

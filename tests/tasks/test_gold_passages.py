@@ -266,10 +266,10 @@ def test_titles_are_equal_however_their_letters_and_entities_are_written(tmp_pat
     )
     changes: dict[str, Any] = {}
     if on_disk:
-        made = index.main(
+        status = index.main(
             ["build", "--corpus", str(corpus), "--kind", "bm25", "--out", str(tmp_path / "index")]
         )
-        assert made == 0
+        assert status == 0
         changes["index"] = str(tmp_path / "index")
     decomposed = unicodedata.normalize("NFD", "Ch\u00e2teau & Caf\u00e9")
     facts = [decomposed, "Marks & Spencer"]

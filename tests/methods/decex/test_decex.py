@@ -700,11 +700,11 @@ def test_dpo_moves_towards_what_was_chosen():
     packed = pack(sides, row_tokens=512, seed=0, pairs=True)
     reference = trainer.score(state, packed)
     rows = packed.with_columns(reference_log_probs=reference)
-    seen = []
+    metrics = []
     rates = schedule(peak=3e-3, end_value=3e-3, total_steps=8)
-    state = fit(trainer, state, rows, schedule=rates, steps=8, seed=0, on_step=seen.append).state
-    assert seen[0].loss == pytest.approx(math.log(2), abs=1e-5)
-    assert seen[-1].loss < 0.6
+    state = fit(trainer, state, rows, schedule=rates, steps=8, seed=0, on_step=metrics.append).state
+    assert metrics[0].loss == pytest.approx(math.log(2), abs=1e-5)
+    assert metrics[-1].loss < 0.6
     gains = np.where(packed.loss_mask, trainer.score(state, packed) - reference, 0.0)
     signs = np.sign(packed.columns["pairs"])
     assert (gains * signs).sum() > 1.0, "chosen turns gained on rejected ones"
@@ -928,8 +928,8 @@ def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(
     assert learnt(second_run) == first
     assert len(first) == 2
     texts = {question.text for question in second_run.task.questions("train")[:6]}
-    seen = {text for text in texts if any(text in prompt for prompt in asked)}
-    assert len(seen) == (2 if lost else 0), "the second shard has two of six questions"
+    sampled_questions = {text for text in texts if any(text in prompt for prompt in asked)}
+    assert len(sampled_questions) == (2 if lost else 0), "the second shard has two of six questions"
 
 
 def test_trees_that_spend_their_budget_before_a_chain_are_told_of(config, played):
@@ -1002,9 +1002,10 @@ def test_a_run_says_what_its_pairs_prefer_and_how_many_chains_are_leaves(config,
 
 def test_a_pair_that_exceeds_a_row_is_told_of(config, played):
     without_sft = changed(config, "method", sft=False)
-    told = r"[1-9]\d* of \d+ pairs exceed 300 tokens and are left out"
+    message = r"[1-9]\d* of \d+ pairs exceed 300 tokens and are left out"
     assert any(
-        re.search(told, event) for event in played(changed(without_sft, "trainer", row_tokens=300))
+        re.search(message, event)
+        for event in played(changed(without_sft, "trainer", row_tokens=300))
     )
     assert not any("pairs exceed" in event for event in played(without_sft))
 

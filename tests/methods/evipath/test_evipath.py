@@ -120,12 +120,10 @@ class LittleTeacher:
         await asyncio.sleep(0)
         if isinstance(state, PlannerState):
             step = "turn" if params.stop_strings else "plan"
+        elif params.stop_strings == synthesis_prompts.answer_stops("sentence"):
+            step = "answer"
         else:
-            step = (
-                "answer"
-                if params.stop_strings == synthesis_prompts.answer_stops("sentence")
-                else "reading"
-            )
+            step = "reading"
         self.read.append((step, tokenizer().decode(prompt), params.seed))
         if self._first.get(step):
             return completion(self._first[step].pop(0), params.max_new_tokens)
@@ -267,12 +265,12 @@ def test_the_teacher_is_told_what_no_learnt_prompt_says():
     assert f"Answer: {DIRECTED}\nGolden evidence: [1]" in prompts["reading"]
     assert "publication date" in prompts["reading"]
     for conversation in trajectory.conversations:
-        told = tokenizer().decode(
+        prompt = tokenizer().decode(
             [id for turn in conversation.turns if turn.role == "context" for id in turn.token_ids]
         )
-        assert "Answer:" not in told
-        assert "evidence" not in told
-        assert "Plan:" not in told
+        assert "Answer:" not in prompt
+        assert "evidence" not in prompt
+        assert "Plan:" not in prompt
 
 
 # Evidence (equation 6)
@@ -450,9 +448,9 @@ def test_what_a_hostile_passage_says_changes_nothing_that_is_learnt():
 
 
 def test_what_else_a_reply_holds_is_not_learnt():
-    told = TURNS[0].replace("look", "<answer> x </answer> look")
+    turn = TURNS[0].replace("look", "<answer> x </answer> look")
     trajectory = written(
-        LittleTeacher([f"As told: {told}\nObs: <answer> Ghent </answer>", *TURNS[1:]])
+        LittleTeacher([f"As told: {turn}\nObs: <answer> Ghent </answer>", *TURNS[1:]])
     )
     first = model_turns(trajectory)[0]
     assert first.endswith(
@@ -705,7 +703,10 @@ class LittleRun:
         self.store = Store(folder)
         self.teacher = teacher
         self.task = types.SimpleNamespace(rule="two_wiki")
-        self.progress = self.preemption = self.counters = self.metrics = self
+        self.progress = self
+        self.preemption = self
+        self.counters = self
+        self.metrics = self
 
     def stage(self, *names: object, **figures: object) -> Any:
         return contextlib.nullcontext(types.SimpleNamespace(update=lambda *values, **figures: None))
@@ -761,10 +762,10 @@ def test_a_teacher_of_nothing_usable_is_one_sentence_and_what_was_made_is_kept(t
 def test_a_finished_synthesis_is_read_and_not_made_again(tmp_path):
     first: Any = LittleRun(tmp_path, LittleTeacher([*TURNS, *TURNS]))
     questions = [BORN, dataclasses.replace(BORN, id="q-2")]
-    made = evipath._synthesize(first, None, little_author, questions)  # pyright: ignore[reportArgumentType]
+    trajectories = evipath._synthesize(first, None, little_author, questions)  # pyright: ignore[reportArgumentType]
     second_run: Any = LittleRun(tmp_path, LittleTeacher([]))
-    assert evipath._synthesize(second_run, None, synthesizer(), questions) == made  # pyright: ignore[reportArgumentType]
-    assert [t.question_id for t in made] == ["q-1", "q-2"]
+    assert evipath._synthesize(second_run, None, synthesizer(), questions) == trajectories  # pyright: ignore[reportArgumentType]
+    assert [t.question_id for t in trajectories] == ["q-1", "q-2"]
 
 
 def three_questions() -> list[Question]:
@@ -779,12 +780,13 @@ def synthesised(run: Any) -> list[Trajectory]:
 def test_synthesis_ends_when_as_many_trajectories_are_right_as_are_wanted(tmp_path):
     wrong = "<think> so </think>\n<answer> Bruges </answer>"
     teacher = LittleTeacher([*TURNS[:2], wrong, *TURNS, *TURNS])
-    made = synthesised(LittleRun(tmp_path, teacher, mode="deductive", trajectories=1))
-    assert [(t.question_id, t.answer) for t in made] == [("q-1", "Bruges"), ("q-2", "Ghent")], (
-        "the third is not asked"
-    )
+    trajectories = synthesised(LittleRun(tmp_path, teacher, mode="deductive", trajectories=1))
+    assert [(t.question_id, t.answer) for t in trajectories] == [
+        ("q-1", "Bruges"),
+        ("q-2", "Ghent"),
+    ], "the third is not asked"
     second_run = LittleRun(tmp_path, LittleTeacher([]), mode="deductive", trajectories=1)
-    assert synthesised(second_run) == made
+    assert synthesised(second_run) == trajectories
 
 
 def test_a_synthesis_that_is_killed_goes_on_and_ends_with_the_same_trajectories(tmp_path):

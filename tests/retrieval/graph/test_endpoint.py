@@ -160,11 +160,9 @@ def test_what_does_not_pass_is_a_typed_error(clock, fault, options, kind, messag
     ],
 )
 def test_a_table_of_something_else_is_a_typed_error(row, tmp_path):
-    variables = (
-        ["inverse", "property", "name", "other", "label", "own", "same"]
-        if "other" in row
-        else ["entity", "rank"]
-    )
+    variables = ["entity", "rank"]
+    if "other" in row:
+        variables = ["inverse", "property", "name", "other", "label", "own", "same"]
     other = Answer(content={"head": {"vars": variables}, "results": {"bindings": [row]}})
     with serving(lambda request, before: other) as endpoint:
         graph = endpoint_at(endpoint.base_url, cache=SearchCache(tmp_path, "a"))
@@ -261,11 +259,9 @@ def test_requests_go_no_faster_than_allowed_and_all_wait_when_asked_to(store, cl
     paused: list[float] = []
 
     def answer(request, before):
-        return (
-            Answer(status=429, headers={"Retry-After": "0.5"})
-            if before == 2
-            else truth(store, request)
-        )
+        if before == 2:
+            return Answer(status=429, headers={"Retry-After": "0.5"})
+        return truth(store, request)
 
     async def together(graph):
         return await asyncio.gather(*(graph.triples_of(f"Q{number}") for number in range(1, 16)))

@@ -74,10 +74,10 @@ def test_a_dump_is_found_again(tmp_path, name):
     content = write_dump(tmp_path / "plain").read_bytes()
     compressed = {".gz": gzip.compress, ".bz2": bz2.compress}.get(Path(name).suffix, bytes)(content)
     (tmp_path / name).write_bytes(compressed)
-    manifest, there = build(tmp_path / "index", spec(tmp_path / name), Silent())
+    manifest, was_there = build(tmp_path / "index", spec(tmp_path / name), Silent())
     assert manifest["kind"] == "graph"
     assert manifest["triples"] == 8
-    assert there is False
+    assert was_there is False
     graph = open_graph(tmp_path / "index")
     assert graph.version == manifest["version"]
     assert named(graph, "Q1") == FILM
@@ -307,8 +307,8 @@ def test_opening_and_asking_changes_nothing(copy):
 
 def test_the_same_build_again_finds_the_index_there_and_another_is_refused(copy, tmp_path):
     dump = write_dump(tmp_path / "dump.nt")
-    _, there = build(copy, spec(dump), Silent())
-    assert there
+    _, was_there = build(copy, spec(dump), Silent())
+    assert was_there
     with pytest.raises(
         UserError, match=r"was begun with languages .*'en', 'mul'.* and this build has \['de'\]"
     ):
@@ -394,7 +394,7 @@ PLACES = {  # where a load is killed, by what it last said
 @pytest.mark.parametrize(
     "places", [("the dump", "closing"), pytest.param(tuple(PLACES), marks=pytest.mark.slow)]
 )
-def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
+def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, files, places):
     """It gets SIGKILL while it reads and writes. Until the end nothing can be opened."""
     folder = tmp_path / "index"
 
@@ -405,7 +405,7 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
     for name in places:
         killed(
             folder,
-            many,
+            files,
             name,
             lambda name=name: (folder / "graph" / "CURRENT").exists() and PLACES[name](so_far()),
         )
@@ -413,11 +413,11 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
         assert name == "closing" or so_far()["stage"] != "done", "the end is still to come"
         with pytest.raises(UserError, match="is half-built"):
             open_graph(folder)
-    killed(folder, many, "nowhere", None)
+    killed(folder, files, "nowhere", None)
     manifest = manifests.read_manifest(folder)
     assert not [path for name in ("bulk-*", "LOG.old.*") for path in (folder / "graph").glob(name)]
     graph = open_graph(folder)
-    whole = graph_in_memory(*many)
+    whole = graph_in_memory(*files)
     assert everything(graph) == everything(whole)
     # Nothing is counted twice.
     assert manifest["triples"] == 8 + 300 + 300
@@ -425,7 +425,7 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
     assert named(graph, "Q2") == DIRECTOR
 
 
-def test_a_load_goes_on_from_every_chunk(tmp_path, many, monkeypatch):
+def test_a_load_goes_on_from_every_chunk(tmp_path, files, monkeypatch):
     """It is interrupted after each chunk. The next chunk is already in the store then."""
     monkeypatch.setattr(graph_index, "CHUNK_BYTES", 12_000)
     monkeypatch.setattr(graph_files, "READ_BYTES", 2000)
@@ -445,18 +445,18 @@ def test_a_load_goes_on_from_every_chunk(tmp_path, many, monkeypatch):
     monkeypatch.setattr(graph_index, "write_json", writing)
     for _ in range(300):
         try:
-            manifest, _ = build(tmp_path / "index", spec(*many), Silent())
+            manifest, _ = build(tmp_path / "index", spec(*files), Silent())
             break
         except KeyboardInterrupt:
             continue
     assert len(written) > 12
     assert manifest["triples"] == 8 + 300 + 300
     assert manifest["names"] == 14 + 300
-    assert everything(open_graph(tmp_path / "index")) == everything(graph_in_memory(*many))
+    assert everything(open_graph(tmp_path / "index")) == everything(graph_in_memory(*files))
 
 
-def test_an_estimate_is_near_what_is_built(tmp_path, many):
-    dump, _ = many
+def test_an_estimate_is_near_what_is_built(tmp_path, files):
+    dump, _ = files
     manifest, _ = build(tmp_path / "index", spec(dump), Silent())
     whole = estimate_graph(spec(dump))
     assert whole["triples"] == manifest["triples"]

@@ -98,7 +98,7 @@ def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
     passages = [*ANIMALS, Passage(id="3", title="!", text="?")] * 3
     whole = Bm25Index(passages, tokeniser)
     sizes = []
-    told = []
+    progress = []
 
     def recorded(texts, tokeniser_name):
         sizes.append(len(texts))
@@ -107,9 +107,9 @@ def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
     tokens = bm25.indexed_words
     monkeypatch.setattr(bm25, "indexed_words", recorded)
     monkeypatch.setattr(bm25, "TEXTS_AT_ONCE", 5)
-    few = Bm25Index(passages, tokeniser, told.append)
+    few = Bm25Index(passages, tokeniser, progress.append)
     assert sizes == [5, 5, 2]
-    assert told == [5, 10, 12]
+    assert progress == [5, 10, 12]
     assert few.version == whole.version
     assert few.search(["cat dog", "flies"], 12) == whole.search(["cat dog", "flies"], 12)
     few.save(tmp_path / "few")

@@ -81,11 +81,11 @@ def copy(built, tmp_path) -> Path:
 @pytest.mark.parametrize("storage", ["bfloat16", "int8"])
 def test_a_dense_index_finds_what_numpy_finds(tmp_path, corpus, embedder, storage):
     reporter = Silent()
-    manifest, there = indexes.build(
+    manifest, was_there = indexes.build(
         tmp_path / "index", spec(corpus, embedder, storage=storage), reporter
     )
     assert manifest["passages"] == PASSAGES
-    assert there is False
+    assert was_there is False
     assert reporter.told["embedding"][-1] == PASSAGES
     index = indexes.open_index(tmp_path / "index")
     model = find_embedder(str(embedder)).load()
@@ -149,8 +149,8 @@ def test_the_same_build_again_finds_the_index_there(copy, corpus, embedder):
     before = {
         path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.name != manifests.LOCK
     }
-    manifest, there = indexes.build(copy, spec(corpus, embedder), Silent())
-    assert there
+    manifest, was_there = indexes.build(copy, spec(corpus, embedder), Silent())
+    assert was_there
     assert manifest["passages"] == PASSAGES
     assert {path: path.stat().st_mtime_ns for path in before} == before
 

@@ -23,12 +23,12 @@ PASSAGES = 60
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
     """Return a folder with a corpus of 60 passages, its first 59, and an embedder."""
-    made = tmp_path_factory.mktemp("kinds")
-    write_corpus(made / "corpus.jsonl", PASSAGES)
-    lines = (made / "corpus.jsonl").read_text().splitlines(keepends=True)
-    (made / "fewer.jsonl").write_text("".join(lines[:-1]))
-    tiny_embedder(made / "tiny")
-    return made
+    folder = tmp_path_factory.mktemp("kinds")
+    write_corpus(folder / "corpus.jsonl", PASSAGES)
+    lines = (folder / "corpus.jsonl").read_text().splitlines(keepends=True)
+    (folder / "fewer.jsonl").write_text("".join(lines[:-1]))
+    tiny_embedder(folder / "tiny")
+    return folder
 
 
 def words(root: Path, out: Path, *flags: str, corpus: str = "corpus.jsonl") -> list[str]:
@@ -294,7 +294,7 @@ def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_
     questions = tmp_path / "questions.jsonl"
     assert index.main(words(root, folder, "--kind", "scann")) == 0
     questions.write_text('{"question": "word1?", "supporting_facts": ["title 1"]}\n')
-    *opened, taken = without_scann(
+    *opened, copied = without_scann(
         (MAC, ["query", "--index", str(folder), "word1"]),
         (LINUX, ["recall", "--index", str(folder), "--questions", str(questions)]),
         (ARM, ["serve", "--index", str(folder), "--port", "0"]),
@@ -319,7 +319,7 @@ def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_
         )
 
     # What the sentence says helps.
-    assert taken["status"] == 0
+    assert copied["status"] == 0
     assert len(indexes.open_index(tmp_path / "exact").search(["word1"], 3)[0]) == 3
 
 

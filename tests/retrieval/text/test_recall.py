@@ -84,8 +84,8 @@ def built(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("recall")
     corpus = write_corpus(root / "corpus.jsonl", PASSAGES)
     embedder = tiny_embedder(root / "tiny")
-    made = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
-    assert index.main([*made, "--out", str(root / "exact")]) == 0
+    exact = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
+    assert index.main([*exact, "--out", str(root / "exact")]) == 0
     return root
 
 

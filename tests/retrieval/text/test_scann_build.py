@@ -47,9 +47,9 @@ def embeddings() -> Embeddings:
 def test_the_files_are_those_of_scanns_own_builder(embeddings, tmp_path, monkeypatch, spherical):
     monkeypatch.setattr(scann, "CHUNK_ROWS", 1100)
     parameters = dataclasses.replace(PARAMETERS, spherical=spherical)
-    told: list[int] = []
-    ours = scann.write_scann(embeddings, parameters, tmp_path / "ours", told.append)
-    assert told == [0, 1100, 2200, ROWS]
+    progress: list[int] = []
+    ours = scann.write_scann(embeddings, parameters, tmp_path / "ours", progress.append)
+    assert progress == [0, 1100, 2200, ROWS]
     whole = package().builder(embeddings.float32(), 1, "dot_product")
     whole = whole.tree(40, 8, training_sample_size=ROWS, spherical=spherical, random_init=False)
     whole = whole.score_ah(2, anisotropic_quantization_threshold=0.2, training_sample_size=ROWS)
@@ -100,8 +100,8 @@ def exact(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("exact")
     corpus = write_corpus(root / "corpus.jsonl", 1100)
     embedder = tiny_embedder(root / "tiny")
-    made = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
-    assert index.main([*made, "--out", str(root / "exact")]) == 0
+    build = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
+    assert index.main([*build, "--out", str(root / "exact")]) == 0
     return root / "exact"
 
 

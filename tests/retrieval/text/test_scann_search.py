@@ -71,9 +71,9 @@ def test_nearly_all_of_what_numpy_finds(built, clustered):
 
 
 def test_the_files_may_be_moved(clustered, tmp_path):
-    made = write_scann(compressed(clustered[0], "bfloat16"), PARAMETERS, tmp_path / "scann")
-    before = ScannSearch.load(made, ROWS, PARAMETERS)
-    shutil.move(made, tmp_path / "moved")
+    folder = write_scann(compressed(clustered[0], "bfloat16"), PARAMETERS, tmp_path / "scann")
+    before = ScannSearch.load(folder, ROWS, PARAMETERS)
+    shutil.move(folder, tmp_path / "moved")
     after = ScannSearch.load(tmp_path / "moved", ROWS, PARAMETERS)
     for ours, theirs in zip(
         after.search(clustered[1], 7), before.search(clustered[1], 7), strict=True

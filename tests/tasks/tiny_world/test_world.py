@@ -272,14 +272,14 @@ def test_search_shows_triples_in_both_directions(world):
     director = question.evidences[0].object
     texts = [material.text for material in world.graph.materials(question.evidences[0].object_id)]
     assert any(text.startswith(f"{director}, ") for text in texts)
-    seen = [
+    reverse_triples = [
         material.text
         for q in world.questions("test")
         for evidence in q.evidences
         for material in world.graph.materials(evidence.object_id)
         if material.text.endswith(f", {evidence.object}")
     ]
-    assert seen
+    assert reverse_triples
 
 
 def test_nobody_has_an_unknown_key(world):

@@ -302,11 +302,12 @@ def test_2wiki_over_an_index_of_its_graph_finds_the_evidence(tmp_path):
                 texts.append({material.text for material in materials})
         return texts
 
-    here = asyncio.run(shown(searched))
-    there = asyncio.run(shown(plain))
-    assert len(here) > 200
-    assert all(here)
+    over_index = asyncio.run(shown(searched))
+    over_table = asyncio.run(shown(plain))
+    assert len(over_index) > 200
+    assert all(over_index)
     same = sum(
-        from_index == from_folder for from_index, from_folder in zip(here, there, strict=True)
+        from_index == from_folder
+        for from_index, from_folder in zip(over_index, over_table, strict=True)
     )
-    assert same > 0.9 * len(here), "others differ in how the other end is written"
+    assert same > 0.9 * len(over_index), "others differ in how the other end is written"

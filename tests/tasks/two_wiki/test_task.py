@@ -272,8 +272,8 @@ def test_an_index_with_prefixes_of_its_own_is_searched_with_them(folder, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     embedder = str(tiny_embedder(tmp_path / "embedder"))
     out = str(tmp_path / "index")
-    made = ["--corpus", str(folder / "corpus.json"), "--kind", "exact", "--embedder", embedder]
-    assert index.main(["build", *made, "--prefixes", "e5", "--out", out]) == 0
+    build = ["--corpus", str(folder / "corpus.json"), "--kind", "exact", "--embedder", embedder]
+    assert index.main(["build", *build, "--prefixes", "e5", "--out", out]) == 0
     task = two_wiki.build(
         config(folder, environment="text", top_k=1, retriever="dense", index=out, embedder=embedder)
     )
@@ -357,14 +357,14 @@ def test_passages_are_searched_at_the_service_that_is_named(folder):
                     two_wiki.build, config(folder, environment="text", top_k=1, index=address)
                 )
             )
-            here = two_wiki.build(config(folder, environment="text", top_k=1, index=words))
-            assert world_of(asked).retriever.version == world_of(here).retriever.index.version
+            local_task = two_wiki.build(config(folder, environment="text", top_k=1, index=words))
+            assert world_of(asked).retriever.version == world_of(local_task).retriever.index.version
             for question in ("Who died in 1961?", "A film by Roy Del Ruth", "nothing of it"):
                 assert search(world_of(asked), question, None) == search(
-                    world_of(here), question, None
+                    world_of(local_task), question, None
                 )
             assert {question.id for question in all_questions(asked)} == {
-                question.id for question in all_questions(here)
+                question.id for question in all_questions(local_task)
             }
             with pytest.raises(
                 UserError, match=f"retriever is dense and {address} serves an index of kind bm25"
