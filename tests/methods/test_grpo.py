@@ -225,14 +225,8 @@ TABLE = {
 
 def test_groups_that_teach_nothing_are_dropped_and_others_sampled_until_the_batch_is_full(tmp_path):
     run = play(tmp_path, TABLE)
-    assert run.asked == [
-        "q0",
-        "q1",
-        "q2",
-        "q3",
-        "q4",
-        "q5",
-    ]  # one missing after q1, still after q2; then the next round
+    expected = ["q0", "q1", "q2", "q3", "q4", "q5"]
+    assert run.asked == expected  # one missing after q1, still after q2; then the next round
     (_, first, _), (_, second, _) = run.learnt
     assert questions_in(first) == {"q1", "q3"}
     assert questions_in(second) == {"q4", "q5"}
@@ -272,10 +266,7 @@ def test_with_equal_rewards_alone_sampling_stops_at_its_bound_and_nothing_is_lea
     assert [
         f"round {n}: no update, for at each of 4 questions all attempts" in run.messages[n - 1]
         for n in (1, 2)
-    ] == [
-        True,
-        True,
-    ]
+    ] == [True, True]
     assert (
         "(on average 0.000): raise method.group_attempts 2 or sampling.temperature 1.0"
         in run.messages[0]

@@ -192,10 +192,7 @@ def test_an_attempt_whose_search_failed_moves_no_threshold_and_costs_an_attempt(
         {"easy": [0.5, 1.0, 1.0, 1.0, 1.0, 1.0], "hard": [None, 1.0, 1.0, 1.0, 1.0, 1.0]}
     )
     assert k == 0.75
-    assert run.done[1] == (
-        0.5,
-        0.75,
-    )
+    assert run.done[1] == (0.5, 0.75)
     accepted = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
     assert [(t.question_id, t.attempt) for t in accepted] == [
         ("easy", 1),

@@ -329,12 +329,8 @@ def test_tags_are_neutralised_in_any_spelling_and_other_brackets_stay():
 def test_tags_are_tokens_in_the_model_s_words_and_text_in_the_system_prompt():
     ids = TRAINED.encode_model("<think>Rome</think>\n<search>a < b</search>")
     shown = [TRAINED.decode([id]) for id in ids]
-    assert [t for t in shown if t.startswith("<") and len(t) > 1] == [
-        "<think>",
-        "</think>",
-        "<search>",
-        "</search>",
-    ]
+    expected = ["<think>", "</think>", "<search>", "</search>"]
+    assert [t for t in shown if t.startswith("<") and len(t) > 1] == expected
     trusted = TRAINED.encode_trusted("Reply as <answer>text</answer>.")
     assert TRAINED.decode(trusted) == "Reply as <answer>text</answer>."
     assert max(trusted) < TRAINED.encode_model("<think>")[0]

@@ -265,19 +265,18 @@ def test_the_table_is_aligned_plain_text_of_80_columns_in_a_pipe():
     Progress(stream).show(closing_table([WARM_UP, ROUND]))
     lines = stream.getvalue().splitlines()
     assert lines[0].split() == ["EM", "F1"]
-    assert lines[1].split() == (
-        [
-            "phase",
-            "EM",
-            "F1",
-            "sampled",
-            "sampled",
-            "trajectories",
-            "accepted",
-            "searches",
-            "minutes",
-        ]
-    )
+    expected = [
+        "phase",
+        "EM",
+        "F1",
+        "sampled",
+        "sampled",
+        "trajectories",
+        "accepted",
+        "searches",
+        "minutes",
+    ]
+    assert lines[1].split() == expected
     assert lines[3].split() == ["warm-up", "38.3", "41.0", "30.0", "33.3", "-", "-", "2.50", "2.0"]
     assert lines[4].split() == ["round", "1", "45.5", "50.2", "-", "-", "12,345", "678", "-", "1.5"]
     assert len(lines[3]) == len(lines[4]) == len(lines[1]) <= 80, (

@@ -356,10 +356,7 @@ def test_failures_count_in_a_row_only_and_requests_wait_for_a_place(tmp_path):
 
     verdicts = asyncio.run(all_of_them())
     assert sum(isinstance(verdict, NoVerdict) for verdict in verdicts) == 4
-    assert [verdict for verdict in verdicts if isinstance(verdict, bool)] == [
-        True,
-        False,
-    ]
+    assert [verdict for verdict in verdicts if isinstance(verdict, bool)] == [True, False]
     assert slow.max_under_way == 1
 
 

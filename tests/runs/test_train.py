@@ -40,18 +40,10 @@ def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
     assert value["task"] == "tiny_world"
     assert value["method"] == "mygo"
     assert value["seed"] == 0
-    assert [phase["name"] for phase in value["phases"]] == [
-        "warm-up",
-        "control",
-        "round 1",
-        "round 2",
-    ]
-    assert [phase["tokens"] > 0 for phase in value["phases"]] == [
-        False,
-        False,
-        True,
-        True,
-    ]  # a script plays first
+    expected = ["warm-up", "control", "round 1", "round 2"]
+    assert [phase["name"] for phase in value["phases"]] == expected
+    expected = [False, False, True, True]
+    assert [phase["tokens"] > 0 for phase in value["phases"]] == expected  # a script plays first
     promised = (
         "name em f1 em_sampled f1_sampled questions trajectories accepted tokens seconds".split()
     )
@@ -204,12 +196,8 @@ def test_a_policy_that_was_trained_on_a_graph_is_evaluated_on_passages(undisturb
     output = finished([*EVAL, str(TWO_WIKI_CONFIG), *of_run, *on_text])
     result = json.loads((tmp_path / "results" / "two_wiki-text-dev.json").read_text())
     predictions = json_lines(tmp_path / "results" / "two_wiki-text-dev.predictions.jsonl")
-    assert [result[key] for key in ("task", "environment", "policy", "seed")] == [
-        "two_wiki",
-        "text",
-        0,
-        5,
-    ]
+    expected = ["two_wiki", "text", 0, 5]
+    assert [result[key] for key in ("task", "environment", "policy", "seed")] == expected
     assert 0 < result["greedy"]["questions"] == len(predictions) <= 20
     assert (
         f"all {len(predictions)} held-out questions are evaluated; eval.questions is 1000" in output

@@ -352,10 +352,7 @@ def test_triviaqa_is_read_in_any_order_of_its_fields(tmp_path, bom, indent, firs
     ordered = {name: fields[name] for name in sorted(fields, key=lambda name: name != first)}
     assert only_record(
         tmp_path, "triviaqa", bom + json.dumps(ordered, indent=indent), "dev.json"
-    ).answers == (
-        "Ann Ode",
-        "A. Ode",
-    )
+    ).answers == ("Ann Ode", "A. Ode")
 
 
 @pytest.mark.parametrize("bom", ["", BOM])

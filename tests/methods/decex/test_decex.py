@@ -256,20 +256,8 @@ def test_a_pruned_tree_by_hand():
     leaf = tree.finished[0]
     assert leaf.reward == 1.0
     assert [search.query for search in leaf.searches] == ["q1"]
-    assert [trajectory.reward for trajectory in tree.finished[1:]] == [
-        1,
-        0,
-        0,
-        0,
-        0,
-        0,
-        1,
-        0,
-        1,
-        1,
-        0,
-        0,
-    ]
+    expected = [1, 0, 0, 0, 0, 0, 1, 0, 1, 1, 0, 0]
+    assert [trajectory.reward for trajectory in tree.finished[1:]] == expected
     rows = pyarrow.parquet.read_table(io.BytesIO(encode_nodes([tree]))).to_pylist()
     assert [tuple(row.values()) for row in rows] == [
         ("q-1", 0, None, "sub-question", "a?", [1.0, 0.0]),

@@ -466,14 +466,8 @@ def test_what_else_a_reply_holds_is_not_learnt():
 def test_without_evidence_the_teacher_is_told_the_answer_alone():
     teacher = LittleTeacher()
     trajectory = written(teacher, mode="no_evidence")
-    assert [step for step, _, _ in teacher.read] == [
-        "plan",
-        "turn",
-        "reading",
-        "turn",
-        "reading",
-        "turn",
-    ]
+    expected = ["plan", "turn", "reading", "turn", "reading", "turn"]
+    assert [step for step, _, _ in teacher.read] == expected
     assert all(
         "Answer: Ghent" in text and "Ilse Vand," not in text for step, text, _ in teacher.read[:2]
     )
@@ -662,14 +656,8 @@ def test_the_teachers_conversations_are_lessons():
     """A model that is to be a teacher reads the hint and learns the accepted words."""
     teacher = LittleTeacher()
     rows = asyncio.run(synthesizer().lessons(attempt(BORN), LittleWorld(), teacher))
-    assert [row.role for row in rows] == [
-        "planner",
-        "planner",
-        "worker",
-        "worker",
-        "worker",
-        "worker",
-    ]
+    expected = ["planner", "planner", "worker", "worker", "worker", "worker"]
+    assert [row.role for row in rows] == expected
     plan, planner, answer, reading, *_ = rows
     assert plan.turns[-1].text == PLAN
     assert answer.turns[-1].text == ANSWERS[ASK_DIRECTOR]

@@ -261,10 +261,7 @@ def test_a_lone_surrogate_is_refused_or_skipped(tmp_path, field):
     ):
         read_corpus([path])
     skipped = Skipped()
-    assert [passage.title for passage in stream_corpus([path], skipped)] == [
-        "Cat",
-        "Dog",
-    ]
+    assert [passage.title for passage in stream_corpus([path], skipped)] == ["Cat", "Dog"]
     assert skipped.skipped == 1
     path.write_text(json.dumps(CAT | {field: "\U0001f600"}))
     assert getattr(read_corpus([path])[0], field) == "\U0001f600", "a whole pair is a character"

@@ -183,10 +183,7 @@ def test_titles_that_are_equal_or_begin_alike_are_passages_of_their_own(tmp_path
     write_passages(passages, tmp_path / "passages.arrow")
     assert [
         passage.text for passage in PassageFile(tmp_path / "passages.arrow").titled(["Ann"])
-    ] == [
-        "a river",
-        "a queen",
-    ]
+    ] == ["a river", "a queen"]
 
 
 @pytest.mark.parametrize(

@@ -178,11 +178,7 @@ def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, ca
     assert small["kind"] == "exact"
     assert set(small["disk_bytes"]) == {"passages", "embeddings"}
     assert large["kind"] == "scann"
-    assert set(large["disk_bytes"]) == {
-        "passages",
-        "embeddings",
-        "scann",
-    }
+    assert set(large["disk_bytes"]) == {"passages", "embeddings", "scann"}
     assert small["why"].startswith("100,000 passages: an exact")
     assert large["why"].startswith("100,001 passages: a ScaNN")
 
