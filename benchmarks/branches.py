@@ -139,7 +139,8 @@ def main() -> int:
         tokenizer = model.tokenizer
         decoder = model.load(None, arguments.dtype)
         slots = EngineConfig(slots=8, decode_steps_per_call=8, prefill_tokens=1024)
-        never = decoder.config.vocab_size  # a stop token that no token is
+        # No token has this id, so nothing stops.
+        never = decoder.config.vocab_size
         engine = make_engine(
             decoder, slots, positions=CONFIG.max_trajectory_tokens, stop_token_ids=[never]
         )

@@ -703,7 +703,8 @@ def write(runs: Runs, page: Path, machine: str) -> None:
     tables = runs.tables()
     for name, (section, text_before) in SECTIONS.items():
         table = tables[name]
-        if table.count("\n") < 3:  # a heading, its line and one row, which nothing stands beside
+        # The table has one row, which has nothing to be compared with.
+        if table.count("\n") < 3:
             if text_before not in before:
                 continue
             table = before[before.index(text_before) + 1]

@@ -109,7 +109,8 @@ def entity(draw: random.Random, number: int, entities: int, facts: int) -> list[
     lines = [f'{own} {LABEL} "entity {number}"@{language} .\n' for language in ("en", "de", "fr")]
     lines.append(f"{own} <{WDT}P31> <{WD}Q5> .\n")
     for _ in range(facts):
-        other = 10 + int(entities * draw.random() ** 2)  # some are pointed at by many
+        # Squaring makes some entities the object of many facts.
+        other = 10 + int(entities * draw.random() ** 2)
         lines.append(f"{own} <{WDT}P{draw.randrange(1, PROPERTIES)}> <{WD}Q{other}> .\n")
     return lines
 

@@ -267,7 +267,8 @@ def encode(arguments: argparse.Namespace) -> None:
     texts = [passages[place] for place in chosen]
     embedder_folder = find_embedder(arguments.embedder)
     embedder = embedder_folder.load()
-    ours = embedder.embed(texts, "passage")  # compiles
+    # The first call compiles.
+    ours = embedder.embed(texts, "passage")
     seconds: dict[str, list[float]] = {"ours": []}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "texts.json"
@@ -284,7 +285,8 @@ def encode(arguments: argparse.Namespace) -> None:
             environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
             command += ["--threads", str(arguments.threads)]
             peer = subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True)
-            _pass_of(peer, PEER_BATCHES[0])  # the first one is not counted
+            # The first one is not counted.
+            _pass_of(peer, PEER_BATCHES[0])
             agreement = float((np.load(f"{file}.npy") * ours).sum(1).min())
         for _ in range(arguments.rounds):
             start_time = time.perf_counter()
@@ -414,7 +416,8 @@ def gold_recall(arguments: argparse.Namespace) -> None:
     # Leave vectors and queries for `search`.
     if embedder_folder.dimension == DIMENSION:
         search_folder = arguments.work / "search"
-        shutil.rmtree(search_folder, ignore_errors=True)  # with what was built of other vectors
+        # Indexes of other vectors may lie there.
+        shutil.rmtree(search_folder, ignore_errors=True)
         search_folder.mkdir()
         shutil.copyfile(folder / "embeddings.bfloat16", search_folder / "embeddings.bfloat16")
         vectors = embeddings.float32()
@@ -517,7 +520,8 @@ def main() -> int:
     compared.add_argument("--work", type=Path, required=True)
     compared.add_argument("--embedder", default="minilm")
     compared.add_argument("--sentences", action="store_true")
-    alone.set_defaults(run=engine)  # the process that `search` starts
+    # `search` starts this process.
+    alone.set_defaults(run=engine)
     alone.add_argument("folder", type=Path)
     alone.add_argument("engine", choices=OURS)
     alone.add_argument("--threads", type=int, required=True)

@@ -191,7 +191,8 @@ class NoStops:
 
     @property
     def stop_token_ids(self) -> tuple[int]:
-        return (self.vocabulary,)  # an id that no token has
+        # No token has this id.
+        return (self.vocabulary,)
 
     def token_bytes(self, token_id: int) -> bytes:
         return b""

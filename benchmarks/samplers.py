@@ -147,7 +147,8 @@ def worker(
     while True:
         began_round = run.number
         objects = run.shards + len(run.leased)
-        yield operation(3 * store.read, 3)  # summary.json, plan and end of the open round
+        # Read summary.json, the plan and the end of the open round.
+        yield operation(3 * store.read, 3)
         # its plan, the policies, its shards
         yield operation(store.read + listing(1) + listing(objects), 3)
         missing = run.units_without_shard
@@ -157,11 +158,13 @@ def worker(
                 run.thresholds.add(run.number)
                 # all first attempts
                 yield operation(2 * run.units * store.read + store.create, 2 * run.units + 1)
-            yield operation(2 * store.read, 2)  # the threshold
+            # Read the threshold.
+            yield operation(2 * store.read, 2)
         claimed = None
         for unit in candidates:
             yield operation(store.create)
-            if unit not in run.leased and run.number == began_round:  # else another one was faster
+            # Otherwise another worker was faster.
+            if unit not in run.leased and run.number == began_round:
                 run.lease(unit)
                 claimed = unit
                 break

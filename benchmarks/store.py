@@ -104,7 +104,8 @@ def main() -> int:
     draw = np.random.default_rng(0)
     rows = [trajectory(draw, number, arguments.turn_tokens) for number in range(arguments.rows)]
     policy = draw.bytes(arguments.policy_bytes)
-    size = len(shards.encode(rows))  # the first one imports pyarrow
+    # The first call imports pyarrow.
+    size = len(shards.encode(rows))
     start_time = time.perf_counter()
     shards.encode(rows)
     shards.content_sha256(rows)
@@ -140,7 +141,8 @@ def main() -> int:
             return 2
         finally:
             if server is not None:
-                server.communicate()  # its input ends, and so does it
+                # The server ends with its input.
+                server.communicate()
     print(json.dumps(result))
     return 0
 

@@ -203,7 +203,8 @@ def compare_with_peers(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, command in trainer_commands(arguments, work_file).items():
             trainers[name] = TrainerApart(command, folder / f"{name}.txt")
             stack.callback(trainers[name].close)
-            trainers[name].train(0)  # so that it compiles alone
+            # Each compiles alone.
+            trainers[name].train(0)
         for _ in range(arguments.turns):
             for trainer in trainers.values():
                 trainer.train(arguments.seconds)
@@ -270,7 +271,8 @@ def train_in_turns(arguments: argparse.Namespace) -> None:
     packed = pack(conversations(work), row_tokens=MAX_TOKENS, seed=0)
     batches = Batches(packed, arguments.rows, seed=0)
 
-    training.step(next(batches))  # compiles
+    # The first call compiles.
+    training.step(next(batches))
     for line in sys.stdin:
         tokens = 0
         steps = 0
@@ -329,7 +331,8 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     row_numbers = np.arange(arguments.rows)
     batch = rows.batch(row_numbers)
 
-    training.step(batch)  # compiles
+    # The first call compiles.
+    training.step(batch)
     step_seconds = []
     for _ in range(arguments.repeats):
         start_time = time.perf_counter()
@@ -368,7 +371,8 @@ def command_line() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     peers = commands.add_parser("peers", help="beside Tunix and transformers")
     step = commands.add_parser("step", help="one step beside a matrix product")
-    ours = commands.add_parser("ours")  # the process that `peers` starts
+    # `peers` starts this process.
+    ours = commands.add_parser("ours")
 
     for command_parser, rows, remat in ((peers, 2, "none"), (step, 4, "auto"), (ours, 2, "none")):
         add = command_parser.add_argument

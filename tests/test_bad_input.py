@@ -129,7 +129,8 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
     )
     assert f"{lacking} begins with: start from a checkpoint with --init" in message
     none = ("--pretraining.steps", "0", "--init", "nowhere", "--warmup.steps", "0")
-    assert lacking in refused(train, SMOKE, "--run", "run", *none)  # which a control learns
+    # A control learns demonstrations.
+    assert lacking in refused(train, SMOKE, "--run", "run", *none)
     none = (*none, "--eval.control", "False")
     assert "there is no directory nowhere" in refused(train, SMOKE, "--run", "run", *none)
     assert written(tmp_path) == []

@@ -218,7 +218,8 @@ def test_an_endpoint_that_is_down_ends_with_one_sentence(
 ):
     monkeypatch.chdir(tmp_path)
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        # The port is taken, and no program listens.
+        unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
         assert (
             evaluation.main(command(url, tokenizer, *LIMITS, "--remote.deadline-seconds", "2")) == 2

@@ -140,7 +140,8 @@ def test_a_reply_that_cannot_be_used_ends_its_episode(name, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_request_that_is_refused_ends_its_episode(name, monkeypatch, tmp_path, tokenizer, task):
-    monkeypatch.setattr(generator, "MAX_WAIT_SECONDS", 0.01)  # between two attempts
+    # This is the wait between two attempts.
+    monkeypatch.setattr(generator, "MAX_WAIT_SECONDS", 0.01)
     status, body, ends = ERRORS[name]
     check(
         evaluate(monkeypatch, tmp_path, tokenizer, task, Answer(status=status, content=body)), ends

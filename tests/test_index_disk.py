@@ -110,7 +110,8 @@ def test_what_a_damaged_directory_is_said_to_need_helps(folder, tmp_path, capsys
         (out / "manifest.json").unlink()
         (out / "passages.arrow").write_bytes(b"")
     words = command(folder, "bm25", out)
-    for _ in range(2):  # nothing is mended in place
+    # Nothing is mended in place.
+    for _ in range(2):
         assert index.main(words) == 2
         assert f"remove {out} and build the index again" in capsys.readouterr().err
     shutil.rmtree(out)
@@ -185,7 +186,8 @@ def test_an_embedder_that_lies_elsewhere_by_now_is_the_same_build(folder, tmp_pa
     assert "was there already" in capsys.readouterr().err
     plan = json.loads((out / "plan.json").read_text())
     assert plan.pop("prefixes") is None
-    (out / "plan.json").write_text(json.dumps(plan))  # as it was before prefixes stood there
+    # Older plans have no prefixes.
+    (out / "plan.json").write_text(json.dumps(plan))
     assert index.main(words) == 0
     other = str(tiny_embedder(tmp_path / "other", hidden_size=64, seed=1))
     assert index.main([*words, "--embedder", other]) == 2

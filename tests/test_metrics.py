@@ -22,7 +22,8 @@ def test_scores_are_those_of_the_official_script(rule):
     with gzip.open(DATA / "metric_fixtures.jsonl.gz", "rt", encoding="utf-8") as file:
         for row in map(json.loads, file):
             expected = row["expected"][rule]
-            if expected is None:  # the HotpotQA script takes one gold answer
+            # The HotpotQA script takes one gold answer.
+            if expected is None:
                 continue
             expected = {"em": expected} if rule == "cover_em" else expected
             scores = score(row["prediction"], row["golds"], rule)
@@ -96,7 +97,8 @@ def test_composed_and_decomposed_letters_are_equal(rule):
         scores = score(prediction, [gold], rule)
         assert scores.em == 1.0
         assert scores.f1 == 1.0
-    turkish = "\u0130zmir"  # its lower case is two characters
+    # The lower case of its first letter is two characters.
+    turkish = "\u0130zmir"
     assert score(turkish, [turkish], rule).em == 1.0
 
 

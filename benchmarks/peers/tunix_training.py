@@ -102,7 +102,8 @@ class Turn:
 def train_for(seconds: float, first_step: int) -> dict[str, float]:
     turn = Turn(seconds, first_step)
     if seconds:
-        trainer.train(turn.batches())  # returns when the last step is done
+        # This returns when the last step is done.
+        trainer.train(turn.batches())
     return {"tokens": turn.tokens, "steps": turn.steps, "seconds": turn.elapsed()}
 
 

@@ -226,7 +226,8 @@ TABLE = {
 def test_groups_that_teach_nothing_are_dropped_and_others_sampled_until_the_batch_is_full(tmp_path):
     run = play(tmp_path, TABLE)
     expected = ["q0", "q1", "q2", "q3", "q4", "q5"]
-    assert run.asked == expected  # one missing after q1, still after q2; then the next round
+    # One group is missing after q1 and after q2. From q4 on it is the next round.
+    assert run.asked == expected
     (_, first, _), (_, second, _) = run.learnt
     assert questions_in(first) == {"q1", "q3"}
     assert questions_in(second) == {"q4", "q5"}
@@ -297,7 +298,8 @@ def test_grpo_learns_all_groups_and_samples_once(tmp_path):
     assert run.asked == ["q0", "q1", "q2", "q3"]
     rows = run.learnt[0][1]
     assert questions_in(rows) == {"q0", "q1"}
-    for question, expected in (("q0", [0.0, 0.0]), ("q1", [-1.0, 1.0])):  # mean 1/2, deviation 1/2
+    # The mean is 1/2 and the deviation 1/2.
+    for question, expected in (("q0", [0.0, 0.0]), ("q1", [-1.0, 1.0])):
         place = rows.tokens == 100 + int(question[1:])
         assert sorted(rows.columns["advantages"][place].tolist()) == expected
 
@@ -347,9 +349,11 @@ def test_attempts_whose_search_failed_are_no_members_of_their_group(tmp_path, ki
     figures = run.figures[1]
     assert advantages(rows, "q0") == [-1.0, 1.0]
     assert advantages(rows, "q1") == []
-    refilled = kind is DAPO_METHOD  # another question takes the place of the dropped group
+    # Another question takes the place of the dropped group.
+    refilled = kind is DAPO_METHOD
     assert run.asked == (["q0", "q1", "q2"] if refilled else ["q0", "q1"])
-    if refilled:  # mean 2/3, deviation 2**0.5 / 3
+    # The mean is 2/3 and the deviation 2**0.5 / 3.
+    if refilled:
         assert advantages(rows, "q2") == pytest.approx([-(2**0.5), 0.5**0.5, 0.5**0.5])
     assert figures["left_out"] == 3
     assert figures["degenerate_groups"] == 1
@@ -418,7 +422,8 @@ def test_the_trainers_scores_are_kept_for_a_restart(tmp_path):
     method = dataclasses.replace(GRPO_METHOD, importance_cap=1.5, kl_coefficient=0.1, rounds=1)
     run = play(tmp_path, TABLE, method)
     assert run.scorings == 2
-    (tmp_path / "rounds/0001/LEARNT.json").unlink()  # killed while it learnt
+    # The run is killed while it learns.
+    (tmp_path / "rounds/0001/LEARNT.json").unlink()
     second_run = play(tmp_path, TABLE, method)
     assert second_run.scorings == 0
     assert second_run.asked == []

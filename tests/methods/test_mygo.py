@@ -136,7 +136,8 @@ def attempts_of(run: Played, question: str) -> list[int]:
 
 def test_the_threshold_is_the_midpoint_of_the_first_attempts_mean_and_the_best_reward():
     run, _, k = sampled({"easy": [1.0] * 6, "hard": [0.5, *[1.0] * 5]})
-    assert k == 0.875  # (0.75 + 1) / 2; the later attempts, all right, have no part in it
+    # This is (0.75 + 1) / 2. The later attempts, all right, have no part in it.
+    assert k == 0.875
     assert run.done[1] == (0.75, 0.875)
 
 

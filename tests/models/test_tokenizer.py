@@ -110,7 +110,8 @@ def _wrapped(
     backend.train_from_iterator(CORPUS, trainer)
     backend.add_special_tokens(special)
     backend.add_tokens(added)
-    if begin is not None:  # as Llama-3 does: encoding adds a first token, unless told not to
+    # As with Llama-3, encoding adds a first token unless it is told not to.
+    if begin is not None:
         backend.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{begin} $A", special_tokens=[(begin, backend.token_to_id(begin))]
         )

@@ -246,5 +246,6 @@ def compiled(*arguments: str) -> dict:
         timeout=HANG_SECONDS,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    print(finished.stdout)  # bytes a chip, shown with -rP
+    # Show bytes a chip with -rP.
+    print(finished.stdout)
     return json.loads(finished.stdout.splitlines()[-1])

@@ -157,7 +157,8 @@ def test_tensorboard_has_every_line_once_after_a_kill_and_a_resume(tmp_path):
     )
     killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)])
     assert killed.returncode == -9
-    (tmp_path / "events.out.tfevents.1.other").write_bytes(b"")  # somebody else's file stays
+    # A file of another program stays.
+    (tmp_path / "events.out.tfevents.1.other").write_bytes(b"")
     with MetricsLog(tmp_path) as log:
         for step in range(15, 26):
             log.write("warm-up", step, {"loss": step / 4})
@@ -176,7 +177,8 @@ def wandb_pieces(content: bytes) -> Iterator[bytes]:
     at = 7
     record = b""
     while at + 7 <= len(content):
-        if 32768 - at % 32768 < 7:  # no header begins in the last bytes of a block
+        # No header begins in the last bytes of a block.
+        if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
         # checksum, length; whole, first, middle or last piece
@@ -207,7 +209,8 @@ def wandb_records(directory: Path) -> list[tuple[str, dict]]:
 
 @pytest.mark.slow
 def test_offline_every_line_arrives_once_and_a_restart_goes_on_as_the_same_run(tmp_path):
-    for first, after in ((1, 4), (2, 6)):  # the second start comes past steps that are written
+    # The second start comes past steps that are written.
+    for first, after in ((1, 4), (2, 6)):
         command = [sys.executable, "-c", WRITE, str(tmp_path), str(first), str(after)]
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=ROOT

@@ -108,7 +108,8 @@ def run_stage(stream: io.StringIO, seconds: float, updates: int) -> list[str]:
 
 def test_a_pipe_gets_a_line_every_five_seconds_and_one_at_the_end():
     lines = run_stage(io.StringIO(), seconds=60, updates=1000)
-    assert len(lines) == 12  # eleven whole intervals after the first and the last line
+    # Eleven whole intervals after the first and the last line.
+    assert len(lines) == 12
     assert not any("\x1b" in line for line in lines)
 
 
@@ -128,7 +129,8 @@ def test_a_short_stage_leaves_one_line():
 def test_the_rate_is_that_of_the_last_half_minute():
     clock = Clock()
     with Progress(io.StringIO(), clock=clock).stage("slow start", total=1000) as stage:
-        clock.now += 100  # compilation
+        # The wait stands for compilation.
+        clock.now += 100
         stage.update(1)
         for step in range(2, 402):
             clock.now += 0.1
@@ -224,7 +226,8 @@ def test_an_update_costs_microseconds(live):
         for step in range(20_000):
             stage.update(step, loss=0.5, tokens_per_second=40_000.0)
         seconds = (time.thread_time() - start_time) / 20_000
-    assert seconds < 50e-6  # a step of a millisecond would still lose less than a twentieth
+    # A step of a millisecond would still lose less than a twentieth.
+    assert seconds < 50e-6
 
 
 def test_one_refresh_of_the_live_display_takes_less_than_its_share_of_a_second():

@@ -200,7 +200,8 @@ def test_modules_do_not_import_in_a_circle():
         for module, path in MODULES.items()
     }
     while free := [module for module in below if not below[module] & set(below) - {module}]:
-        for module in free:  # what depends on nothing left
+        # These depend on nothing that remains.
+        for module in free:
             del below[module]
     assert not below, f"these modules import each other in a circle: {sorted(below)}"
 

@@ -91,7 +91,8 @@ def test_what_arrives_during_a_search_is_the_next_batch(index):
         first = asyncio.ensure_future(retriever.search("a", 1))
         await index.is_searched()
         rest = asyncio.gather(*(retriever.search(query, 1) for query in ("bb", "a", "ccc")))
-        await asyncio.sleep(0)  # they wait now
+        # They wait now.
+        await asyncio.sleep(0)
         index.hold.set()
         return await first, await rest
 
@@ -225,7 +226,8 @@ async def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(
     search = asyncio.create_task(retriever.search("a", 1))
     await index.is_searched()
     index.hold.set()
-    assert index.answered.wait(HANG_SECONDS)  # this holds up the event loop, as a compilation does
+    # This holds up the event loop, as a compilation does.
+    assert index.answered.wait(HANG_SECONDS)
     turned_clock.turn(0.31)
     assert await search
 
@@ -247,7 +249,8 @@ async def test_a_full_line_is_refused(index):
     waiting = [asyncio.ensure_future(retriever.search("a", 1))]
     await index.is_searched()
     waiting += [asyncio.ensure_future(retriever.search(query, 1)) for query in ("bb", "ccc")]
-    await asyncio.sleep(0)  # they wait now
+    # They wait now.
+    await asyncio.sleep(0)
     with pytest.raises(RetrieverOverloaded, match="2 searches wait, of at most 2"):
         await retriever.search("dddd", 1)
     index.hold.set()

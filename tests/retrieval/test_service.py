@@ -112,7 +112,8 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monk
         assert searched.entered.acquire(timeout=HANG_SECONDS)
         for thread in threads[1:]:
             thread.start()
-        for _ in range(12):  # one is searched and three wait
+        # One is searched and three wait.
+        for _ in range(12):
             assert told_to_come_back.acquire(timeout=HANG_SECONDS)
         assert statuses == [429] * 12, "nobody else has been answered"
 
@@ -123,7 +124,8 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monk
             try:
                 return await send(body)
             except TransientError:
-                searched.hold.set()  # now the line becomes empty
+                # Now the line becomes empty.
+                searched.hold.set()
                 for thread in threads:
                     thread.join()
                 raise
@@ -343,7 +345,8 @@ def test_no_more_requests_at_once_than_there_are_places():
     two = threading.Barrier(2)
 
     def answer(request, before):
-        if before < 4:  # of five: each of these is answered when another one is under way
+        # There are five. Each of the first four is answered when another one is under way.
+        if before < 4:
             two.wait(HANG_SECONDS)
         return Answer(content={"version": "v", "results": [[HIT]] * len(request.body["queries"])})
 

@@ -146,7 +146,8 @@ def test_a_run_does_not_go_on_with_other_questions_or_passages(change, tmp_path)
     config = config_for(folder)
     store = Store(tmp_path / "run")
     check_content(store, config, two_wiki(folder))
-    check_content(store, config, two_wiki(folder))  # the same data in a start that goes on
+    # The same data in a start that goes on.
+    check_content(store, config, two_wiki(folder))
     folder_of_questions(folder, **change)
     with pytest.raises(
         RunMismatch, match=r"was begun with other data than .* holds now"
@@ -259,7 +260,8 @@ def test_a_service_of_passages_is_known_by_the_version_that_it_serves():
     environments = []
     for version in ("first", "second"):
         retriever = RemoteRetriever("http://127.0.0.1:1")
-        retriever.version = version  # as its health says it when it is opened
+        # A health check sets it when the service is opened.
+        retriever.version = version
         environments.append(TextEnvironment(retriever, top_k=1))
     assert [content_version(environment) for environment in environments] == ["first", "second"]
 

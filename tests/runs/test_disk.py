@@ -48,7 +48,8 @@ def test_a_disk_that_fills_up_during_saves(undisturbed, tmp_path):
 @pytest.mark.slow
 def test_a_disk_that_is_full_again_and_again(undisturbed, tmp_path):
     directory = tmp_path / "run"
-    writes = (3, 15, 24, 27, 30, 30)  # of each start, which goes on behind the one before it
+    # One number for each start, which goes on where the one before it ended.
+    writes = (3, 15, 24, 27, 30, 30)
     ends = disturbed(directory, *({"full": "disk", "write": write} for write in writes))
     for ended in ends:
         refused(ended, "no space is left there")
@@ -88,7 +89,8 @@ def unprivileged() -> None:
 
 @pytest.mark.slow
 def test_a_run_directory_that_is_read_only_is_named_and_nothing_is_changed(undisturbed, copy):
-    (copy / "summary.json").unlink()  # so that there is something to write
+    # Without it there is something to write.
+    (copy / "summary.json").unlink()
 
     def content() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}

@@ -210,7 +210,8 @@ def test_scores_shown_do_not_depend_on_the_reward():
             shown = tokenizer().decode(prompt)
             number = next(number for number in replies if f"Question {number}?" in shown)
             asked.append((params.temperature, number))
-            is_right = number == "1" and params.temperature > 0  # sampled it is, greedily it is not
+            # The sampled answer is right, the greedy one is not.
+            is_right = number == "1" and params.temperature > 0
             return completion(answer("Ghent") if is_right else replies[number])
 
     def shown(reward: str, samples: int = 1) -> tuple[list[str], dict, list[dict], list[float]]:

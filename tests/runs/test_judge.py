@@ -170,7 +170,8 @@ def earned(
 
 
 def test_a_judge_gives_the_reward_and_equal_answers_are_asked_about_once(tokenizer, tmp_path):
-    answers = ["Gent", "Gent", "gent.", "Rome"]  # the first three are one when normalised
+    # The first three are equal when normalised.
+    answers = ["Gent", "Gent", "gent.", "Rome"]
     unanswered = episode("Gent", stop_reason=StopReason.ITERATION_LIMIT)
     with serving(yes_if(lambda prediction: prediction == "gent")) as endpoint:
         config = config_of(endpoint, tokenizer)
@@ -210,7 +211,8 @@ def test_a_run_that_goes_on_asks_nothing_twice_whatever_the_judge_says_now(token
     with serving(yes_if(lambda prediction: True)) as endpoint:
         config = config_of(endpoint, tokenizer)
         (before,) = earned(config, episode("Gent"), verdicts=RunVerdicts(Store(tmp_path)))
-    with serving(yes_if(lambda prediction: False)) as endpoint:  # another address and another mind
+    # The judge has another address and gives other verdicts.
+    with serving(yes_if(lambda prediction: False)) as endpoint:
         (after,) = earned(
             config_of(endpoint, tokenizer), episode("Gent"), verdicts=RunVerdicts(Store(tmp_path))
         )

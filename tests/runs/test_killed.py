@@ -66,7 +66,8 @@ def test_killed_in_every_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_pa
 
 @pytest.mark.slow
 def test_killed_between_any_two_writes_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    writes = (5, 13, 29, 41, 23, 37)  # of each start: together they reach into every phase
+    # One number for each start. Together they reach into every phase.
+    writes = (5, 13, 29, 41, 23, 37)
     killed(tmp_path / "run", *({"write": write} for write in writes))
     rest(tmp_path / "run")
     assert outcome(tmp_path / "run") == undisturbed.outcome

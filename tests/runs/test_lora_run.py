@@ -105,7 +105,8 @@ def test_the_adapter_that_is_written_gives_the_policy_back_and_brings_its_config
     commit_policy(run, learnt, 0)
     adapter = run.store.policy_path(0) / "adapter"
     policy = nnx.state(with_adapter(load_checkpoint(config.init), adapter))
-    close = functools.partial(np.testing.assert_allclose, atol=1e-3)  # float16
+    # Numbers are float16.
+    close = functools.partial(np.testing.assert_allclose, atol=1e-3)
     jax.tree.map(close, policy, nnx.state(run.trainer.decoder(learnt())))
     arguments = [
         "--init",

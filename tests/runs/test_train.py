@@ -43,7 +43,8 @@ def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
     expected = ["warm-up", "control", "round 1", "round 2"]
     assert [phase["name"] for phase in value["phases"]] == expected
     expected = [False, False, True, True]
-    assert [phase["tokens"] > 0 for phase in value["phases"]] == expected  # a script plays first
+    # A script plays the first two.
+    assert [phase["tokens"] > 0 for phase in value["phases"]] == expected
     promised = (
         "name em f1 em_sampled f1_sampled questions trajectories accepted tokens seconds".split()
     )

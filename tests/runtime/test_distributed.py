@@ -256,7 +256,8 @@ def test_other_errors_of_the_service_stay_what_they_are(job, service):
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_process_that_ends_tells_the_others_why(job, service, is_late):
-    service.is_late = is_late  # a process that is lost reads nothing: the others end all the same
+    # A process that is lost reads nothing: the others end all the same.
+    service.is_late = is_late
     with pytest.raises(Exit, match=r"^2$"):
         distributed.abort("the disk is full", 2)
     assert json.loads(service.store[SHUTDOWN]) == [1, ["b", 2, "the disk is full"]]

@@ -271,7 +271,8 @@ class Others:
     def __init__(self, monkeypatch) -> None:
         self.announced: list[int] = []
         self.aborts: list[tuple[str, int]] = []
-        self.answer: list[object] | None = None  # None: this is process 0
+        # None means that this is process 0.
+        self.answer: list[object] | None = None
         monkeypatch.setattr(distributed, "announce_preemption", self.announced.append)
         monkeypatch.setattr(
             distributed, "abort", lambda sentence, status: self.aborts.append((sentence, status))

@@ -154,7 +154,8 @@ def test_content_that_changed_on_its_way_is_read_again(fake, store):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_large_file_is_uploaded_whole(fake, store, fault):
-    content = random.Random(0).randbytes(9_000_000)  # above the size that goes up in one request
+    # Above the size that goes up in one request.
+    content = random.Random(0).randbytes(9_000_000)
 
     def write(folder: Path) -> None:
         (folder / "weights").write_bytes(content)
@@ -318,7 +319,8 @@ def test_files_of_two_writers_are_never_taken_for_those_of_one(fake, store):
     del fake.objects["bucket", name]
 
     def another_process(request: Request) -> None:
-        if request.kind == "upload":  # the file; COMMITTED comes next
+        # This request is the file; COMMITTED comes next.
+        if request.kind == "upload":
             fake.put("bucket", name, theirs)
 
     def write(folder: Path) -> None:
@@ -452,7 +454,8 @@ def test_an_interrupted_append_is_repeated_as_the_same_one(fake, store, monkeypa
 
     monkeypatch.setattr(gcs.Bucket, "delete", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        file.flush()  # the lines are joined already
+        # The lines are joined already.
+        file.flush()
     monkeypatch.setattr(gcs.Bucket, "delete", delete)
     file.write(b"3\n")
     file.close()

@@ -67,7 +67,8 @@ def test_one_that_is_released_or_whose_process_is_gone_is_free_at_once(tmp_path)
     lease.release()
     assert second.claim("unit") is not None
     file = tmp_path / "unit" / "00002.json"
-    gone = json.loads(file.read_text()) | {"process": 2**22 + 1}  # above what Linux gives out
+    # Linux gives out no such process id.
+    gone = json.loads(file.read_text()) | {"process": 2**22 + 1}
     file.write_text(json.dumps(gone))
     assert third.claim("unit") is not None
     assert gone["host"] == socket.gethostname()
@@ -76,7 +77,8 @@ def test_one_that_is_released_or_whose_process_is_gone_is_free_at_once(tmp_path)
 
 def test_of_two_that_come_at_the_same_time_one_has_it(tmp_path, monkeypatch):
     _, (first, second) = leases_of(tmp_path, 2)
-    monkeypatch.setattr(second, "_numbers", lambda name: [])  # it looked before the first one wrote
+    # The second one looked before the first one wrote.
+    monkeypatch.setattr(second, "_numbers", lambda name: [])
     assert first.claim("unit") is not None
     assert second.claim("unit") is None
 

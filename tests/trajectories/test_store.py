@@ -116,7 +116,8 @@ def test_an_object_is_created_once_and_the_second_bytes_are_dropped(store):
     assert store.create("rounds/0001/x", b"first")
     assert not store.create("rounds/0001/x", b"second")
     assert store.read("rounds/0001/x") == b"first"
-    assert files(store.root) == ["rounds/0001/x"]  # no temporary file stays
+    # No temporary file stays.
+    assert files(store.root) == ["rounds/0001/x"]
 
 
 def test_of_many_writers_exactly_one_wins(store):

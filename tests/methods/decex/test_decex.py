@@ -845,7 +845,8 @@ def test_every_field_of_the_method_changes_what_a_run_does(config, played):
     }
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(DecexTreeConfig)}
     high = changed(config, "method", min_reward=1.0)
-    del values["retrievals"]  # the leaves of a pruned tree have one path
+    # The leaves of a pruned tree have one path.
+    del values["retrievals"]
     assert_each_changes(
         high, "method", values | {"min_reward": 2.0}, lambda c: refused_or(played, c)
     )
@@ -912,7 +913,8 @@ def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(
 
     monkeypatch.setattr(Dice, "generate", heard)
     second_run: Any = TreeRun(config, tmp_path)
-    second_run.trainer = None  # the reference was scored
+    # The reference was scored.
+    second_run.trainer = None
     assert learnt(second_run) == first
     assert len(first) == 2
     texts = {question.text for question in second_run.task.questions("train")[:6]}
@@ -1084,4 +1086,5 @@ def test_a_row_must_hold_both_sides_of_a_pair(config, fields, refused):
         assert refused in str(error.value)
         assert "--trainer.row-tokens 4000" in str(error.value)
     check_demonstrations(changed(asked, "trainer", row_tokens=4000))
-    check(asked)  # a finished run is evaluated all the same
+    # A finished run is evaluated all the same.
+    check(asked)

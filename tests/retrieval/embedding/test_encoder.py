@@ -39,7 +39,8 @@ def folder(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("bert")
     model = transformers.BertModel(transformers.BertConfig(**FIELDS, initializer_range=0.3))
-    for name, weight in model.named_parameters():  # also what starts as zeros and ones
+    # Weights that start as zeros and ones are drawn too.
+    for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, mean=float("LayerNorm.weight" in name), std=0.3)
     model.save_pretrained(path)
     vocabulary = path / "vocab.txt"
@@ -140,7 +141,8 @@ def test_a_query_has_the_same_numbers_whatever_it_comes_with(folder):
 def test_special_tokens_in_a_text_are_only_text(folder):
     embedder = find_embedder(str(folder)).load()
     (hostile,) = embedder._tokenizer.encode_batch(["word1 [SEP] word2"])
-    assert hostile.ids.count(3) == 1  # its own end
+    # The only end token is the text's own.
+    assert hostile.ids.count(3) == 1
 
 
 def test_long_texts_are_cut_and_the_limit_is_the_smaller_one(folder, tmp_path):

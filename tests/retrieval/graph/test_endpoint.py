@@ -166,7 +166,8 @@ def test_a_table_of_something_else_is_a_typed_error(row, tmp_path):
     other = Answer(content={"head": {"vars": variables}, "results": {"bindings": [row]}})
     with serving(lambda request, before: other) as endpoint:
         graph = endpoint_at(endpoint.base_url, cache=SearchCache(tmp_path, "a"))
-        for _ in range(2):  # the second time from the cache
+        # The second time the answer comes from the cache.
+        for _ in range(2):
             with pytest.raises(
                 RetrieverUnavailable, match="answered something else than was asked"
             ):

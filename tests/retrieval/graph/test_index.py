@@ -434,7 +434,8 @@ def test_a_load_goes_on_from_every_chunk(tmp_path, files, monkeypatch):
 
     def writing(path: Path, value) -> None:
         if path.name == graph_index.PROGRESS and value["stage"] != "done":
-            if len(written) % 2:  # the chunk is there and is not said to be
+            # The chunk is in the store, and no file says so.
+            if len(written) % 2:
                 written.append(None)
                 raise KeyboardInterrupt
             write(path, value)

@@ -302,7 +302,8 @@ def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(
             monkeypatch.setattr(loop, "run_in_executor", remembered)
             asking = asyncio.ensure_future(patient.triples_of("Q1"))
             await asyncio.sleep(0)
-            under_way[0].exception(HANG_SECONDS)  # this holds up the event loop, as a compiler does
+            # This holds up the event loop, as a compiler does.
+            under_way[0].exception(HANG_SECONDS)
             turned_clock.turn(0.31)
             answer = await asking
             monkeypatch.setattr(loop, "run_in_executor", submit)

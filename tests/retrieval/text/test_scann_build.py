@@ -37,7 +37,8 @@ def embeddings() -> Embeddings:
     vectors = draw.normal(size=(50, DIMENSION))[draw.integers(0, 50, ROWS)] + draw.normal(
         size=(ROWS, DIMENSION)
     )
-    vectors[:, 5] = 0  # a column without a largest value
+    # This column has no largest value.
+    vectors[:, 5] = 0
     return compressed(
         (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32), "bfloat16"
     )
@@ -59,7 +60,8 @@ def test_the_files_are_those_of_scanns_own_builder(embeddings, tmp_path, monkeyp
     names = sorted(path.name for path in theirs.iterdir())
     assert sorted(path.name for path in ours.iterdir()) == names
     for name in names:
-        if name == scann.MULTIPLIERS:  # their division rounds the last bit otherwise
+        # The division of multipliers rounds the last bit otherwise.
+        if name == scann.MULTIPLIERS:
             np.testing.assert_allclose(np.load(ours / name), np.load(theirs / name), rtol=1e-6)
         elif name.endswith(".npy"):
             np.testing.assert_array_equal(

@@ -102,7 +102,8 @@ def test_the_kernels_that_the_processor_has_are_used_and_find_the_same(
         for variable in allowed:
             variable.value = True
     np.testing.assert_allclose(wide[0], narrow[0], atol=1e-5)
-    assert (wide[1] == narrow[1]).mean() > 0.99  # what is equally near may change places
+    # Rows that are equally near may change places.
+    assert (wide[1] == narrow[1]).mean() > 0.99
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,8 @@ def test_every_gold_value_is_what_a_search_prints(folder):
         assert questions[name].answers[0] == printed, name
         assert questions[name].answer_sets[0][0][0] == printed, name
         assert score(printed, questions[name].answers, RULE).em == 1.0, name
-        if name != "relation":  # a predicate that no statement has as its object
+        # This predicate is the object of no statement.
+        if name != "relation":
             assert printed in shown, name
 
 

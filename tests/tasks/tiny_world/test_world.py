@@ -92,7 +92,8 @@ def fingerprint(world: TinyWorld) -> tuple:
 
 
 def test_it_is_a_task_over_a_graph(world):
-    task: Task = world  # a type checker compares it with the protocol
+    # A type checker compares it with the protocol.
+    task: Task = world
     assert task.name == "tiny_world"
     assert task.rule == "two_wiki"
     assert task.environment_kind == "graph"
@@ -132,7 +133,8 @@ def test_every_field_is_perturbed_above():
     changed = {
         next(iter(case)) for case in test_every_field_changes_something.pytestmark[0].args[1]
     }
-    of_passages = {"environment", "top_k"}  # demonstrations/test_mujica_text.py
+    # These are tested in demonstrations/test_mujica_text.py.
+    of_passages = {"environment", "top_k"}
     assert changed | {"kind"} | of_passages == {
         field.name for field in dataclasses.fields(TinyWorldConfig)
     }
@@ -264,7 +266,8 @@ def test_search_returns_two_to_facts_per_entity_triples_gold_not_always_first(wo
                 materials[0].text == f"{evidence.subject}, {evidence.relation}, {evidence.object}"
             )
     assert sizes == set(range(2, CONFIG.facts_per_entity + 1))
-    assert 0.1 < sum(first_places) / len(first_places) < 0.4  # about one in the number of materials
+    # This is about one in the number of materials.
+    assert 0.1 < sum(first_places) / len(first_places) < 0.4
 
 
 def test_search_shows_triples_in_both_directions(world):

@@ -577,7 +577,8 @@ def test_every_real_gold_chain_can_be_walked(real):
 @needs_data
 def test_gold_answers_follow_from_the_evidence(real):
     follows = Counter(follows_from_evidence(question) for question in all_questions(real))
-    assert follows[False] <= 3  # three comparisons of equal dates
+    # They are three comparisons of equal dates.
+    assert follows[False] <= 3
 
 
 @needs_data
@@ -618,7 +619,8 @@ def test_copies_keep_the_wording_and_change_the_names(real, copies):
             old.label == new.label
             for old, new in zip(original.candidates, copy.candidates, strict=True)
         )
-    assert unchanged < 0.01 * len(copies)  # "The Film" has no word to change
+    # "The Film" has no word to change.
+    assert unchanged < 0.01 * len(copies)
 
 
 @needs_data
@@ -651,9 +653,11 @@ def test_tokenizer_text_holds_nothing_that_only_held_out_questions_use(real):
 @needs_data
 def test_copies_are_the_same_every_time_and_quick(real, demonstrations):
     repeated = itertools.islice(real.demonstrations(), len(demonstrations))
-    start = time.process_time()  # a busy machine is no fault
+    # CPU time does not depend on how busy the machine is.
+    start = time.process_time()
     assert [question for question, _ in repeated] == [question for question, _ in demonstrations]
-    assert time.process_time() - start < 10  # half a second on an idle core
+    # An idle core takes half a second.
+    assert time.process_time() - start < 10
 
 
 @needs_data
