@@ -155,7 +155,8 @@ def main() -> int:
     for run in range(1 + arguments.repeats):
         for name, (branches, parallel) in kinds.items():
             episode_seconds, tokens[name] = play(generator, tokenizer, branches, parallel, seed=run)
-            seconds[name] += [episode_seconds] * (run > 0)
+            if run > 0:
+                seconds[name].append(episode_seconds)
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     result: dict[str, Any] = {
         "seconds": {name: round(value, 3) for name, value in medians.items()},

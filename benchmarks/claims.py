@@ -254,7 +254,8 @@ def command(runs: Path, name: str, seed: int, data: str = "DIR") -> list[str]:
     if experiment.start is not None:
         policy = folder(runs, experiment.start, seed) / "policies/000000/model"
         words += ["--init", str(policy), "--pretraining.steps", "0", "--warmup.steps", "0"]
-    words += ["--task.data-dir", data] * experiment.text
+    if experiment.text:
+        words += ["--task.data-dir", data]
     return [*words, "--run", str(folder(runs, name, seed))]
 
 
@@ -445,13 +446,9 @@ class Runs:
         A row is a run, its label and the name of the phase that is meant, if that is not the last
         one.
         """
-        scores = (
-            "EM",
-            "EM sampled",
-            "F1 sampled",
-            "searches",
-            *["searches sampled"] * sampled_searches,
-        )
+        scores = ["EM", "EM sampled", "F1 sampled", "searches"]
+        if sampled_searches:
+            scores.append("searches sampled")
         heads = ("", "seeds", *scores, "trajectories", "learnt", "minutes", "in all")
         lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         cells = [
@@ -496,12 +493,15 @@ class Runs:
     def rates(self) -> str:
         """Return a table of the last scores of the runs that compare rates."""
         lines = ["| method | rate | EM sampled | F1 sampled | trajectories |", "|---" * 5 + "|"]
-        for name, rate in ((name, rate) for name, rates in TUNED.items() for rate in rates):
-            run = folder(self.place, f"tune-{name}-{rate}", 0)
-            if (run / "summary.json").exists():
+        for name, rates in TUNED.items():
+            for rate in rates:
+                run = folder(self.place, f"tune-{name}-{rate}", 0)
+                if not (run / "summary.json").exists():
+                    continue
                 last = points(run)[-1]
                 scores = [f"{last.scores[key]:.1f}" for key in ("em_sampled", "f1_sampled")]
-                lines.append(f"| {' | '.join([name, rate, *scores, f'{last.trajectories:,}'])} |")
+                cells = [name, rate, *scores, f"{last.trajectories:,}"]
+                lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
     def context(self) -> str:
@@ -708,7 +708,9 @@ def write(runs: Runs, page: Path, machine: str) -> None:
             if text_before not in before:
                 continue
             table = before[before.index(text_before) + 1]
-        parts += [f"## {section}"] * (section != title) + [text_before, table]
+        if section != title:
+            parts.append(f"## {section}")
+        parts += [text_before, table]
         title = section
     if "mygo" in runs.curves:
         runs.draw(
@@ -718,7 +720,8 @@ def write(runs: Runs, page: Path, machine: str) -> None:
         )
         runs.draw("minutes", lambda point: point.minutes, page.parent / "claims_minutes.png")
     pictures = "![EM against trajectories](claims_trajectories.png)\n![EM against minutes](claims_minutes.png)"
-    parts += [pictures] * ("mygo" in runs.curves or pictures in before)
+    if "mygo" in runs.curves or pictures in before:
+        parts.append(pictures)
     rows = {line.split(" | ")[0]: line for line in before[-1].splitlines()[2:]} if before else {}
     for name, curves in runs.curves.items():
         revisions = ", ".join(sorted(runs.revisions[name]))

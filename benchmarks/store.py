@@ -69,6 +69,10 @@ def trajectory(draw: np.random.Generator, number: int, turn_tokens: int) -> Traj
 def measured(
     store: Store, rows: Sequence[Trajectory], count: int, policy: bytes
 ) -> dict[str, float]:
+
+    def write_policy(folder: Path) -> None:
+        (folder / "weights").write_bytes(policy)
+
     start_time = time.perf_counter()
     entries = [store.write_shard(1, shard, rows) for shard in range(count)]
     write_seconds = time.perf_counter() - start_time
@@ -77,7 +81,7 @@ def measured(
         assert len(store.read_shard(entry)) == len(rows)
     read_seconds = time.perf_counter() - start_time
     start_time = time.perf_counter()
-    store.commit_policy(0, lambda folder: (folder / "weights").write_bytes(policy) and None)
+    store.commit_policy(0, write_policy)
     commit_seconds = time.perf_counter() - start_time
     start_time = time.perf_counter()
     store.policy_path(0)

@@ -163,11 +163,12 @@ def test_a_started_again_phase_gives_the_same_state(run, learnt):
 def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, monkeypatch):
     published = []
     set_weights = run.generator.set_weights
-    monkeypatch.setattr(
-        run.generator,
-        "set_weights",
-        lambda weights, version: published.append(weights) or set_weights(weights, version),
-    )
+
+    def recorded_set_weights(weights, version):
+        published.append(weights)
+        return set_weights(weights, version)
+
+    monkeypatch.setattr(run.generator, "set_weights", recorded_set_weights)
     use_policy(run, learnt, 3)
     model = run.trainer.decoder(learnt())
     expected = engine_weights(nnx.state(model), model.config, "int8", jnp.float32)

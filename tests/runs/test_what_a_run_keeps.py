@@ -102,11 +102,12 @@ def test_saves_come_as_often_as_the_configuration_says(
     """
     saved = []
     save = Checkpoints.save
-    monkeypatch.setattr(
-        Checkpoints,
-        "save",
-        lambda self, state, metadata: saved.append(int(state.step)) or save(self, state, metadata),
-    )
+
+    def recorded_save(self, state, metadata):
+        saved.append(int(state.step))
+        return save(self, state, metadata)
+
+    monkeypatch.setattr(Checkpoints, "save", recorded_save)
     monkeypatch.setattr("mujica_jax.runs.learning.STEPS_A_STRETCH", 1)
     run = opened(
         dataclasses.replace(

@@ -241,9 +241,12 @@ def test_repeated_ids_that_are_skipped_cost_one_look_back(tmp_path, monkeypatch)
     path.write_text("\n".join(json.dumps(CAT | {"id": f"doc{n // 5}"}) for n in range(500)))
     readings = []
     records_of = corpus.records_of
-    monkeypatch.setattr(
-        corpus, "records_of", lambda paths: readings.append(paths) or records_of(paths)
-    )
+
+    def counted_records_of(paths):
+        readings.append(paths)
+        return records_of(paths)
+
+    monkeypatch.setattr(corpus, "records_of", counted_records_of)
     skipped = Skipped()
     assert len(list(stream_corpus([path], skipped))) == 100
     assert skipped.skipped == 400
