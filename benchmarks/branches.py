@@ -56,7 +56,7 @@ THOUGHT = (
 
 
 class Passages:
-    """Every search finds the same three passages, at once."""
+    """An environment in which every search finds the same three passages, at once."""
 
     kind: EnvironmentKind = "text"
     statistics = RetrievalStatistics()
@@ -66,7 +66,7 @@ class Passages:
 
 
 class Written:
-    """The engine computes as many tokens as the script writes."""
+    """A policy whose engine computes as many tokens as the script writes."""
 
     version = 0
 
@@ -100,16 +100,16 @@ class Written:
         assert isinstance(state, PlannerState)
         if len(state.searches) == self._branches:
             return protocol.write_answer("1948 is earlier than 1961.", "The Tin Orchard")
-        left = QUERIES[len(state.searches) : self._branches]
+        queries = QUERIES[len(state.searches) : self._branches]
         return protocol.write_text_searches(
-            THOUGHT, [protocol.SearchCall(query=query, candidate=None) for query in left]
+            THOUGHT, [protocol.SearchCall(query=query, candidate=None) for query in queries]
         )
 
 
 def play(
     generator: BatchedGenerator, tokenizer: Tokenizer, branches: int, parallel: bool, seed: int
 ) -> tuple[float, int]:
-    """Seconds and tokens of one episode, from an empty cache."""
+    """Return seconds and tokens of one episode, from an empty cache."""
     generator.reset_cache()
     agent = Mujica(tokenizer, dataclasses.replace(CONFIG, parallel=parallel))
     policy = Written(generator, tokenizer, branches)
@@ -117,11 +117,11 @@ def play(
         id="films", text="Which film came out first, Amber Tide or The Tin Orchard?", answers=("x",)
     )
     attempt = Attempt(question=question, number=0, seed=seed, temperature=1.0)
-    began = time.perf_counter()
-    found = asyncio.run(agent.run(attempt, Passages(), policy))
-    seconds = time.perf_counter() - began
-    assert found.stop_reason is StopReason.ANSWERED
-    assert len(found.searches) == branches
+    start_time = time.perf_counter()
+    trajectory = asyncio.run(agent.run(attempt, Passages(), policy))
+    seconds = time.perf_counter() - start_time
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert len(trajectory.searches) == branches
     return seconds, policy.tokens
 
 
@@ -132,14 +132,15 @@ def main() -> int:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     use_compilation_cache()
     try:
-        model = open_model(given.checkpoint, given.dtype)
+        model = open_model(arguments.checkpoint, arguments.dtype)
         tokenizer = model.tokenizer
-        decoder = model.load(None, given.dtype)
+        decoder = model.load(None, arguments.dtype)
         slots = EngineConfig(slots=8, decode_steps_per_call=8, prefill_tokens=1024)
-        never = decoder.config.vocab_size  # a stop token that no token is
+        # No token has this id, so nothing stops.
+        never = decoder.config.vocab_size
         engine = make_engine(
             decoder, slots, positions=CONFIG.max_trajectory_tokens, stop_token_ids=[never]
         )
@@ -151,11 +152,12 @@ def main() -> int:
     seconds: dict[str, list[float]] = {name: [] for name in kinds}
     tokens: dict[str, int] = {}
     # the kinds take turns, so that a busy minute is every one's
-    for run in range(1 + given.repeats):
+    for run in range(1 + arguments.repeats):
         for name, (branches, parallel) in kinds.items():
-            taken, tokens[name] = play(generator, tokenizer, branches, parallel, seed=run)
-            seconds[name] += [taken] * (run > 0)
-    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+            episode_seconds, tokens[name] = play(generator, tokenizer, branches, parallel, seed=run)
+            if run > 0:
+                seconds[name].append(episode_seconds)
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
     result: dict[str, Any] = {
         "seconds": {name: round(value, 3) for name, value in medians.items()},
         "tokens": tokens,

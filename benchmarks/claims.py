@@ -34,8 +34,10 @@ TIME_LEFT_OUT = ("evaluating_seconds", "compiling_seconds", "total_seconds")
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """One row of a table: a configuration, its flags, and what it begins with (None: its own
-    warm-up)."""
+    """One row of a table: a configuration, its flags, and the run that it begins with.
+
+    `start` None: its own warm-up.
+    """
 
     config: str
     flags: str = ""
@@ -228,34 +230,37 @@ def folder(runs: Path, name: str, seed: int) -> Path:
 
 
 def command(runs: Path, name: str, seed: int, data: str = "DIR") -> list[str]:
-    """What trains an experiment, or evaluates it, as a user would type it."""
-    what = EXPERIMENTS[name]
-    if what.roles is not None:
-        planner, worker = (folder(runs, role.removesuffix(AT_START), seed) for role in what.roles)
+    """Return what trains an experiment, or evaluates it, as a user would type it."""
+    experiment = EXPERIMENTS[name]
+    if experiment.roles is not None:
+        planner, worker = (
+            folder(runs, role.removesuffix(AT_START), seed) for role in experiment.roles
+        )
         words = ["python", "-m", "mujica_jax.eval", "--checkpoint", str(planner)]
-        if what.roles[0].endswith(AT_START):
+        if experiment.roles[0].endswith(AT_START):
             words += ["--policy", "0"]
-        if what.roles[1].endswith(AT_START):
+        if experiment.roles[1].endswith(AT_START):
             worker = worker / "policies/000000/model"
         return [*words, "--worker", str(worker), "--out", str(folder(runs, name, seed))]
     words = [
         "python",
         "-m",
         "mujica_jax.train",
-        f"configs/{what.config}.py",
-        *what.flags.split(),
+        f"configs/{experiment.config}.py",
+        *experiment.flags.split(),
         "--seed",
         str(seed),
     ]
-    if what.start is not None:
-        policy = folder(runs, what.start, seed) / "policies/000000/model"
+    if experiment.start is not None:
+        policy = folder(runs, experiment.start, seed) / "policies/000000/model"
         words += ["--init", str(policy), "--pretraining.steps", "0", "--warmup.steps", "0"]
-    words += ["--task.data-dir", data] * what.text
+    if experiment.text:
+        words += ["--task.data-dir", data]
     return [*words, "--run", str(folder(runs, name, seed))]
 
 
 def result(name: str, place: Path) -> Path:
-    """What a finished experiment leaves."""
+    """Return the file that a finished experiment leaves."""
     return place / (
         "summary.json" if EXPERIMENTS[name].roles is None else "tiny_world-graph-evipath-test.json"
     )
@@ -289,7 +294,7 @@ def _on_core(core: int, words: Sequence[str], log: IO[bytes]) -> subprocess.Pope
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """How a policy scores, and what it took since the start."""
+    """The scores of a policy, and what it took since the start."""
 
     phase: str
     scores: dict[str, Any]  # a phase of summary.json
@@ -301,22 +306,24 @@ class Point:
 
     @property
     def file(self) -> str:
-        """Of its whole evaluation, in the run directory."""
+        """The file of the point's whole evaluation, in the run directory."""
         return f"eval/{self.phase.replace(' ', '-')}.json"
 
 
 def points(run: Path) -> list[Point]:
-    """The start and every phase after it; the control, which samples nothing, is none of them."""
+    """Return the start and every phase after it.
+
+    The control, which samples nothing, is left out.
+    """
     phases = json.loads((run / "summary.json").read_text())["phases"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     times = [line for line in lines if line["phase"] == "time"]
-    found: list[Point] = []
+    curve: list[Point] = []
     last = 0
-    for phase, spent in zip(
-        (phase for phase in phases if phase["name"] != "control"), times, strict=True
-    ):
-        if not found:
-            found.append(Point(phase["name"], phase, 0, 0, 0, 0.0, 0.0))
+    measured_phases = [phase for phase in phases if phase["name"] != "control"]
+    for phase, spent in zip(measured_phases, times, strict=True):
+        if not curve:
+            curve.append(Point(phase["name"], phase, 0, 0, 0, 0.0, 0.0))
             continue
         of_phase = [
             line
@@ -326,9 +333,9 @@ def points(run: Path) -> list[Point]:
         seconds = sum(
             v for key, v in spent.items() if key.endswith("_seconds") and key not in TIME_LEFT_OUT
         )
-        before = found[-1]
+        before = curve[-1]
         last = spent["step"]
-        found.append(
+        curve.append(
             Point(
                 phase=phase["name"],
                 scores=phase,
@@ -339,18 +346,19 @@ def points(run: Path) -> list[Point]:
                 wall_minutes=before.wall_minutes + spent["total_seconds"] / 60,
             )
         )
-    return found
+    return curve
 
 
 def _of_roles(file: Path, tuned: Sequence[Point]) -> Point:
-    """Return the scores of two models, with what it took to tune those of them that were.
+    """Return the scores of two models, with what it took to tune the tuned ones.
 
-    Both learn from the same trajectories."""
-    found = json.loads(file.read_text())
-    scores = {key: found["greedy"][key] for key in ("em", "searches")}
+    Both learn from the same trajectories.
+    """
+    results = json.loads(file.read_text())
+    scores = {key: results["greedy"][key] for key in ("em", "searches")}
     return dataclasses.replace(
         tuned[0],
-        scores=scores | {f"{key}_sampled": found["sampled"][key] for key in ("em", "f1")},
+        scores=scores | {f"{key}_sampled": results["sampled"][key] for key in ("em", "f1")},
         tokens=sum(point.tokens for point in tuned),
         minutes=sum(point.minutes for point in tuned),
         wall_minutes=sum(point.wall_minutes for point in tuned),
@@ -364,17 +372,21 @@ def cell(values: Sequence[float], form: str = ".1f") -> str:
     )
 
 
-def to_reach(curve: Sequence[Point], level: float, what: Callable[[Point], float]) -> float | None:
-    """What it took until sampled F1 first reached `level`, on the straight line between two
-    evaluations."""
+def to_reach(
+    curve: Sequence[Point], level: float, measure: Callable[[Point], float]
+) -> float | None:
+    """Return what it took until sampled F1 first reached `level`.
+
+    Between two evaluations the curve is a straight line. None: it never did.
+    """
     for before, after in itertools.pairwise(curve):
         low = before.scores["f1_sampled"]
         high = after.scores["f1_sampled"]
         if low >= level:
-            return what(before)
+            return measure(before)
         if high >= level:
             share = (level - low) / (high - low)
-            return what(before) + share * (what(after) - what(before))
+            return measure(before) + share * (measure(after) - measure(before))
     return None
 
 
@@ -405,41 +417,38 @@ class Runs:
             self.revisions.setdefault(name, set()).add(revision)
 
     def row(self, name: str, label: str, phase: int | str, sampled_searches: bool) -> str | None:
-        found = [_phase(curve, phase) for curve in self.curves.get(name, {}).values()]
-        if not found:
+        points_of_seeds = [_phase(curve, phase) for curve in self.curves.get(name, {}).values()]
+        if not points_of_seeds:
             return None
-        cells = [label, str(len(found))]
-        cells += [
-            cell([point.scores[key] for point in found])
-            for key in ("em", "em_sampled", "f1_sampled")
-        ]
-        cells.append(cell([point.scores["searches"] for point in found], ".2f"))
+        cells = [label, str(len(points_of_seeds))]
+        for key in ("em", "em_sampled", "f1_sampled"):
+            cells.append(cell([point.scores[key] for point in points_of_seeds]))
+        cells.append(cell([point.scores["searches"] for point in points_of_seeds], ".2f"))
         if sampled_searches:
             files = [
                 folder(self.place, name, seed) / point.file
-                for seed, point in zip(self.curves[name], found, strict=True)
+                for seed, point in zip(self.curves[name], points_of_seeds, strict=True)
             ]
             cells.append(
                 cell([json.loads(file.read_text())["sampled"]["searches"] for file in files], ".2f")
             )
-        cells.append(cell([point.trajectories for point in found], ",.0f"))
-        cells.append(cell([point.learnt for point in found], ",.0f"))
-        cells.append(cell([point.minutes for point in found]))
-        cells.append(cell([point.wall_minutes for point in found]))
+        cells.append(cell([point.trajectories for point in points_of_seeds], ",.0f"))
+        cells.append(cell([point.learnt for point in points_of_seeds], ",.0f"))
+        cells.append(cell([point.minutes for point in points_of_seeds]))
+        cells.append(cell([point.wall_minutes for point in points_of_seeds]))
         return f"| {' | '.join(cells)} |"
 
     def table(
         self, *rows: tuple[str, str] | tuple[str, str, str], sampled_searches: bool = False
     ) -> str:
-        """EM and F1, greedy and sampled, and what they took. A row is a run, what it is called, and
-        the name of the phase that is meant, if that is not the last one."""
-        scores = (
-            "EM",
-            "EM sampled",
-            "F1 sampled",
-            "searches",
-            *["searches sampled"] * sampled_searches,
-        )
+        """Return a table of EM and F1, greedy and sampled, and what they took.
+
+        A row is a run, its label and the name of the phase that is meant, if that is not the last
+        one.
+        """
+        scores = ["EM", "EM sampled", "F1 sampled", "searches"]
+        if sampled_searches:
+            scores.append("searches sampled")
         heads = ("", "seeds", *scores, "trajectories", "learnt", "minutes", "in all")
         lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
         cells = [
@@ -449,7 +458,7 @@ class Runs:
         return "\n".join([*lines, *(row for row in cells if row is not None)])
 
     def crossing(self) -> str:
-        """What MyGO and the group methods took to the level that MyGO ends with, seed by seed."""
+        """Return what MyGO and the group methods took to MyGO's final level, seed by seed."""
         measures: dict[str, Callable[[Point], float]] = {
             "trajectories": lambda point: point.trajectories,
             "generated tokens": lambda point: point.tokens,
@@ -465,10 +474,10 @@ class Runs:
                 curve = self.curves.get(name, {}).get(seed)
                 if curve is None or not {"grpo", "dapo"} & self.curves.keys():
                     continue
-                taken = {key: to_reach(curve, level, what) for key, what in measures.items()}
-                own = {key: what(mygo[-1]) for key, what in measures.items()}
+                costs = {key: to_reach(curve, level, measure) for key, measure in measures.items()}
+                own = {key: measure(mygo[-1]) for key, measure in measures.items()}
                 cells = [str(seed), f"{level:.1f}", name]
-                for key, value in taken.items():
+                for key, value in costs.items():
                     form = ".1f" if key == "minutes" else ",.0f"
                     if name == "mygo":
                         cells.append(format(own[key], form))
@@ -482,18 +491,24 @@ class Runs:
         return "\n".join(lines)
 
     def rates(self) -> str:
-        """What the runs that compare rates ended with."""
+        """Return a table of the last scores of the runs that compare rates."""
         lines = ["| method | rate | EM sampled | F1 sampled | trajectories |", "|---" * 5 + "|"]
-        for name, rate in ((name, rate) for name, rates in TUNED.items() for rate in rates):
-            run = folder(self.place, f"tune-{name}-{rate}", 0)
-            if (run / "summary.json").exists():
+        for name, rates in TUNED.items():
+            for rate in rates:
+                run = folder(self.place, f"tune-{name}-{rate}", 0)
+                if not (run / "summary.json").exists():
+                    continue
                 last = points(run)[-1]
                 scores = [f"{last.scores[key]:.1f}" for key in ("em_sampled", "f1_sampled")]
-                lines.append(f"| {' | '.join([name, rate, *scores, f'{last.trajectories:,}'])} |")
+                cells = [name, rate, *scores, f"{last.trajectories:,}"]
+                lines.append(f"| {' | '.join(cells)} |")
         return "\n".join(lines)
 
     def context(self) -> str:
-        """Tokens that a call of the engine reads, from the evaluation of the last phase."""
+        """Return a table of tokens that a call of the engine reads.
+
+        The tokens are those of the last phase's evaluation.
+        """
         lines = [
             "| | EM | EM sampled | context a call, tokens | calls a question |",
             "|---" * 5 + "|",
@@ -514,12 +529,14 @@ class Runs:
                 contexts.append(line["prompt_tokens"] / line["requests"])
                 calls.append(line["requests"] / (2 * curve[-1].scores["questions"]))
             last = [curve[-1].scores for curve in of_seeds.values()]
-            cells = [label, cell([s["em"] for s in last]), cell([s["em_sampled"] for s in last])]
+            em = cell([scores["em"] for scores in last])
+            em_sampled = cell([scores["em_sampled"] for scores in last])
+            cells = [label, em, em_sampled]
             lines.append(f"| {' | '.join([*cells, cell(contexts, '.0f'), cell(calls)])} |")
         return "\n".join(lines)
 
     def trees(self) -> str:
-        """What a search tree took and found, means over its questions."""
+        """Return a table of what a search tree took and found: means over its questions."""
         names = {
             "seconds": ".2f",
             "generated_tokens": ",.0f",
@@ -530,16 +547,18 @@ class Runs:
         }
         lines = [f"| | {' | '.join(names).replace('_', ' ')} |", "|---" * (len(names) + 1) + "|"]
         for name, label in {"decex": "pruned", "decex-unpruned": "unpruned"}.items():
-            found = [
+            lines_of_trees = [
                 _line(folder(self.place, name, seed), "decex") for seed in self.curves.get(name, {})
             ]
-            if found:
-                cells = [cell([line[key] for line in found], form) for key, form in names.items()]
+            if lines_of_trees:
+                cells = []
+                for key, form in names.items():
+                    cells.append(cell([line[key] for line in lines_of_trees], form))
                 lines.append(f"| {' | '.join([label, *cells])} |")
         return "\n".join(lines)
 
     def text(self) -> str:
-        """Every phase of every method on real text, with intervals."""
+        """Return a table of every phase of every method on real text, with intervals."""
         heads = ("", "EM", "", "EM sampled", "", "F1", "F1 sampled", "searches", "sampled")
         lines = [
             f"| {' | '.join((*heads, 'trajectories', 'learnt', 'tokens', 'minutes'))} |",
@@ -547,13 +566,13 @@ class Runs:
         ]
         for name in (f"text-{method.replace('_', '-')}" for method in _TEXT):
             for point in itertools.chain(*self.curves.get(name, {}).values()):
-                found = json.loads((folder(self.place, name, 0) / point.file).read_text())
+                results = json.loads((folder(self.place, name, 0) / point.file).read_text())
                 cells = [f"{name.removeprefix('text-')}: {point.phase}"]
                 for kind in ("greedy", "sampled"):
-                    low, high = found[kind]["em_interval"]
-                    cells += [f"{found[kind]['em']:.1f}", f"{low:.1f}-{high:.1f}"]
+                    low, high = results[kind]["em_interval"]
+                    cells += [f"{results[kind]['em']:.1f}", f"{low:.1f}-{high:.1f}"]
                 for key, form in (("f1", ".1f"), ("searches", ".2f")):
-                    cells += [format(found[kind][key], form) for kind in ("greedy", "sampled")]
+                    cells += [format(results[kind][key], form) for kind in ("greedy", "sampled")]
                 scores = point.scores
                 cells += [f"{scores[key]:,}" for key in ("trajectories", "accepted", "tokens")]
                 lines.append(f"| {' | '.join([*cells, format(scores['seconds'] / 60, '.0f')])} |")
@@ -620,7 +639,7 @@ class Runs:
             "text": self.text(),
         }
 
-    def draw(self, x: str, what: Callable[[Point], float], file: Path) -> None:
+    def draw(self, x: str, measure: Callable[[Point], float], file: Path) -> None:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6, 4), layout="constrained")
@@ -629,18 +648,18 @@ class Runs:
             curves = list(self.curves.get(name, {}).values())
             if not curves:
                 continue
-            at = [
-                statistics.median(what(point) for point in place)
-                for place in zip(*curves, strict=True)
-            ]
-            scores = [
-                [point.scores["em_sampled"] for point in place]
-                for place in zip(*curves, strict=True)
-            ]
-            axes.plot(at, [statistics.median(s) for s in scores], "o-", color=colour, label=name)
-            axes.fill_between(
-                at, [min(s) for s in scores], [max(s) for s in scores], color=colour, alpha=0.2
-            )
+            costs = []
+            medians = []
+            lowest = []
+            highest = []
+            for points_of_seeds in zip(*curves, strict=True):
+                scores = [point.scores["em_sampled"] for point in points_of_seeds]
+                costs.append(statistics.median(measure(point) for point in points_of_seeds))
+                medians.append(statistics.median(scores))
+                lowest.append(min(scores))
+                highest.append(max(scores))
+            axes.plot(costs, medians, "o-", color=colour, label=name)
+            axes.fill_between(costs, lowest, highest, color=colour, alpha=0.2)
         axes.set_xlabel(x)
         axes.set_ylabel("EM sampled on test, percent")
         axes.legend()
@@ -648,7 +667,7 @@ class Runs:
 
 
 def _line(run: Path, phase: str) -> dict[str, Any]:
-    """The last line of this phase in metrics.jsonl."""
+    """Return the last line of this phase in metrics.jsonl."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return next(line for line in reversed(lines) if line["phase"] == phase)
 
@@ -670,10 +689,10 @@ def _verdicts(blocks: Sequence[str]) -> list[str]:
     return list(blocks[start : others[0]])
 
 
-def write(found: Runs, page: Path, machine: str) -> None:
-    if not found.curves:
+def write(runs: Runs, page: Path, machine: str) -> None:
+    if not runs.curves:
         raise SystemExit(
-            f"{found.place} has no finished run: `python benchmarks/claims.py run` first, or check --runs"
+            f"{runs.place} has no finished run: `python benchmarks/claims.py run` first, or check --runs"
         )
     before = page.read_text().strip().split("\n\n") if page.exists() else []
     begin = INTRODUCTION.format(machine=machine)
@@ -681,27 +700,31 @@ def write(found: Runs, page: Path, machine: str) -> None:
     parts = [heading, textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)]
     parts += _verdicts(before)
     title = ""
-    tables = found.tables()
-    for name, (section, said) in SECTIONS.items():
+    tables = runs.tables()
+    for name, (section, text_before) in SECTIONS.items():
         table = tables[name]
-        if table.count("\n") < 3:  # a heading, its line and one row, which nothing stands beside
-            if said not in before:
+        # The table has one row, which has nothing to be compared with.
+        if table.count("\n") < 3:
+            if text_before not in before:
                 continue
-            table = before[before.index(said) + 1]
-        parts += [f"## {section}"] * (section != title) + [said, table]
+            table = before[before.index(text_before) + 1]
+        if section != title:
+            parts.append(f"## {section}")
+        parts += [text_before, table]
         title = section
-    if "mygo" in found.curves:
-        found.draw(
+    if "mygo" in runs.curves:
+        runs.draw(
             "trajectories",
             lambda point: point.trajectories,
             page.parent / "claims_trajectories.png",
         )
-        found.draw("minutes", lambda point: point.minutes, page.parent / "claims_minutes.png")
+        runs.draw("minutes", lambda point: point.minutes, page.parent / "claims_minutes.png")
     pictures = "![EM against trajectories](claims_trajectories.png)\n![EM against minutes](claims_minutes.png)"
-    parts += [pictures] * ("mygo" in found.curves or pictures in before)
+    if "mygo" in runs.curves or pictures in before:
+        parts.append(pictures)
     rows = {line.split(" | ")[0]: line for line in before[-1].splitlines()[2:]} if before else {}
-    for name, curves in found.curves.items():
-        revisions = ", ".join(sorted(found.revisions[name]))
+    for name, curves in runs.curves.items():
+        revisions = ", ".join(sorted(runs.revisions[name]))
         words = command(Path("runs/claims"), name, min(curves))
         rows[f"| {name}"] = f"| {name} | {revisions} | `{' '.join(words)}` |"
     order = [f"| {name}" for name in EXPERIMENTS]
@@ -718,19 +741,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("run", "write"))
+    parser.add_argument("command", choices=("run", "write"))
     parser.add_argument("--runs", type=Path, default=Path("runs/claims"))
     parser.add_argument("--only", nargs="+", choices=tuple(EXPERIMENTS), metavar="NAME")
     parser.add_argument("--data", default="DIR", help="2WikiMultihopQA's folder, for `text-...`")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--page", type=Path, default=Path("docs/claims.md"))
     parser.add_argument("--machine", default="a machine that nobody named", help="said on the page")
-    given = parser.parse_args()
-    if given.what == "run":
+    arguments = parser.parse_args()
+    if arguments.command == "run":
         names = [name for name in EXPERIMENTS if not name.startswith(ALONE)]
-        train(given.runs, given.only or names, given.seeds, given.data)
+        train(arguments.runs, arguments.only or names, arguments.seeds, arguments.data)
     else:
-        write(Runs(given.runs, given.seeds), given.page, given.machine)
+        write(Runs(arguments.runs, arguments.seeds), arguments.page, arguments.machine)
 
 
 if __name__ == "__main__":

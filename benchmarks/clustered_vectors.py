@@ -60,14 +60,16 @@ def make_vectors(folder: Path, rows: int, seed: int = 0) -> None:
 
 
 def save_queries(folder: Path, queries: np.ndarray, vectors: np.ndarray) -> None:
-    """With the rows that are nearest to each."""
+    """Save queries, with the rows that are nearest to each."""
     np.save(folder / "queries.npy", queries)
     np.save(folder / "exact.npy", _nearest(queries, vectors))
 
 
-def recall(found: np.ndarray, exact: np.ndarray) -> float:
-    """The share of the exact ten best among those found; `found` may have fewer queries."""
-    shares = [len(set(ours) & set(theirs)) / K for ours, theirs in zip(found, exact, strict=False)]
+def recall(positions: np.ndarray, exact: np.ndarray) -> float:
+    """Return the share of the exact ten best among `positions`, which may have fewer queries."""
+    shares = [
+        len(set(ours) & set(theirs)) / K for ours, theirs in zip(positions, exact, strict=False)
+    ]
     return float(np.mean(shares))
 
 

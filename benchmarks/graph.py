@@ -41,19 +41,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--entities", type=int, default=200_000)
     parser.add_argument("--facts", type=int, default=5)
     parser.add_argument("--searches", type=int, default=2000)
-    given = parser.parse_args(arguments)
-    found = {"table": table(given.table)} if given.table else {}
-    print(json.dumps(found | {"dump": dump(given.entities, given.facts, given.searches)}))
+    options = parser.parse_args(arguments)
+    result = {"table": table(options.table)} if options.table else {}
+    print(json.dumps(result | {"dump": dump(options.entities, options.facts, options.searches)}))
     return 0
 
 
 def table(path: Path) -> dict[str, float]:
-    began = time.monotonic()
+    start_time = time.monotonic()
     triples = read_triples(path)
     memory = TripleGraph(triples)
-    found: dict[str, float] = {
+    figures: dict[str, float] = {
         "triples": len(triples),
-        "memory_triples_per_second": per_second(len(triples), began),
+        "memory_triples_per_second": per_second(len(triples), start_time),
     }
     keys = sorted(
         {
@@ -63,17 +63,17 @@ def table(path: Path) -> dict[str, float]:
             if key.startswith("Q")
         }
     )
-    began = time.monotonic()
+    start_time = time.monotonic()
     for key in keys:
         memory.ends_of(key)
-    found["memory_searches_per_second"] = per_second(len(keys), began)
+    figures["memory_searches_per_second"] = per_second(len(keys), start_time)
     with tempfile.TemporaryDirectory() as folder:
         built = build(path, Path(folder) / "index")
         graph = open_graph(Path(folder) / "index")
-        found["index_triples_per_second"] = round(len(triples) / built["seconds"])
-        found["index_bytes"] = built["bytes"]
-        found |= searched(graph, keys)
-    return found
+        figures["index_triples_per_second"] = round(len(triples) / built["seconds"])
+        figures["index_bytes"] = built["bytes"]
+        figures |= searched(graph, keys)
+    return figures
 
 
 def dump(entities: int, facts: int, searches: int) -> dict[str, float]:
@@ -85,21 +85,23 @@ def dump(entities: int, facts: int, searches: int) -> dict[str, float]:
                 file.writelines(entity(draw, number, entities, facts))
             for number in range(1, PROPERTIES):
                 file.write(f'<{WD}P{number}> {LABEL} "property {number}"@en .\n')
-        found: dict[str, float] = {
+        figures: dict[str, float] = {
             "triples": entities * (facts + 1),
             "compressed_bytes": path.stat().st_size,
         }
         built = build(path, Path(folder) / "index")
-        found["build_triples_per_second"] = round(found["triples"] / built["seconds"])
-        found |= {"build_peak_mib": built["peak_mib"], "index_bytes": built["bytes"]}
-        began = time.monotonic()
+        figures["build_triples_per_second"] = round(figures["triples"] / built["seconds"])
+        figures |= {"build_peak_mib": built["peak_mib"], "index_bytes": built["bytes"]}
+        start_time = time.monotonic()
         graph = open_graph(Path(folder) / "index")
-        found["open_seconds"] = round(time.monotonic() - began, 2)
-        found |= searched(graph, [f"Q{draw.randrange(10, 10 + entities)}" for _ in range(searches)])
-        began = time.monotonic()
+        figures["open_seconds"] = round(time.monotonic() - start_time, 2)
+        figures |= searched(
+            graph, [f"Q{draw.randrange(10, 10 + entities)}" for _ in range(searches)]
+        )
+        start_time = time.monotonic()
         asyncio.run(graph.triples_of("Q5"))
-        found["hub_milliseconds"] = round(1e3 * (time.monotonic() - began), 1)
-    return found
+        figures["hub_milliseconds"] = round(1e3 * (time.monotonic() - start_time), 1)
+    return figures
 
 
 def entity(draw: random.Random, number: int, entities: int, facts: int) -> list[str]:
@@ -107,14 +109,17 @@ def entity(draw: random.Random, number: int, entities: int, facts: int) -> list[
     lines = [f'{own} {LABEL} "entity {number}"@{language} .\n' for language in ("en", "de", "fr")]
     lines.append(f"{own} <{WDT}P31> <{WD}Q5> .\n")
     for _ in range(facts):
-        other = 10 + int(entities * draw.random() ** 2)  # some are pointed at by many
+        # Squaring makes some entities the object of many facts.
+        other = 10 + int(entities * draw.random() ** 2)
         lines.append(f"{own} <{WDT}P{draw.randrange(1, PROPERTIES)}> <{WD}Q{other}> .\n")
     return lines
 
 
 def build(path: Path, out: Path) -> dict[str, float]:
-    """Seconds and largest memory of the command, start of the interpreter included; bytes of the
-    index."""
+    """Return seconds and largest memory of the command, and bytes of the index.
+
+    The start of the interpreter is included.
+    """
     command = [
         sys.executable,
         "-m",
@@ -127,10 +132,10 @@ def build(path: Path, out: Path) -> dict[str, float]:
         "--out",
         str(out),
     ]
-    began = time.monotonic()
+    start_time = time.monotonic()
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
-    seconds = time.monotonic() - began
+    seconds = time.monotonic() - start_time
     assert status == 0, f"{' '.join(command)} ended with status {status}"
     size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
     return {"seconds": seconds, "peak_mib": round(used.ru_maxrss / 1024), "bytes": size}
@@ -144,25 +149,25 @@ def searched(graph: GraphStore, keys: Sequence[str]) -> dict[str, float]:
     async def at_once() -> None:
         waiting = iter(keys)
 
-        async def some() -> None:
+        async def ask_waiting() -> None:
             for key in waiting:
                 await graph.triples_of(key)
 
-        await asyncio.gather(*(some() for _ in range(AT_ONCE)))
+        await asyncio.gather(*(ask_waiting() for _ in range(AT_ONCE)))
 
-    began = time.monotonic()
+    start_time = time.monotonic()
     asyncio.run(one_by_one())
-    alone = per_second(len(keys), began)
-    began = time.monotonic()
+    alone = per_second(len(keys), start_time)
+    start_time = time.monotonic()
     asyncio.run(at_once())
     return {
         "searches_per_second": alone,
-        f"searches_per_second_{AT_ONCE}_at_once": per_second(len(keys), began),
+        f"searches_per_second_{AT_ONCE}_at_once": per_second(len(keys), start_time),
     }
 
 
-def per_second(count: int, began: float) -> int:
-    return round(count / (time.monotonic() - began))
+def per_second(count: int, start_time: float) -> int:
+    return round(count / (time.monotonic() - start_time))
 
 
 if __name__ == "__main__":

@@ -87,45 +87,49 @@ SENTENCE_END = re.compile(r"(?<=[.!?])\s+(?=[A-Z0-9\"'(])")
 
 
 class Engine:
-    """One of them, in its own process; see peers/vector_search.py for what is said."""
+    """A search engine in its own process.
 
-    def __init__(self, name: str, given: argparse.Namespace) -> None:
+    See peers/vector_search.py for the lines that are exchanged.
+    """
+
+    def __init__(self, name: str, arguments: argparse.Namespace) -> None:
         self.name = name
-        program = (
-            [sys.executable, __file__, "engine"]
-            if name in OURS
-            else [given.peers_python, str(PEERS / "vector_search.py")]
-        )
+        program = [arguments.peers_python, str(PEERS / "vector_search.py")]
+        if name in OURS:
+            program = [sys.executable, __file__, "engine"]
         command = [
             *program,
-            str(given.work),
+            str(arguments.work),
             name,
             "--threads",
-            str(given.threads),
+            str(arguments.threads),
             "--candidates",
-            str(given.candidates),
+            str(arguments.candidates),
         ]
-        environment = os.environ | {"OMP_NUM_THREADS": str(given.threads), "JAX_PLATFORMS": "cpu"}
-        built = given.work / f"{name}.json"
+        environment = os.environ | {
+            "OMP_NUM_THREADS": str(arguments.threads),
+            "JAX_PLATFORMS": "cpu",
+        }
+        built = arguments.work / f"{name}.json"
         if not built.exists():
-            made = subprocess.run(
+            build = subprocess.run(
                 [*command, "--build"], env=environment, stdout=PIPE, text=True, check=True
             )
-            built.write_text(made.stdout.splitlines()[-1])
-        self.about = json.loads(built.read_text())
+            built.write_text(build.stdout.splitlines()[-1])
+        self.figures = json.loads(built.read_text())
         self._process = subprocess.Popen(
             command, env=environment, stdin=PIPE, stdout=PIPE, text=True
         )
         # what is loaded late is loaded now
         self._say({"setting": SETTINGS[name][-1], "batched": True, "share": 0.02})
-        self.about |= json.loads(self._heard())
+        self.figures |= json.loads(self._heard())
 
     def pass_over(self, setting: float | None, batched: bool) -> float:
-        """Queries a second."""
+        """Return queries a second."""
         share = 0.1 if self.name in EVERY_ROW else 1.0
         self._say({"setting": setting, "batched": batched, "share": share})
-        said = json.loads(self._heard())
-        return said["queries"] / said["seconds"]
+        answer = json.loads(self._heard())
+        return answer["queries"] / answer["seconds"]
 
     def end(self) -> None:
         assert self._process.stdin is not None
@@ -143,22 +147,22 @@ class Engine:
         return line
 
 
-def search(given: argparse.Namespace) -> None:
-    given.work.mkdir(parents=True, exist_ok=True)
-    if not (given.work / "exact.npy").exists():
-        make_vectors(given.work, given.rows)
-    exact = np.load(given.work / "exact.npy")
-    rows = len(np.load(given.work / "vectors.npy", mmap_mode="r"))
-    if rows != given.rows:
+def search(arguments: argparse.Namespace) -> None:
+    arguments.work.mkdir(parents=True, exist_ok=True)
+    if not (arguments.work / "exact.npy").exists():
+        make_vectors(arguments.work, arguments.rows)
+    exact = np.load(arguments.work / "exact.npy")
+    rows = len(np.load(arguments.work / "vectors.npy", mmap_mode="r"))
+    if rows != arguments.rows:
         raise SystemExit(
-            f"{given.work} holds {rows:,} vectors and --rows is {given.rows:,}: give another --work"
+            f"{arguments.work} holds {rows:,} vectors and --rows is {arguments.rows:,}: give another --work"
         )
-    names = [name for name in given.engines if name in OURS or given.peers_python]
-    engines = [Engine(name, given) for name in names]
+    names = [name for name in arguments.engines if name in OURS or arguments.peers_python]
+    engines = [Engine(name, arguments) for name in names]
     cells = [(engine, setting) for engine in engines for setting in SETTINGS[engine.name]]
     speeds: dict[tuple[str, float | None, bool], list[float]] = {}
     recalls = {}
-    for _ in range(given.rounds):
+    for _ in range(arguments.rounds):
         for engine, setting in cells:
             for batched in (True, False):
                 speeds.setdefault((engine.name, setting, batched), []).append(
@@ -166,11 +170,11 @@ def search(given: argparse.Namespace) -> None:
                 )
                 if batched:
                     recalls[engine.name, setting] = recall(
-                        np.load(given.work / f"{engine.name}.found.npy"), exact
+                        np.load(arguments.work / f"{engine.name}.found.npy"), exact
                     )
     for engine, setting in cells:
         together, single = (
-            statistics.median(speeds[engine.name, setting, of]) for of in (True, False)
+            statistics.median(speeds[engine.name, setting, kind]) for kind in (True, False)
         )
         row = {
             "engine": engine.name,
@@ -179,32 +183,32 @@ def search(given: argparse.Namespace) -> None:
             "recall@10": round(recalls[engine.name, setting], 4),
             "queries_per_second": round(together, 1),
             "one_by_one_per_second": round(single, 1),
-            **engine.about,
+            **engine.figures,
         }
         print(json.dumps(row), flush=True)
     for engine in engines:
         engine.end()
 
 
-def engine(given: argparse.Namespace) -> None:
-    """One of ours, as peers/vector_search.py is one of theirs."""
+def engine(arguments: argparse.Namespace) -> None:
+    """Run one of our engines, as peers/vector_search.py runs one of theirs."""
     from mujica_jax.retrieval.text.scann import ScannSearch, package, parameters_for, write_scann
     from mujica_jax.retrieval.text.vectors import open_embeddings
 
     if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: given.threads]))
-    queries = np.load(given.folder / "queries.npy")
-    rows = (given.folder / "embeddings.bfloat16").stat().st_size // (2 * DIMENSION)
-    embeddings = open_embeddings(given.folder, rows, DIMENSION, "bfloat16")
+        os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: arguments.threads]))
+    queries = np.load(arguments.folder / "queries.npy")
+    rows = (arguments.folder / "embeddings.bfloat16").stat().st_size // (2 * DIMENSION)
+    embeddings = open_embeddings(arguments.folder, rows, DIMENSION, "bfloat16")
     parameters = parameters_for(rows, of_length_1=True)
-    place = given.folder / "scann"
-    began = time.perf_counter()
-    if given.build:
-        if given.engine == "scann":
-            write_scann(embeddings, parameters, given.folder / ".scann.new").replace(place)
-        print(json.dumps({"build_seconds": round(time.perf_counter() - began, 1)}))
+    place = arguments.folder / "scann"
+    start_time = time.perf_counter()
+    if arguments.build:
+        if arguments.engine == "scann":
+            write_scann(embeddings, parameters, arguments.folder / ".scann.new").replace(place)
+        print(json.dumps({"build_seconds": round(time.perf_counter() - start_time, 1)}))
         return
-    if given.engine == "scann":
+    if arguments.engine == "scann":
         package()
         before = anonymous_bytes()
         loaded = ScannSearch.load(place, rows, parameters)
@@ -222,30 +226,28 @@ def engine(given: argparse.Namespace) -> None:
         if asked["setting"] is not None:
             searched = max(1, round(asked["setting"] * parameters.leaves))
             loaded.parameters = dataclasses.replace(parameters, leaves_searched=searched)  # pyright: ignore
-        elif given.engine == "scann":
+        elif arguments.engine == "scann":
             loaded.parameters = parameters  # pyright: ignore[reportAttributeAccessIssue]
         chosen = queries[: max(1, round(asked["share"] * len(queries)))]
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         if asked["batched"]:
-            _, found = loaded.search(chosen, K)
-            seconds = time.perf_counter() - began
-            np.save(given.folder / f"{given.engine}.found.npy", found)
+            _, positions = loaded.search(chosen, K)
+            seconds = time.perf_counter() - start_time
+            np.save(arguments.folder / f"{arguments.engine}.found.npy", positions)
         else:
             chosen = chosen[: round(asked["share"] * SINGLE_QUERIES)]
             for query in chosen:
                 loaded.search(query[None], K)
-            seconds = time.perf_counter() - began
-        said = (
-            {"resident_bytes": anonymous_bytes() - before}
-            if loading
-            else {"queries": len(chosen), "seconds": seconds}
-        )
+            seconds = time.perf_counter() - start_time
+        answer = {"queries": len(chosen), "seconds": seconds}
+        if loading:
+            answer = {"resident_bytes": anonymous_bytes() - before}
         loading = False
-        print(json.dumps(said), flush=True)
+        print(json.dumps(answer), flush=True)
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
+    """Return the memory of this process that no file backs."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -254,40 +256,42 @@ def anonymous_bytes() -> int:
     return int(line.split()[1]) * 1024
 
 
-def encode(given: argparse.Namespace) -> None:
+def encode(arguments: argparse.Namespace) -> None:
     from mujica_jax.retrieval.embedding.find import find_embedder
     from mujica_jax.retrieval.text.corpus import read_corpus
 
-    passages = [passage.contents for passage in read_corpus([given.corpus])]
+    passages = [passage.contents for passage in read_corpus([arguments.corpus])]
     chosen = np.random.default_rng(0).choice(
-        len(passages), min(given.passages, len(passages)), replace=False
+        len(passages), min(arguments.passages, len(passages)), replace=False
     )
     texts = [passages[place] for place in chosen]
-    found = find_embedder(given.embedder)
-    embedder = found.load()
-    ours = embedder.embed(texts, "passage")  # compiles
+    embedder_folder = find_embedder(arguments.embedder)
+    embedder = embedder_folder.load()
+    # The first call compiles.
+    ours = embedder.embed(texts, "passage")
     seconds: dict[str, list[float]] = {"ours": []}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "texts.json"
         file.write_text(json.dumps(texts))
         peer = None
         agreement = None
-        if given.peers_python:
+        if arguments.peers_python:
             command = [
-                given.peers_python,
+                arguments.peers_python,
                 str(PEERS / "sentence_encoding.py"),
                 str(file),
-                str(found.folder),
+                str(embedder_folder.folder),
             ]
-            environment = os.environ | {"OMP_NUM_THREADS": str(given.threads)}
-            command += ["--threads", str(given.threads)]
+            environment = os.environ | {"OMP_NUM_THREADS": str(arguments.threads)}
+            command += ["--threads", str(arguments.threads)]
             peer = subprocess.Popen(command, env=environment, stdin=PIPE, stdout=PIPE, text=True)
-            _pass_of(peer, PEER_BATCHES[0])  # the first one is not counted
+            # The first one is not counted.
+            _pass_of(peer, PEER_BATCHES[0])
             agreement = float((np.load(f"{file}.npy") * ours).sum(1).min())
-        for _ in range(given.rounds):
-            began = time.perf_counter()
+        for _ in range(arguments.rounds):
+            start_time = time.perf_counter()
             embedder.embed(texts, "passage")
-            seconds["ours"].append(time.perf_counter() - began)
+            seconds["ours"].append(time.perf_counter() - start_time)
             for size in PEER_BATCHES if peer else ():
                 seconds.setdefault(f"sentence-transformers, batches of {size}", []).append(
                     _pass_of(peer, size)
@@ -296,8 +300,8 @@ def encode(given: argparse.Namespace) -> None:
             assert peer.stdin is not None
             peer.stdin.close()
             peer.wait()
-    for name, of in seconds.items():
-        speed = len(texts) / statistics.median(of)
+    for name, pass_seconds in seconds.items():
+        speed = len(texts) / statistics.median(pass_seconds)
         print(
             json.dumps(
                 {"encoder": name, "passages": len(texts), "passages_per_second": round(speed, 1)}
@@ -412,7 +416,8 @@ def gold_recall(arguments: argparse.Namespace) -> None:
     # Leave vectors and queries for `search`.
     if embedder_folder.dimension == DIMENSION:
         search_folder = arguments.work / "search"
-        shutil.rmtree(search_folder, ignore_errors=True)  # with what was built of other vectors
+        # Indexes of other vectors may lie there.
+        shutil.rmtree(search_folder, ignore_errors=True)
         search_folder.mkdir()
         shutil.copyfile(folder / "embeddings.bfloat16", search_folder / "embeddings.bfloat16")
         vectors = embeddings.float32()
@@ -501,10 +506,10 @@ def main() -> int:
     encoded.add_argument("--corpus", required=True)
     encoded.add_argument("--embedder", default="minilm")
     encoded.add_argument("--passages", type=int, default=1024, help="drawn from the corpus")
-    for made in (searched, encoded):
-        made.add_argument("--rounds", type=int, default=5)
-        made.add_argument("--threads", type=int, default=2)
-        made.add_argument("--peers-python", metavar="PYTHON")
+    for command_parser in (searched, encoded):
+        command_parser.add_argument("--rounds", type=int, default=5)
+        command_parser.add_argument("--threads", type=int, default=2)
+        command_parser.add_argument("--peers-python", metavar="PYTHON")
     measured.set_defaults(run=exact_search)
     measured.add_argument("--rows", type=int, default=10_000_000)
     measured.add_argument("--dimension", type=int, default=1024)
@@ -515,14 +520,15 @@ def main() -> int:
     compared.add_argument("--work", type=Path, required=True)
     compared.add_argument("--embedder", default="minilm")
     compared.add_argument("--sentences", action="store_true")
-    alone.set_defaults(run=engine)  # the process that `search` starts
+    # `search` starts this process.
+    alone.set_defaults(run=engine)
     alone.add_argument("folder", type=Path)
     alone.add_argument("engine", choices=OURS)
     alone.add_argument("--threads", type=int, required=True)
     alone.add_argument("--candidates", type=int)
     alone.add_argument("--build", action="store_true")
-    given = parser.parse_args()
-    given.run(given)
+    arguments = parser.parse_args()
+    arguments.run(arguments)
     return 0
 
 

@@ -54,7 +54,8 @@ from mujica_jax.runtime.host_memory import keep_freed_memory
 SYSTEM_TOKENS = 384
 QUESTION_TOKENS = 24
 OBSERVED_TOKENS = 40
-MIN_GENERATED_TOKENS, MAX_GENERATED_TOKENS = 12, 64  # the most is not reached
+MIN_GENERATED_TOKENS = 12
+MAX_GENERATED_TOKENS = 64  # is not reached
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +71,17 @@ class Session:
 
 
 def workload(vocabulary: int, sessions: int, turns: int, seed: int) -> list[Session]:
-    """The sessions, a function of the seed; their ids avoid the first 300, where special tokens
-    are."""
+    """Return the sessions, a function of the seed.
+
+    Their ids avoid the first 300, where special tokens are.
+    """
     draw = np.random.default_rng(seed)
 
     def ids(count: int) -> list[int]:
         return draw.integers(300, vocabulary - 1, count).tolist()
 
     shared = ids(SYSTEM_TOKENS)
-    made = []
+    drawn_sessions = []
     for _ in range(sessions):
         prompt = shared + ids(QUESTION_TOKENS)
         drawn = (
@@ -87,27 +90,29 @@ def workload(vocabulary: int, sessions: int, turns: int, seed: int) -> list[Sess
             )
             for _ in range(turns)
         )
-        made.append(Session(prompt, list(drawn)))
-    return made
+        drawn_sessions.append(Session(prompt, list(drawn)))
+    return drawn_sessions
 
 
 async def play(generator: PolicyGenerator, sessions: list[Session]) -> None:
-    async def one(number: int, session: Session) -> None:
-        held = list(session.prompt)
+    async def play_session(number: int, session: Session) -> None:
+        context = list(session.prompt)
         for place, turn in enumerate(session.turns):
             params = SamplingParams(
                 max_new_tokens=turn.generated_tokens, temperature=1.0, seed=1000 * number + place
             )
             completion = await generator.generate(
-                held, params, continues=place + 1 < len(session.turns)
+                context, params, continues=place + 1 < len(session.turns)
             )
-            held += [*completion.token_ids, *turn.observed]
+            context += [*completion.token_ids, *turn.observed]
 
-    await asyncio.gather(*(one(number, session) for number, session in enumerate(sessions)))
+    await asyncio.gather(
+        *(play_session(number, session) for number, session in enumerate(sessions))
+    )
 
 
 def work(model: DecoderConfig, sessions: list[Session]) -> tuple[float, float]:
-    """(operations, bytes of keys and values) that no engine can do without, in float32."""
+    """Return (operations, bytes of keys and values) that no engine can do without, in float32."""
     in_layers = model.num_layers * sum(
         int(np.prod(weight.shape)) for weight in block_weights(model) if weight.inputs
     )
@@ -134,8 +139,10 @@ def work(model: DecoderConfig, sessions: list[Session]) -> tuple[float, float]:
 def memory_bytes(
     model: DecoderConfig, sessions: list[Session], own: float, weights: int, itemsize: int
 ) -> float:
-    """What decoding reads if every step has all sessions: `own` are the sessions' keys and values
-    in float32."""
+    """Return the bytes that decoding reads if every step has all sessions.
+
+    `own` are the sessions' keys and values in float32.
+    """
     steps = max(sum(turn.generated_tokens for turn in session.turns) for session in sessions)
     shared = 2 * itemsize * model.num_layers * model.num_kv_heads * model.head_dim * SYSTEM_TOKENS
     return steps * (weights + shared) + own * itemsize / 4
@@ -159,8 +166,10 @@ def opened(directory: str, dtype: str) -> Decoder:
 
 
 def count_programs() -> dict[str, int]:
-    """Counts that go on: programs that JAX asked for anew, and those among them that its cache on
-    disk had."""
+    """Return counts that go on rising.
+
+    They are of the programs that JAX asked for, and of those among them that its cache on disk had.
+    """
     counts = {"loaded or compiled": 0, "found on disk": 0}
 
     def on_duration(event: str, duration: float, **_: Any) -> None:
@@ -182,7 +191,8 @@ class NoStops:
 
     @property
     def stop_token_ids(self) -> tuple[int]:
-        return (self.vocabulary,)  # an id that no token has
+        # No token has this id.
+        return (self.vocabulary,)
 
     def token_bytes(self, token_id: int) -> bytes:
         return b""
@@ -219,7 +229,7 @@ def measure(
 
 
 def machine(repeats: int) -> tuple[float, float]:
-    """(operations a second of a large float32 product, bytes a second of a large sum)."""
+    """Return operations a second of a large float32 product, bytes a second of a large sum."""
     matrix = jnp.ones((2048, 2048))
     long = jnp.ones(64 << 20)
     product = jax.jit(lambda matrix: matrix @ matrix)
@@ -227,12 +237,12 @@ def machine(repeats: int) -> tuple[float, float]:
 
     def seconds(call: Any, argument: Any) -> float:
         call(argument).block_until_ready()
-        taken = []
+        call_seconds = []
         for _ in range(repeats):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             call(argument).block_until_ready()
-            taken.append(time.perf_counter() - began)
-        return statistics.median(taken)
+            call_seconds.append(time.perf_counter() - start_time)
+        return statistics.median(call_seconds)
 
     return 2 * 2048**3 / seconds(product, matrix), long.nbytes / seconds(total, long)
 
@@ -264,21 +274,23 @@ def main() -> int:
     parser.add_argument(
         "--runs", type=int, default=3, help="measured runs, after one that compiles"
     )
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     keep_freed_memory()
     use_compilation_cache()
     programs = count_programs()
     positions = (
-        SYSTEM_TOKENS + QUESTION_TOKENS + given.turns * (MAX_GENERATED_TOKENS - 1 + OBSERVED_TOKENS)
+        SYSTEM_TOKENS
+        + QUESTION_TOKENS
+        + arguments.turns * (MAX_GENERATED_TOKENS - 1 + OBSERVED_TOKENS)
     )
     engine_config = EngineConfig(
-        slots=given.slots,
-        decode_steps_per_call=given.decode_steps,
-        prefill_tokens=given.prefill_tokens,
-        page_tokens=given.page_tokens,
+        slots=arguments.slots,
+        decode_steps_per_call=arguments.decode_steps,
+        prefill_tokens=arguments.prefill_tokens,
+        page_tokens=arguments.page_tokens,
     )
     try:
-        decoder = opened(given.checkpoint, given.dtype)
+        decoder = opened(arguments.checkpoint, arguments.dtype)
         tokenizer = NoStops(vocabulary=decoder.config.vocab_size)
         generators = {
             kind: open_generator(
@@ -286,34 +298,36 @@ def main() -> int:
                 dataclasses.replace(engine_config, kind=kind),
                 tokenizer,
                 positions=positions,
-                queue_size=max(1, given.sessions),
+                queue_size=max(1, arguments.sessions),
             )
-            for kind in given.engines
+            for kind in arguments.engines
         }
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    sessions = workload(decoder.config.vocab_size, given.sessions, given.turns, given.seed)
+    sessions = workload(
+        decoder.config.vocab_size, arguments.sessions, arguments.turns, arguments.seed
+    )
     generated = sum(turn.generated_tokens for session in sessions for turn in session.turns)
     for generator in generators.values():
-        use_weights(generator, decoder, nnx.state(decoder, nnx.Param), given.weights, 0)
+        use_weights(generator, decoder, nnx.state(decoder, nnx.Param), arguments.weights, 0)
     runs: dict[str, list[Measured]] = {kind: [] for kind in generators}
-    for _ in range(1 + given.runs):
+    for _ in range(1 + arguments.runs):
         for kind, generator in generators.items():
             runs[kind].append(measure(generator, sessions, programs))
     medians = {
         kind: statistics.median(run.seconds for run in measured[1:])
         for kind, measured in runs.items()
     }
-    speed, bandwidth = machine(given.runs + 2)
+    speed, bandwidth = machine(arguments.runs + 2)
     operations, read = work(decoder.config, sessions)
     floor = operations / speed + read / bandwidth
-    held = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param)))
-    itemsize = jnp.dtype(given.dtype).itemsize
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param)))
+    itemsize = jnp.dtype(arguments.dtype).itemsize
     memory_floor = (
-        memory_bytes(decoder.config, sessions, read, held * itemsize, itemsize) / bandwidth
+        memory_bytes(decoder.config, sessions, read, parameters * itemsize, itemsize) / bandwidth
     )
-    first = given.engines[0]
+    first = arguments.engines[0]
     for kind, measured in runs.items():
         median = medians[kind]
         last = measured[-1]

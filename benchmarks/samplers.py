@@ -39,7 +39,7 @@ LATER_SHARE = 0.8  # of a round's shards that have later attempts
 
 @dataclasses.dataclass(frozen=True)
 class Latencies:
-    """Seconds."""
+    """Seconds of each operation of a store."""
 
     read: float
     create: float
@@ -51,21 +51,21 @@ def measured(store: RunDirectory) -> Latencies:
     place = f"latencies-{uuid.uuid4().hex[:8]}"
 
     def median(call: Callable[[int], object]) -> float:
-        taken = []
+        call_seconds = []
         for number in range(REPEATS):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             call(number)
-            taken.append(time.perf_counter() - began)
-        return statistics.median(taken)
+            call_seconds.append(time.perf_counter() - start_time)
+        return statistics.median(call_seconds)
 
     create = median(lambda number: store.create(f"{place}/shards/{number}", b"x" * SHARD_BYTES))
     read = median(lambda number: store.read(f"{place}/shards/{number}"))
     for number in range(MEASURED_OBJECTS):
         store.create(f"{place}/many/{number:04d}", b"{}")
-    empty = median(lambda _: store.names(f"{place}/none/"))
-    many = median(lambda _: store.names(f"{place}/many/"))
+    list_none = median(lambda _: store.names(f"{place}/none/"))
+    list_all = median(lambda _: store.names(f"{place}/many/"))
     store.remove_folder(place)
-    return Latencies(read, create, empty, max(0.0, many - empty) / MEASURED_OBJECTS)
+    return Latencies(read, create, list_none, max(0.0, list_all - list_none) / MEASURED_OBJECTS)
 
 
 @dataclasses.dataclass
@@ -75,7 +75,7 @@ class Simulated:
     units: int  # shards of a round with first attempts
     free: list[int] = dataclasses.field(default_factory=list)  # what nobody has a lease on
     # without a shard: of first attempts or, when all of these are there, of later ones
-    left: int = 0
+    units_without_shard: int = 0
     later: bool = False
     shards: int = 0
     leased: set[int] = dataclasses.field(default_factory=set)
@@ -84,6 +84,7 @@ class Simulated:
     number: int = 0  # of the open round
     operations: int = 0
     played: int = 0
+    now: float = 0.0  # seconds since the start
 
     def begin_round(self) -> None:
         self.number += 1
@@ -98,25 +99,40 @@ class Simulated:
 
     def create_shard(self) -> None:
         self.shards += 1
-        self.left -= 1
-        if not self.left and not self.later:
+        self.units_without_shard -= 1
+        if not self.units_without_shard and not self.later:
             self.later = True
             self._begin(range(self.units, self.units + int(LATER_SHARE * self.units)))
 
     def _begin(self, units: range) -> None:
         self.free = list(units)
-        self.left = len(units)
+        self.units_without_shard = len(units)
+
+
+class Player:
+    """Draws the seconds that playing a unit takes, lognormal, and adds them up."""
+
+    def __init__(self, draw: np.random.Generator, mean_seconds: float) -> None:
+        self._draw = draw
+        self._mean_seconds = mean_seconds
+        self.seconds = 0.0
+
+    def play(self) -> float:
+        seconds = float(self._mean_seconds * self._draw.lognormal(-(0.25**2) / 2, 0.25))
+        self.seconds += seconds
+        return seconds
 
 
 def worker(
     number: int,
     run: Simulated,
     store: Latencies,
-    play: Callable[[], float],
-    now: Callable[[], float],
+    player: Player,
 ) -> Iterator[float]:
-    """Yields how long it is busy with what it does next. Operations are those of `Sampler`, in
-    their order."""
+    """Yield the seconds that each next thing takes.
+
+    Operations are those of `Sampler`, in their order.
+    """
 
     def operation(seconds: float, count: int = 1) -> float:
         run.operations += count
@@ -131,26 +147,29 @@ def worker(
     while True:
         began_round = run.number
         objects = run.shards + len(run.leased)
-        yield operation(3 * store.read, 3)  # summary.json, plan and end of the open round
+        # Read summary.json, the plan and the end of the open round.
+        yield operation(3 * store.read, 3)
         # its plan, the policies, its shards
         yield operation(store.read + listing(1) + listing(objects), 3)
-        missing = run.left
+        missing = run.units_without_shard
         candidates = draw.sample(run.free, min(TRIES, len(run.free)))
         if missing and run.later:
             if run.number not in run.thresholds:
                 run.thresholds.add(run.number)
                 # all first attempts
                 yield operation(2 * run.units * store.read + store.create, 2 * run.units + 1)
-            yield operation(2 * store.read, 2)  # the threshold
+            # Read the threshold.
+            yield operation(2 * store.read, 2)
         claimed = None
         for unit in candidates:
             yield operation(store.create)
-            if unit not in run.leased and run.number == began_round:  # else another one was faster
+            # Otherwise another worker was faster.
+            if unit not in run.leased and run.number == began_round:
                 run.lease(unit)
                 claimed = unit
                 break
-        if claimed is None and missing and now() - looked > LEASE_SECONDS / LOOKS_A_LEASE:
-            looked = now()
+        if claimed is None and missing and run.now - looked > LEASE_SECONDS / LOOKS_A_LEASE:
+            looked = run.now
             count = min(TRIES, missing)
             yield operation(count * (store.read + listing(1)), 2 * count)
         if claimed is None:
@@ -158,7 +177,7 @@ def worker(
             wait = min(2 * wait, MAX_POLL_SECONDS)
             continue
         wait = POLL_SECONDS
-        seconds = play()
+        seconds = player.play()
         renewals = int(seconds / (LEASE_SECONDS / RENEWALS_A_LEASE))
         yield operation(seconds + renewals * store.create, renewals)
         yield operation(store.create + store.read, 2)
@@ -176,35 +195,27 @@ def simulated(
     learn_seconds: float,
     rounds: int,
 ) -> dict[str, float | int]:
-    draw = np.random.default_rng(workers)
     run = Simulated(units)
     run.begin_round()
-    now = playing = 0.0
-
-    def play() -> float:
-        nonlocal playing
-        taken = float(unit_seconds * draw.lognormal(-(0.25**2) / 2, 0.25))
-        playing += taken
-        return taken
-
-    agents = [worker(number, run, store, play, lambda: now) for number in range(workers)]
+    player = Player(np.random.default_rng(workers), unit_seconds)
+    agents = [worker(number, run, store, player) for number in range(workers)]
     events = [(0.001 * number, number) for number in range(workers)]
     heapq.heapify(events)
     learnt_at = None
     while run.number <= rounds:
-        now, number = heapq.heappop(events)
-        if learnt_at is None and not run.left:
-            learnt_at = now + learn_seconds
-        if learnt_at is not None and now >= learnt_at:
+        run.now, number = heapq.heappop(events)
+        if learnt_at is None and not run.units_without_shard:
+            learnt_at = run.now + learn_seconds
+        if learnt_at is not None and run.now >= learnt_at:
             learnt_at = None
             run.begin_round()
-        heapq.heappush(events, (now + next(agents[number]), number))
+        heapq.heappush(events, (run.now + next(agents[number]), number))
     return {
         "workers": workers,
-        "units_a_minute": round(60 * run.played / now, 1),
-        "share_of_linear": round(run.played * unit_seconds / (now * workers), 3),
-        "idle_share": round(1 - playing / (now * workers), 3),
-        "operations_a_second": round(run.operations / now, 1),
+        "units_a_minute": round(60 * run.played / run.now, 1),
+        "share_of_linear": round(run.played * unit_seconds / (run.now * workers), 3),
+        "idle_share": round(1 - player.seconds / (run.now * workers), 3),
+        "operations_a_second": round(run.operations / run.now, 1),
         "operations_a_unit": round(run.operations / max(1, run.played), 1),
     }
 
@@ -226,28 +237,27 @@ def main() -> int:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 10, 30, 100, 300, 1000])
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     try:
-        one = given.latency
-        store = (
-            measured(RunDirectory(given.store))
-            if one is None
-            else Latencies(one, one, one, one / 1000)
-        )
+        latency = arguments.latency
+        if latency is None:
+            store = measured(RunDirectory(arguments.store))
+        else:
+            store = Latencies(latency, latency, latency, latency / 1000)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     print(json.dumps({name: round(value, 6) for name, value in dataclasses.asdict(store).items()}))
-    for workers in given.workers:
-        found = simulated(
+    for workers in arguments.workers:
+        figures = simulated(
             workers,
             store,
-            units=given.units,
-            unit_seconds=given.unit_seconds,
-            learn_seconds=given.learn_seconds,
-            rounds=given.rounds,
+            units=arguments.units,
+            unit_seconds=arguments.unit_seconds,
+            learn_seconds=arguments.learn_seconds,
+            rounds=arguments.rounds,
         )
-        print(json.dumps(found), flush=True)
+        print(json.dumps(figures), flush=True)
     return 0
 
 

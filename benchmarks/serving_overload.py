@@ -47,18 +47,16 @@ PREFILL_TOKENS = 1024
 
 def resident_mebibytes() -> float:
     status = Path("/proc/self/status")
-    return (
-        int(status.read_text().split("VmRSS:")[1].split()[0]) / 1024
-        if status.exists()
-        else float("nan")
-    )
+    if not status.exists():
+        return float("nan")
+    return int(status.read_text().split("VmRSS:")[1].split()[0]) / 1024
 
 
 def quantiles(seconds: Sequence[float]) -> list[float] | None:
-    """p50 and p99."""
-    return (
-        [round(float(value), 4) for value in np.quantile(seconds, [0.5, 0.99])] if seconds else None
-    )
+    """Return p50 and p99."""
+    if not seconds:
+        return None
+    return [round(float(value), 4) for value in np.quantile(seconds, [0.5, 0.99])]
 
 
 class Clients:
@@ -75,29 +73,31 @@ class Clients:
     def ask(self, prompt: Sequence[int]) -> None:
         content = jetstream_pb2.DecodeRequest.TokenContent(token_ids=prompt)
         request = jetstream_pb2.DecodeRequest(token_content=content, max_tokens=self._new_tokens)
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         tokens = 0
-        first = None
+        first_seconds = None
         try:
             for response in self._stub.Decode(request, timeout=PATIENCE_SECONDS):
-                first = time.perf_counter() - began if first is None else first
+                first_seconds = (
+                    time.perf_counter() - start_time if first_seconds is None else first_seconds
+                )
                 tokens += len(response.stream_content.samples[0].token_ids)
         except grpc.RpcError as error:
             if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
-                self.refused.append(time.perf_counter() - began)
+                self.refused.append(time.perf_counter() - start_time)
                 time.sleep(PAUSE_SECONDS)
             else:
                 self.faults.append(str(error.code()))
             return
-        if first is None or tokens != self._new_tokens:
+        if first_seconds is None or tokens != self._new_tokens:
             self.faults.append(f"{tokens} tokens in the place of {self._new_tokens}")
             return
-        self.first.append(first)
-        self.whole.append(time.perf_counter() - began)
+        self.first.append(first_seconds)
+        self.whole.append(time.perf_counter() - start_time)
 
 
 def make_generator(arguments: argparse.Namespace) -> tuple[BatchedGenerator, int]:
-    """(generator, size of the vocabulary)."""
+    """Return the generator and the size of the vocabulary."""
     config = load_config(arguments.directory)
     decoder = nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
     sizes = EngineConfig(
@@ -113,12 +113,31 @@ def make_generator(arguments: argparse.Namespace) -> tuple[BatchedGenerator, int
 def make_prompts(
     callers: int, vocabulary: int, arguments: argparse.Namespace
 ) -> list[list[list[int]]]:
-    """[rounds][callers], and before them rounds that only compile."""
+    """Return the prompts, [rounds][callers]; the first rounds only compile."""
     draw = np.random.default_rng(0)
     shared = draw.integers(0, vocabulary, 2 * arguments.prompt_tokens // 3).tolist()
     own = arguments.prompt_tokens - len(shared)
     others = draw.integers(0, vocabulary, (WARM_ROUNDS + arguments.rounds, callers, own)).tolist()
-    return [[[*shared, *rest] for rest in one] for one in others]
+    prompts = []
+    for of_round in others:
+        prompts.append([[*shared, *own_tokens] for own_tokens in of_round])
+    return prompts
+
+
+class Peak:
+    """The largest value of a number that is read every millisecond."""
+
+    def __init__(self, read: Callable[[], int]) -> None:
+        self._read = read
+        self._stopped = threading.Event()
+        self.value = 0
+
+    def watch(self) -> None:
+        while not self._stopped.wait(0.001):
+            self.value = max(self.value, self._read())
+
+    def stop(self) -> None:
+        self._stopped.set()
 
 
 def load(
@@ -127,36 +146,33 @@ def load(
     new_tokens: int,
     read: Callable[[], int],
 ) -> tuple[Clients, int, float]:
-    """All callers play their rounds; (what became of the requests, the most that `read` said
-    meanwhile, MiB grown)."""
+    """Let all callers play their rounds.
+
+    Returns what became of the requests, the largest number that `read` gave meanwhile, and by how
+    many MiB memory grew.
+    """
     stub = jetstream_pb2_grpc.OrchestratorStub(channel)
     callers = len(prompts[0])
-    most = 0
-    done = threading.Event()
+    peak = Peak(read)
     together = threading.Barrier(callers)
     clients = Clients(stub, new_tokens)
     memory = []
 
-    def watch() -> None:
-        nonlocal most
-        while not done.wait(0.001):
-            most = max(most, read())
-
     def play(caller: int) -> None:
         together.wait()
-        for number, one in enumerate(prompts):
-            clients.ask(one[caller])
+        for number, of_round in enumerate(prompts):
+            clients.ask(of_round[caller])
             if number == 0 and caller == 0:
                 memory.append(resident_mebibytes())
 
     with ThreadPoolExecutor(callers + 1) as pool:
-        watching = pool.submit(watch)
+        watching = pool.submit(peak.watch)
         try:
             list(pool.map(play, range(callers)))
         finally:
-            done.set()
+            peak.stop()
         watching.result()
-    return clients, most, resident_mebibytes() - memory[0]
+    return clients, peak.value, resident_mebibytes() - memory[0]
 
 
 def measure(arguments: argparse.Namespace) -> dict:
@@ -167,17 +183,19 @@ def measure(arguments: argparse.Namespace) -> dict:
     )
 
     def read() -> int:
-        found = server.statistics
-        return found.running + found.waiting
+        counters = server.statistics
+        return counters.running + counters.waiting
 
     port = server.start()
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         load(channel, prompts[:WARM_ROUNDS], arguments.new_tokens, read)
-        tokens = server.statistics.generated_tokens
-        began = time.perf_counter()
-        clients, most, growth = load(channel, prompts[WARM_ROUNDS:], arguments.new_tokens, read)
-        seconds = time.perf_counter() - began
-        tokens = server.statistics.generated_tokens - tokens
+        tokens_before = server.statistics.generated_tokens
+        start_time = time.perf_counter()
+        clients, max_in_engine, growth = load(
+            channel, prompts[WARM_ROUNDS:], arguments.new_tokens, read
+        )
+        seconds = time.perf_counter() - start_time
+        tokens = server.statistics.generated_tokens - tokens_before
     server.stop()
     return {
         "requests": len(prompts[0]) * arguments.rounds,
@@ -187,7 +205,7 @@ def measure(arguments: argparse.Namespace) -> dict:
         "answer_seconds_p50_p99": quantiles(clients.whole),
         "first_token_seconds_p50_p99": quantiles(clients.first),
         "refusal_seconds_p50_p99": quantiles(clients.refused),
-        "max_running_and_waiting": most,
+        "max_running_and_waiting": max_in_engine,
         "room": generator.capacity,
         "tokens_per_second": round(tokens / seconds, 1),
         "memory_growth_mebibytes": round(growth, 1),
@@ -207,12 +225,12 @@ def main() -> int:
     parser.add_argument("--prompt-tokens", type=int, default=96)
     parser.add_argument("--new-tokens", type=int, default=32)
     try:
-        found = measure(parser.parse_args())
+        result = measure(parser.parse_args())
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    print(json.dumps(found))
-    return 0 if found["answered"] + found["refused"] == found["requests"] else 1
+    print(json.dumps(result))
+    return 0 if result["answered"] + result["refused"] == result["requests"] else 1
 
 
 if __name__ == "__main__":

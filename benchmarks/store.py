@@ -35,13 +35,17 @@ SERVER = "tests.helpers.fake_bucket"
 
 def trajectory(draw: np.random.Generator, number: int, turn_tokens: int) -> Trajectory:
     def turn(role: str, trained: bool) -> Turn:
+        token_ids = draw.integers(0, 150_000, turn_tokens).tolist()
+        text = "".join(map(chr, draw.integers(97, 123, 4 * turn_tokens)))
+        logprobs = None
+        if trained:
+            numbers = -draw.exponential(size=turn_tokens).astype(np.float32)
+            logprobs = tuple(numbers.tolist())
         return Turn(
             role=role,  # pyright: ignore[reportArgumentType]
-            token_ids=tuple(draw.integers(0, 150_000, turn_tokens).tolist()),
-            text="".join(map(chr, draw.integers(97, 123, 4 * turn_tokens))),
-            logprobs=tuple((-draw.exponential(size=turn_tokens).astype(np.float32)).tolist())
-            if trained
-            else None,
+            token_ids=tuple(token_ids),
+            text=text,
+            logprobs=logprobs,
             trained=trained,
         )
 
@@ -65,27 +69,31 @@ def trajectory(draw: np.random.Generator, number: int, turn_tokens: int) -> Traj
 def measured(
     store: Store, rows: Sequence[Trajectory], count: int, policy: bytes
 ) -> dict[str, float]:
-    began = time.perf_counter()
+
+    def write_policy(folder: Path) -> None:
+        (folder / "weights").write_bytes(policy)
+
+    start_time = time.perf_counter()
     entries = [store.write_shard(1, shard, rows) for shard in range(count)]
-    written = time.perf_counter() - began
-    began = time.perf_counter()
+    write_seconds = time.perf_counter() - start_time
+    start_time = time.perf_counter()
     for entry in entries:
         assert len(store.read_shard(entry)) == len(rows)
-    read = time.perf_counter() - began
-    began = time.perf_counter()
-    store.commit_policy(0, lambda folder: (folder / "weights").write_bytes(policy) and None)
-    committed = time.perf_counter() - began
-    began = time.perf_counter()
+    read_seconds = time.perf_counter() - start_time
+    start_time = time.perf_counter()
+    store.commit_policy(0, write_policy)
+    commit_seconds = time.perf_counter() - start_time
+    start_time = time.perf_counter()
     store.policy_path(0)
-    fetched = time.perf_counter() - began
+    fetch_seconds = time.perf_counter() - start_time
     size = sum(entry.bytes for entry in entries) / 1e6
     return {
-        "write_shards_per_second": round(count / written, 2),
-        "write_megabytes_per_second": round(size / written, 2),
-        "read_shards_per_second": round(count / read, 2),
-        "read_megabytes_per_second": round(size / read, 2),
-        "policy_write_megabytes_per_second": round(len(policy) / 1e6 / committed, 1),
-        "policy_read_megabytes_per_second": round(len(policy) / 1e6 / fetched, 1),
+        "write_shards_per_second": round(count / write_seconds, 2),
+        "write_megabytes_per_second": round(size / write_seconds, 2),
+        "read_shards_per_second": round(count / read_seconds, 2),
+        "read_megabytes_per_second": round(size / read_seconds, 2),
+        "policy_write_megabytes_per_second": round(len(policy) / 1e6 / commit_seconds, 1),
+        "policy_read_megabytes_per_second": round(len(policy) / 1e6 / fetch_seconds, 1),
     }
 
 
@@ -96,18 +104,19 @@ def main() -> int:
     parser.add_argument("--turn-tokens", type=int, default=300)
     parser.add_argument("--policy-bytes", type=int, default=64_000_000)
     parser.add_argument("--bucket", default=None)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     draw = np.random.default_rng(0)
-    rows = [trajectory(draw, number, given.turn_tokens) for number in range(given.rows)]
-    policy = draw.bytes(given.policy_bytes)
-    size = len(shards.encode(rows))  # the first one imports pyarrow
-    began = time.perf_counter()
+    rows = [trajectory(draw, number, arguments.turn_tokens) for number in range(arguments.rows)]
+    policy = draw.bytes(arguments.policy_bytes)
+    # The first call imports pyarrow.
+    size = len(shards.encode(rows))
+    start_time = time.perf_counter()
     shards.encode(rows)
     shards.content_sha256(rows)
-    encoding = time.perf_counter() - began
-    found: dict[str, object] = {
-        "shards": given.shards,
-        "rows_per_shard": given.rows,
+    encoding = time.perf_counter() - start_time
+    result: dict[str, object] = {
+        "shards": arguments.shards,
+        "rows_per_shard": arguments.rows,
         "bytes_per_shard": size,
         "policy_bytes": len(policy),
         "encode_shards_per_second": round(1 / encoding, 2),
@@ -115,10 +124,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as place:
         # a policy is fetched, whatever is cached on this machine
         os.environ["XDG_CACHE_HOME"] = f"{place}/cache"
-        found["disk"] = measured(Store(f"{place}/run"), rows, given.shards, policy)
+        result["disk"] = measured(Store(f"{place}/run"), rows, arguments.shards, policy)
         server = None
         try:
-            if given.bucket is None:
+            if arguments.bucket is None:
                 server = subprocess.Popen(
                     [sys.executable, "-m", SERVER],
                     cwd=ROOT,
@@ -128,16 +137,17 @@ def main() -> int:
                 )
                 assert server.stdout is not None
                 os.environ |= json.loads(server.stdout.readline())
-            address = given.bucket or "gs://bucket"
+            address = arguments.bucket or "gs://bucket"
             store = Store(f"{address}/store-benchmark-{os.urandom(4).hex()}")
-            found["bucket"] = measured(store, rows, given.shards, policy)
+            result["bucket"] = measured(store, rows, arguments.shards, policy)
         except UserError as error:
             print(error, file=sys.stderr)
             return 2
         finally:
             if server is not None:
-                server.communicate()  # its input ends, and so does it
-    print(json.dumps(found))
+                # The server ends with its input.
+                server.communicate()
+    print(json.dumps(result))
     return 0
 
 

@@ -58,8 +58,11 @@ PEERS = Path(__file__).parent / "peers"
 
 
 def lengths(seed: int, conversations: int = CONVERSATIONS) -> np.ndarray:
-    """Lognormal; what exceeds the longest is drawn again, as an agent's limit on a trajectory would
-    have it."""
+    """Return lognormal lengths.
+
+    A length that exceeds the longest is drawn again, as an agent's limit on a trajectory would have
+    it.
+    """
     draw = np.random.default_rng(seed)
     accepted = np.empty(0)
     while accepted.size < conversations:
@@ -71,8 +74,7 @@ def lengths(seed: int, conversations: int = CONVERSATIONS) -> np.ndarray:
 def workload(
     vocabulary: int, seed: int, conversations: int = CONVERSATIONS
 ) -> dict[str, np.ndarray]:
-    """Token ids of all conversations one after the other, whether each is trained, and the
-    lengths."""
+    """Return token ids of all conversations in a row, whether each is trained, and lengths."""
     token_counts = lengths(seed, conversations)
     trained = np.concatenate([np.arange(length) >= 2 * length // 3 for length in token_counts])
     tokens = np.random.default_rng(seed).integers(1, vocabulary, token_counts.sum())
@@ -81,21 +83,23 @@ def workload(
 
 def conversations(work: dict[str, np.ndarray]) -> "list[Conversation]":
     """Return the conversations of a workload."""
-    made = []
+    drawn = []
     start = 0
     for length in work["lengths"].tolist():
         token_ids = work["tokens"][start : start + length].tolist()
         trained = work["trained"][start : start + length]
-        made.append(conversation(token_ids, context_tokens=int(np.argmax(trained))))
+        drawn.append(conversation(token_ids, context_tokens=int(np.argmax(trained))))
         start += length
-    return made
+    return drawn
 
 
 def uneven_conversations(
     model: "DecoderConfig", tokens: int, max_tokens: int
 ) -> "list[Conversation]":
-    """Draw conversations until they have so many tokens. Their lengths lie between a quarter of the
-    longest and all of it; the last third is trained."""
+    """Draw conversations until they have `tokens` tokens.
+
+    Their lengths lie between a quarter of the longest and all of it; the last third is trained.
+    """
     draw = np.random.default_rng(0)
     drawn = []
     drawn_tokens = 0
@@ -137,8 +141,10 @@ class Training:
 
 
 class TrainerApart:
-    """A trainer in a process of its own, which waits between its turns: it reads seconds and prints
-    JSON."""
+    """A trainer in a process of its own, which waits between its turns.
+
+    It reads seconds and prints JSON.
+    """
 
     def __init__(self, command: list[str], errors: Path) -> None:
         self.command = command
@@ -155,7 +161,7 @@ class TrainerApart:
             )
 
     def train(self, seconds: float) -> None:
-        """A turn. With no seconds it only waits for the first step, and nothing is counted."""
+        """Take a turn. With no seconds it only waits for the first step, and nothing is counted."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         try:
@@ -197,7 +203,8 @@ def compare_with_peers(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, command in trainer_commands(arguments, work_file).items():
             trainers[name] = TrainerApart(command, folder / f"{name}.txt")
             stack.callback(trainers[name].close)
-            trainers[name].train(0)  # so that it compiles alone
+            # Each compiles alone.
+            trainers[name].train(0)
         for _ in range(arguments.turns):
             for trainer in trainers.values():
                 trainer.train(arguments.seconds)
@@ -264,7 +271,8 @@ def train_in_turns(arguments: argparse.Namespace) -> None:
     packed = pack(conversations(work), row_tokens=MAX_TOKENS, seed=0)
     batches = Batches(packed, arguments.rows, seed=0)
 
-    training.step(next(batches))  # compiles
+    # The first call compiles.
+    training.step(next(batches))
     for line in sys.stdin:
         tokens = 0
         steps = 0
@@ -323,7 +331,8 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     row_numbers = np.arange(arguments.rows)
     batch = rows.batch(row_numbers)
 
-    training.step(batch)  # compiles
+    # The first call compiles.
+    training.step(batch)
     step_seconds = []
     for _ in range(arguments.repeats):
         start_time = time.perf_counter()
@@ -362,7 +371,8 @@ def command_line() -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     peers = commands.add_parser("peers", help="beside Tunix and transformers")
     step = commands.add_parser("step", help="one step beside a matrix product")
-    ours = commands.add_parser("ours")  # the process that `peers` starts
+    # `peers` starts this process.
+    ours = commands.add_parser("ours")
 
     for command_parser, rows, remat in ((peers, 2, "none"), (step, 4, "auto"), (ours, 2, "none")):
         add = command_parser.add_argument

@@ -56,21 +56,24 @@ TWO_WIKI = str(HELPERS / "smoke_two_wiki_config.py")
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """An empty working directory; the programs leave this process's compilation cache and allocator
-    alone."""
+    """Go to an empty working directory.
+
+    The programs leave this process's compilation cache and allocator alone.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "use_compilation_cache", lambda: None)
 
 
 @pytest.fixture
 def refused(capsys):
-    """Calls a program that must refuse and gives the sentence it printed."""
+    """Call a program that must refuse, and return the sentence it printed."""
 
     def call(program, *arguments: str) -> str:
         capsys.readouterr()
         assert program.main(list(arguments)) == 2
         message = capsys.readouterr().err
-        assert message.startswith("error: ") and message.count("\n") == 1, message
+        assert message.startswith("error: "), message
+        assert message.count("\n") == 1, message
         return message
 
     return call
@@ -86,7 +89,7 @@ def refused_by_tyro(capsys, program, *arguments: str) -> str:
 
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
-    """A small Hugging Face directory whose tokenizer and model belong together."""
+    """Return a small Hugging Face directory whose tokenizer and model belong together."""
     tokenizer = Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300)
     tokens = {"vocab_size": tokenizer.vocab_size, "eos_token_ids": tokenizer.stop_token_ids}
     config = dataclasses.replace(MODEL, num_kv_heads=1, **tokens)
@@ -126,7 +129,8 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
     )
     assert f"{lacking} begins with: start from a checkpoint with --init" in message
     none = ("--pretraining.steps", "0", "--init", "nowhere", "--warmup.steps", "0")
-    assert lacking in refused(train, SMOKE, "--run", "run", *none)  # which a control learns
+    # A control learns demonstrations.
+    assert lacking in refused(train, SMOKE, "--run", "run", *none)
     none = (*none, "--eval.control", "False")
     assert "there is no directory nowhere" in refused(train, SMOKE, "--run", "run", *none)
     assert written(tmp_path) == []
@@ -275,7 +279,7 @@ def test_eval_checks_what_it_is_given(refused):
     ],
 )
 def test_a_configuration_file_of_impossible_values_is_refused(refused, tmp_path, changed, sentence):
-    """What flags cannot say: their values have the right type."""
+    """Flags cannot say these values, because flags have the right type."""
     config = tmp_path / "config.py"
     config.write_text(
         "from dataclasses import replace\n"
@@ -373,7 +377,7 @@ def test_a_run_directory_of_another_configuration_is_kept_and_the_differences_ar
 
 
 def warming_up(**changes) -> Any:
-    """As much of a Run as the warm-up needs before it learns."""
+    """Return as much of a Run as the warm-up needs before it learns."""
     config = load_config(SMOKE)
     sections = {
         section: dataclasses.replace(getattr(config, section), **fields)
@@ -717,8 +721,10 @@ def test_a_run_without_its_configuration_is_refused(refused, tmp_path):
 def test_a_type_that_the_platform_does_not_compute_with_is_refused(
     monkeypatch, section, field, value, named
 ):
-    """CPUs compute with all of them: here one of them raises as XLA does where it is not
-    implemented."""
+    """CPUs compute with all types.
+
+    Here one of them raises as XLA does where it is not implemented.
+    """
     plain = load_config(SMOKE)
     start.check_dtypes(plain)
     config = dataclasses.replace(

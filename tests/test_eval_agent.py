@@ -26,7 +26,7 @@ DECEX = DecexConfig(
 
 @pytest.fixture
 def run(tmp_path) -> str:
-    """The directory of a run whose policy was trained as decex."""
+    """Return the directory of a run whose policy was trained as decex."""
     trained = dataclasses.replace(load_config("tiny_world_decex"), agent=DECEX)
     open_run(tmp_path / "run", dataclasses.asdict(trained))
     return str(tmp_path / "run")
@@ -56,7 +56,7 @@ def test_a_policy_plays_the_agent_that_it_was_trained_as_on_the_task_of_a_config
     ],
 )
 def test_the_documented_command_plays_decex_on_the_other_sets_of_its_paper(run, words):
-    """docs/evaluation.md: policies that another method has trained, `--checkpoint RUN`."""
+    """In docs/evaluation.md another method has trained the policies (`--checkpoint RUN`)."""
     assert load_config(words[0]).agent.kind != "decex"
     config = played(*words, "--checkpoint", run)
     assert config.agent == DECEX

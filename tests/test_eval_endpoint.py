@@ -58,8 +58,10 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path):
-    """It searches once and then answers the first question right; it answers the second one wrong,
-    at once. The first request fails."""
+    """The model searches once and then answers the first question right.
+
+    It answers the second one wrong, at once. The first request fails.
+    """
     config = load_config(SMOKE)
     right, wrong = build_task(config).questions(config.eval.split)[:2]
 
@@ -129,8 +131,11 @@ def test_a_model_behind_an_endpoint_is_scored_like_a_policy(tokenizer, tmp_path)
 
 
 def test_two_models_are_compared_question_by_question_over_several_samples(tokenizer, tmp_path):
-    """The first model is always wrong. The second one is right at the first question greedily and
-    in one of two samples: 50 EM, and half of it sampled."""
+    """The first model is always wrong.
+
+    The second one is right at the first question greedily and in one of two samples: 50 EM, and
+    half of it sampled.
+    """
     config = load_config(SMOKE)
     question = build_task(config).questions(config.eval.split)[0]
     sampled_requests = []
@@ -194,13 +199,14 @@ def test_the_commands_of_the_document_are_taken(monkeypatch):
 
 @pytest.fixture
 def refused(capsys, tmp_path, monkeypatch):
-    """Calls eval with a mistake and gives the sentence it printed."""
+    """Call eval with a mistake, and return the sentence it printed."""
     monkeypatch.chdir(tmp_path)
 
     def call(*arguments: str) -> str:
         assert evaluation.main(arguments) == 2
         message = capsys.readouterr().err
-        assert message.startswith("error: ") and message.count("\n") == 1, message
+        assert message.startswith("error: "), message
+        assert message.count("\n") == 1, message
         assert not (tmp_path / "eval").exists()
         return message
 
@@ -212,7 +218,8 @@ def test_an_endpoint_that_is_down_ends_with_one_sentence(
 ):
     monkeypatch.chdir(tmp_path)
     with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))  # taken, and nobody listens
+        # The port is taken, and no program listens.
+        unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}/v1"
         assert (
             evaluation.main(command(url, tokenizer, *LIMITS, "--remote.deadline-seconds", "2")) == 2

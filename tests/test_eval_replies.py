@@ -80,7 +80,7 @@ ERRORS = {
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> list[str]:
-    """Flags of a task with its questions and an index."""
+    """Return flags of a task with its questions and an index."""
     folder = tmp_path_factory.mktemp("task")
     lines = [f"Where was person {number} born?,Ghent" for number in range(QUESTIONS)]
     (folder / "questions.csv").write_text("\n".join(["Question,Answer", *lines]) + "\n")
@@ -140,7 +140,8 @@ def test_a_reply_that_cannot_be_used_ends_its_episode(name, monkeypatch, tmp_pat
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_a_request_that_is_refused_ends_its_episode(name, monkeypatch, tmp_path, tokenizer, task):
-    monkeypatch.setattr(generator, "MAX_WAIT_SECONDS", 0.01)  # between two attempts
+    # This is the wait between two attempts.
+    monkeypatch.setattr(generator, "MAX_WAIT_SECONDS", 0.01)
     status, body, ends = ERRORS[name]
     check(
         evaluate(monkeypatch, tmp_path, tokenizer, task, Answer(status=status, content=body)), ends

@@ -19,8 +19,10 @@ PASSAGES = 40
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A corpus, questions whose second gold title comes first in BM25, an embedder, and both kinds
-    of index."""
+    """Return a folder with a corpus, its questions, an embedder, and both kinds of index.
+
+    The second gold title of the questions comes first in BM25.
+    """
     root = tmp_path_factory.mktemp("index")
     write_corpus(root / "corpus.jsonl", PASSAGES)
     lines = [
@@ -112,8 +114,8 @@ def test_the_former_name_of_a_kind_is_answered_with_the_new_one(capsys):
 
 def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, tmp_path):
     built = tmp_path / "built"
-    taken = tmp_path / "taken"
-    made = [
+    from_embeddings = tmp_path / "taken"
+    build = [
         "--corpus",
         str(folder / "corpus.jsonl"),
         "--kind",
@@ -121,22 +123,25 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
         "--embedder",
         str(folder / "tiny"),
     ]
-    assert index.main(["build", *made, "--prefixes", "e5", "--out", str(built)]) == 0
+    assert index.main(["build", *build, "--prefixes", "e5", "--out", str(built)]) == 0
     assert (
-        index.main(["build", "--embeddings", str(built), "--kind", "exact", "--out", str(taken)])
+        index.main(
+            ["build", "--embeddings", str(built), "--kind", "exact", "--out", str(from_embeddings)]
+        )
         == 0
     )
     asked = ("query", "--k", "3", "word5", "--index")
     hits = printed(capsys, *asked, str(built))
     for named in ([], ["--prefixes", "e5"], ["--embedder", str(folder / "tiny")]):
-        for place in (built, taken):
+        for place in (built, from_embeddings):
             assert printed(capsys, *asked, str(place), *named) == hits
     assert "was built with the embedder" in refused(capsys, *asked, str(built), "--prefixes", "bge")
     nowhere = refused(capsys, *asked, str(built), "--embedder", str(folder / "nowhere"))
     assert f"was built with {folder / 'tiny'}, and the embedder" in nowhere
     manifest = json.loads((built / "manifest.json").read_text())
     assert manifest.pop("prefixes") == "e5"
-    (built / "manifest.json").write_text(json.dumps(manifest))  # as it was before they stood there
+    # Older manifests have no prefixes.
+    (built / "manifest.json").write_text(json.dumps(manifest))
     assert "its prefixes as well" in refused(capsys, *asked, str(built))
     assert printed(capsys, *asked, str(built), "--prefixes", "e5") == hits
 
@@ -144,7 +149,7 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
 def test_an_embedder_that_was_named_from_another_folder_is_found(
     folder, capsys, tmp_path, monkeypatch
 ):
-    made = [
+    build = [
         "build",
         "--corpus",
         str(folder / "corpus.jsonl"),
@@ -154,7 +159,7 @@ def test_an_embedder_that_was_named_from_another_folder_is_found(
         str(tmp_path / "out"),
     ]
     monkeypatch.chdir(folder)
-    assert index.main([*made, "--embedder", "tiny"]) == 0
+    assert index.main([*build, "--embedder", "tiny"]) == 0
     monkeypatch.chdir(tmp_path)
     assert len(printed(capsys, "query", "--index", "out", "word5")) == 5
 
@@ -232,8 +237,8 @@ def test_recall_on_2wiki_is_the_published_one(
 ):
     corpus = TWO_WIKI / "corpus_6119.json.gz"
     questions = TWO_WIKI / "questions_visible.jsonl.gz"
-    made = ["--kind", "bm25", "--tokenizer", tokenizer, "--out", str(tmp_path / "index")]
-    assert index.main(["build", "--corpus", str(corpus), *made]) == 0
+    build = ["--kind", "bm25", "--tokenizer", tokenizer, "--out", str(tmp_path / "index")]
+    assert index.main(["build", "--corpus", str(corpus), *build]) == 0
     (recall,) = printed(
         capsys, "recall", "--index", str(tmp_path / "index"), "--questions", str(questions)
     )

@@ -15,7 +15,7 @@ PASSAGES = 12
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A corpus, its questions, two embedders, and an index of words and one of embeddings."""
+    """Return a corpus, its questions, two embedders, and indexes of words and of embeddings."""
     root = tmp_path_factory.mktemp("index")
     corpus = write_corpus(root / "corpus.jsonl", PASSAGES)
     (root / "questions.jsonl").write_text(
@@ -92,13 +92,13 @@ MISTAKES = {
 
 @pytest.mark.parametrize("words", list(MISTAKES))
 def test_a_mistake_is_one_sentence(folder, tmp_path, capsys, words):
-    taken = open_port("127.0.0.1", 0)
-    taken.listen()
-    with taken:
+    listener = open_port("127.0.0.1", 0)
+    listener.listen()
+    with listener:
         known = {
             "DIR": str(folder),
             "OUT": str(tmp_path / "out"),
-            "PORT": str(taken.getsockname()[1]),
+            "PORT": str(listener.getsockname()[1]),
         }
 
         def filled(text: str) -> str:

@@ -19,7 +19,7 @@ PASSAGES = 1100  # so many that ScaNN learns partitions
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Corpora and an embedder, and indexes of embeddings and of words that are whole."""
+    """Return corpora and an embedder, and whole indexes of embeddings and of words."""
     root = tmp_path_factory.mktemp("disk")
     tiny_embedder(root / "tiny", hidden_size=64)
     write_corpus(root / "corpus.jsonl", PASSAGES)
@@ -37,19 +37,21 @@ def folder(tmp_path_factory) -> Path:
 
 
 def command(root: Path, kind: str, out: Path) -> list[str]:
-    made = ["build", "--kind", kind, "--out", str(out)]
+    build = ["build", "--kind", kind, "--out", str(out)]
     if kind == "scann":
-        return [*made, "--embeddings", str(root / "dense")]
+        return [*build, "--embeddings", str(root / "dense")]
     if kind == "exact":
-        made += ["--embedder", str(root / "tiny")]
+        build += ["--embedder", str(root / "tiny")]
     corpus = {"graph": "graph.tsv", "bm25": "words.jsonl", "exact": "short.jsonl"}[kind]
-    return [*made, "--corpus", str(root / corpus)]
+    return [*build, "--corpus", str(root / corpus)]
 
 
 @pytest.fixture
 def limited():
-    """Sets how large a file may become, for a call; the error is another one than of a full disk
-    and reaches the same places."""
+    """Return a function that limits how large a file may become during a call.
+
+    The error is another one than of a full disk, and reaches the same places.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def call(most_bytes: int, program: Callable[[], int]) -> int:
@@ -108,7 +110,8 @@ def test_what_a_damaged_directory_is_said_to_need_helps(folder, tmp_path, capsys
         (out / "manifest.json").unlink()
         (out / "passages.arrow").write_bytes(b"")
     words = command(folder, "bm25", out)
-    for _ in range(2):  # nothing is mended in place
+    # Nothing is mended in place.
+    for _ in range(2):
         assert index.main(words) == 2
         assert f"remove {out} and build the index again" in capsys.readouterr().err
     shutil.rmtree(out)
@@ -146,8 +149,10 @@ def test_a_manifest_that_was_changed_is_named(folder, tmp_path, capsys, change, 
 
 
 def test_a_directory_whose_lock_cannot_be_written_is_refused(folder, tmp_path, capsys):
-    """As in an index of another user; root may write there, so that the lock is a directory
-    here."""
+    """The index may be another user's.
+
+    Root may write there, so that the lock is a directory here.
+    """
     out = tmp_path / "out"
     (out / ".lock").mkdir(parents=True)
     assert index.main(command(folder, "bm25", out)) == 2
@@ -158,7 +163,7 @@ def test_a_directory_whose_lock_cannot_be_written_is_refused(folder, tmp_path, c
 
 
 def test_the_version_is_that_of_the_content(folder, tmp_path):
-    """Where an embedder lies, how it was named and how long a build took are none of it."""
+    """It does not depend on where an embedder lies, on its name or on the time of a build."""
     versions = set()
     for fields in (
         {"seconds": 1, "embedder": "/a", "prefixes": None},
@@ -181,7 +186,8 @@ def test_an_embedder_that_lies_elsewhere_by_now_is_the_same_build(folder, tmp_pa
     assert "was there already" in capsys.readouterr().err
     plan = json.loads((out / "plan.json").read_text())
     assert plan.pop("prefixes") is None
-    (out / "plan.json").write_text(json.dumps(plan))  # as it was before prefixes stood there
+    # Older plans have no prefixes.
+    (out / "plan.json").write_text(json.dumps(plan))
     assert index.main(words) == 0
     other = str(tiny_embedder(tmp_path / "other", hidden_size=64, seed=1))
     assert index.main([*words, "--embedder", other]) == 2

@@ -22,7 +22,8 @@ def test_scores_are_those_of_the_official_script(rule):
     with gzip.open(DATA / "metric_fixtures.jsonl.gz", "rt", encoding="utf-8") as file:
         for row in map(json.loads, file):
             expected = row["expected"][rule]
-            if expected is None:  # the HotpotQA script takes one gold answer
+            # The HotpotQA script takes one gold answer.
+            if expected is None:
                 continue
             expected = {"em": expected} if rule == "cover_em" else expected
             scores = score(row["prediction"], row["golds"], rule)
@@ -72,7 +73,8 @@ def test_where_the_rules_differ(prediction, gold, rule, f1):
 def test_a_gold_answer_that_normalises_to_nothing_equals_only_itself(gold, rule):
     for prediction in ("Oasis", "", "An", "a b", "."):
         wrong = score(prediction, [gold], rule)
-        assert (wrong.em, wrong.f1) == (0.0, 0.0), prediction
+        assert wrong.em == 0.0, prediction
+        assert wrong.f1 == 0.0, prediction
     itself = score(f" {gold.lower()} ", [gold], rule)
     assert itself.em == 1.0
     assert itself.f1 == 1.0
@@ -95,7 +97,8 @@ def test_composed_and_decomposed_letters_are_equal(rule):
         scores = score(prediction, [gold], rule)
         assert scores.em == 1.0
         assert scores.f1 == 1.0
-    turkish = "\u0130zmir"  # its lower case is two characters
+    # The lower case of its first letter is two characters.
+    turkish = "\u0130zmir"
     assert score(turkish, [turkish], rule).em == 1.0
 
 
@@ -161,17 +164,18 @@ def test_supporting_passages():
         em=1.0, f1=1.0, precision=1.0, recall=1.0
     )
     partial = metrics.supporting({"a", "c", "d"}, {"a", "b"})
-    assert (partial.em, partial.precision, partial.recall) == (
-        0.0,
-        1 / 3,
-        1 / 2,
-    )
+    assert partial.em == 0.0
+    assert partial.precision == 1 / 3
+    assert partial.recall == 1 / 2
     assert partial.f1 == pytest.approx(0.4)
     assert metrics.supporting((), {"a"}) == metrics.Score(em=0.0, f1=0.0, precision=0.0, recall=0.0)
 
 
 def test_the_macro_f1_of_gerbil_and_the_plain_one():
-    """Three questions: right; one of two answers and one that is wrong; no answer."""
+    """The first of three questions is right.
+
+    The second has one of two answers and one that is wrong, the third no answer.
+    """
     asked = [((("ant",),),), ((("bee",), ("cow",)),), ((("dog",),),)]
     scores = [
         metrics.score_set(answer, sets)

@@ -37,7 +37,7 @@ def checkpoint(tmp_path) -> Path:
 
 @pytest.mark.parametrize("kind", ["native", "jetstream"])
 def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
-    """Asked by the stub of JetStream's protocol, which either engine stands behind."""
+    """The stub of JetStream's protocol asks. Either engine stands behind it."""
     command = [
         sys.executable,
         "-m",
@@ -78,7 +78,8 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
             assert b"generated_tokens" in page.read()
         server.send_signal(signal.SIGTERM)
         output, messages = server.communicate(timeout=HANG_SECONDS)
-        assert (server.returncode, output) == (0, ""), messages
+        assert server.returncode == 0, messages
+        assert output == "", messages
     finally:
         server.kill()
 
@@ -108,7 +109,10 @@ def test_what_cannot_be_served_is_said_in_a_sentence(capsys, words, sentence):
 
 
 def test_the_programs_of_the_library_page_run(checkpoint, tmp_path):
-    """As they stand there, with this checkpoint; what the second one saves is used by the first."""
+    """They run as they stand there, with this checkpoint.
+
+    What the second one saves is used by the first.
+    """
     page = (ROOT / "docs" / "library.md").read_text()
     generate, tune = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     program = tune.replace("HF_DIR", str(checkpoint)) + generate.replace(

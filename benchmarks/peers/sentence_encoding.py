@@ -21,15 +21,15 @@ parser = argparse.ArgumentParser()
 parser.add_argument("texts", type=Path)
 parser.add_argument("folder")
 parser.add_argument("--threads", type=int, required=True)
-given = parser.parse_args()
+arguments = parser.parse_args()
 
-torch.set_num_threads(given.threads)
-texts = json.loads(given.texts.read_text())
-model = SentenceTransformer(given.folder, device="cpu")
+torch.set_num_threads(arguments.threads)
+texts = json.loads(arguments.texts.read_text())
+model = SentenceTransformer(arguments.folder, device="cpu")
 for number, line in enumerate(sys.stdin):
-    began = time.perf_counter()
-    found = model.encode(texts, batch_size=int(line), show_progress_bar=False)
-    seconds = time.perf_counter() - began
+    start_time = time.perf_counter()
+    embeddings = model.encode(texts, batch_size=int(line), show_progress_bar=False)
+    seconds = time.perf_counter() - start_time
     if number == 0:
-        np.save(f"{given.texts}.npy", found)
+        np.save(f"{arguments.texts}.npy", embeddings)
     print(json.dumps({"seconds": seconds}), flush=True)

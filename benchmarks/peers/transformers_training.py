@@ -23,25 +23,27 @@ parser.add_argument("--rows", type=int, required=True)
 parser.add_argument("--dtype", default="float32")
 parser.add_argument("--lora-rank", type=int, default=0)
 parser.add_argument("workload")
-given = parser.parse_args()
+arguments = parser.parse_args()
 
-work = np.load(given.workload)
+work = np.load(arguments.workload)
 ends = np.cumsum(work["lengths"])
 tokens, trained = (np.split(work[name], ends[:-1]) for name in ("tokens", "trained"))
 model = transformers.AutoModelForCausalLM.from_pretrained(
-    given.checkpoint, dtype=torch.float32, attn_implementation="sdpa"
+    arguments.checkpoint, dtype=torch.float32, attn_implementation="sdpa"
 )
-if given.lora_rank:
+if arguments.lora_rank:
     peft = importlib.import_module("peft")
     model = peft.get_peft_model(
-        model, peft.LoraConfig(r=given.lora_rank, target_modules="all-linear")
+        model, peft.LoraConfig(r=arguments.lora_rank, target_modules="all-linear")
     )
 model.train()
-optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-5)
+optimizer = torch.optim.AdamW(
+    [parameter for parameter in model.parameters() if parameter.requires_grad], lr=1e-5
+)
 
 
 def step(start: int) -> tuple[int, float]:
-    chosen = [(start + place) % len(tokens) for place in range(given.rows)]
+    chosen = [(start + place) % len(tokens) for place in range(arguments.rows)]
     longest = max(len(tokens[index]) for index in chosen)
     ids = torch.zeros((len(chosen), longest), dtype=torch.int64)
     filled = torch.zeros_like(ids)
@@ -53,7 +55,7 @@ def step(start: int) -> tuple[int, float]:
         labels[row, :length] = torch.where(
             torch.from_numpy(trained[index]), ids[row, :length], -100
         )
-    with torch.autocast("cpu", torch.bfloat16, enabled=given.dtype == "bfloat16"):
+    with torch.autocast("cpu", torch.bfloat16, enabled=arguments.dtype == "bfloat16"):
         loss = model(input_ids=ids, attention_mask=filled, labels=labels, use_cache=False).loss
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -65,16 +67,17 @@ def step(start: int) -> tuple[int, float]:
 step(0)
 done = 1
 for line in sys.stdin:
-    began = time.perf_counter()
-    counted = 0
+    start_time = time.perf_counter()
+    tokens_trained = 0
     steps = 0
     loss = 0.0
-    while time.perf_counter() - began < float(line):
-        more, loss = step(done * given.rows)
-        counted = counted + more
-        steps = steps + 1
-        done = done + 1
-    taken = time.perf_counter() - began
+    while time.perf_counter() - start_time < float(line):
+        tokens_of_step, loss = step(done * arguments.rows)
+        tokens_trained += tokens_of_step
+        steps += 1
+        done += 1
+    seconds = time.perf_counter() - start_time
     print(
-        json.dumps({"tokens": counted, "steps": steps, "seconds": taken, "loss": loss}), flush=True
+        json.dumps({"tokens": tokens_trained, "steps": steps, "seconds": seconds, "loss": loss}),
+        flush=True,
     )

@@ -24,12 +24,12 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", required=True)
 parser.add_argument("--rows", type=int, required=True)
 parser.add_argument("workload")
-given = parser.parse_args()
+arguments = parser.parse_args()
 
-work = np.load(given.workload)
+work = np.load(arguments.workload)
 ends = np.cumsum(work["lengths"])
 tokens, trained = (np.split(work[name], ends[:-1]) for name in ("tokens", "trained"))
-fields = json.loads((pathlib.Path(given.checkpoint) / "config.json").read_text())
+fields = json.loads((pathlib.Path(arguments.checkpoint) / "config.json").read_text())
 config = qwen2.ModelConfig(
     num_layers=fields["num_hidden_layers"],
     vocab_size=fields["vocab_size"],
@@ -45,11 +45,11 @@ config = qwen2.ModelConfig(
 
 
 def batch(start: int) -> dict[str, np.ndarray]:
-    shape = (given.rows, MAX_TOKENS)
+    shape = (arguments.rows, MAX_TOKENS)
     ids = np.zeros(shape, np.int32)
     filled = np.zeros(shape, bool)
     wanted = np.zeros(shape, bool)
-    for row in range(given.rows):
+    for row in range(arguments.rows):
         index = (start + row) % len(tokens)
         length = len(tokens[index])
         ids[row, :length] = tokens[index]
@@ -77,25 +77,37 @@ trainer.train([batch(0)])
 done = 1
 
 
-def turn(seconds: float) -> dict[str, float]:
-    began = time.perf_counter()
-    counted = 0
-    steps = 0
+class Turn:
+    """The batches of as many seconds, and what they came to."""
 
-    def until_the_time_is_up():
-        nonlocal counted, steps
-        while time.perf_counter() - began < seconds:
-            made = batch((done + steps) * given.rows)
-            counted = counted + int(made["filled"].sum())
-            steps = steps + 1
-            yield made
+    def __init__(self, seconds: float, first_step: int) -> None:
+        self._seconds = seconds
+        self._first_step = first_step
+        self._start_time = time.perf_counter()
+        self.tokens = 0
+        self.steps = 0
 
+    def batches(self):
+        """Yield batches until the time is up."""
+        while self.elapsed() < self._seconds:
+            inputs = batch((self._first_step + self.steps) * arguments.rows)
+            self.tokens += int(inputs["filled"].sum())
+            self.steps += 1
+            yield inputs
+
+    def elapsed(self) -> float:
+        return time.perf_counter() - self._start_time
+
+
+def train_for(seconds: float, first_step: int) -> dict[str, float]:
+    turn = Turn(seconds, first_step)
     if seconds:
-        trainer.train(until_the_time_is_up())  # returns when the last step is done
-    return {"tokens": counted, "steps": steps, "seconds": time.perf_counter() - began}
+        # This returns when the last step is done.
+        trainer.train(turn.batches())
+    return {"tokens": turn.tokens, "steps": turn.steps, "seconds": turn.elapsed()}
 
 
 for line in sys.stdin:
-    found = turn(float(line))
-    done += int(found["steps"])
-    print(json.dumps(found), flush=True)
+    figures = train_for(float(line), first_step=done)
+    done += int(figures["steps"])
+    print(json.dumps(figures), flush=True)

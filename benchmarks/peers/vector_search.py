@@ -81,7 +81,7 @@ class Hnswlib:
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that no file backs."""
+    """Return the memory of this process that no file backs."""
     line = next(
         line
         for line in Path("/proc/self/status").read_text().splitlines()
@@ -96,17 +96,17 @@ parser.add_argument("engine", choices=["faiss-flat", "faiss-hnsw", "hnswlib"])
 parser.add_argument("--threads", type=int, required=True)
 parser.add_argument("--candidates", type=int, default=128, help="efConstruction")
 parser.add_argument("--build", action="store_true")
-given = parser.parse_args()
+arguments = parser.parse_args()
 
-vectors = np.load(given.folder / "vectors.npy", mmap_mode="r")
-queries = np.load(given.folder / "queries.npy")
-engine = (Hnswlib if given.engine == "hnswlib" else Faiss)(
-    given.folder, given.engine, given.threads, given.candidates
+vectors = np.load(arguments.folder / "vectors.npy", mmap_mode="r")
+queries = np.load(arguments.folder / "queries.npy")
+engine = (Hnswlib if arguments.engine == "hnswlib" else Faiss)(
+    arguments.folder, arguments.engine, arguments.threads, arguments.candidates
 )
-if given.build:
-    began = time.perf_counter()
+if arguments.build:
+    start_time = time.perf_counter()
     engine.build(vectors)
-    print(json.dumps({"build_seconds": round(time.perf_counter() - began, 1)}))
+    print(json.dumps({"build_seconds": round(time.perf_counter() - start_time, 1)}))
     raise SystemExit
 before = anonymous_bytes()
 loading = True
@@ -114,20 +114,18 @@ engine.load(*vectors.shape)
 for line in sys.stdin:
     asked = json.loads(line)
     chosen = queries[: max(1, round(asked["share"] * len(queries)))]
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     if asked["batched"]:
-        found = engine.search(chosen, asked["setting"])
-        seconds = time.perf_counter() - began
-        np.save(given.folder / f"{given.engine}.found.npy", found)
+        positions = engine.search(chosen, asked["setting"])
+        seconds = time.perf_counter() - start_time
+        np.save(arguments.folder / f"{arguments.engine}.found.npy", positions)
     else:
         chosen = chosen[: round(asked["share"] * SINGLE_QUERIES)]
         for query in chosen:
             engine.search(query[None], asked["setting"])
-        seconds = time.perf_counter() - began
-    said = (
-        {"resident_bytes": anonymous_bytes() - before}
-        if loading
-        else {"queries": len(chosen), "seconds": seconds}
-    )
+        seconds = time.perf_counter() - start_time
+    answer = {"queries": len(chosen), "seconds": seconds}
+    if loading:
+        answer = {"resident_bytes": anonymous_bytes() - before}
     loading = False
-    print(json.dumps(said), flush=True)
+    print(json.dumps(answer), flush=True)

@@ -70,14 +70,17 @@ def checkpoint(tmp_path) -> Path:
 
 
 class PromptedModel:
-    """Stands in for `EnginePolicy.generate`: the script where the examples are shown, the engine
-    everywhere else."""
+    """Stands in for `EnginePolicy.generate`.
+
+    Where the examples are shown the script writes, and everywhere else the engine.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._script = ScriptedPolicy(tokenizer, miss_rate=0.3, seed=5)
         self._engine = EnginePolicy.generate
-        self.prompted = self.unprompted = 0
+        self.prompted = 0
+        self.unprompted = 0
 
     async def generate(self, policy: EnginePolicy, prompt, params, *, state, continues):
         role = "planner" if isinstance(state, PlannerState) else "worker"
@@ -91,7 +94,7 @@ class PromptedModel:
 def zero_shot_plays(
     config: Config, tokenizer: Tokenizer, question_ids: list[str]
 ) -> list[Conversation]:
-    """What the script plays under the prompt that is trained."""
+    """Return the script's plays under the prompt that is trained."""
     task = build_task(config)
     agent = Mujica(tokenizer, config.agent)
     script = ScriptedPolicy(tokenizer, miss_rate=0.3, seed=5)

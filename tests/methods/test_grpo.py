@@ -54,11 +54,11 @@ def recipes_call_the_fake(monkeypatch):
 
 
 def start() -> Any:
-    """The state that rounds begin with."""
+    """Return the state that rounds begin with."""
 
 
 def conversation(attempt: Attempt, role: str) -> Conversation:
-    """What was given, said, found and said again; the first token says which question it is of."""
+    """Return a conversation of four turns. The first token says which question it is of."""
     number = 100 + int(attempt.question.id[1:])
     turns = [
         Turn(role="context", token_ids=(number, *CONTEXT_TOKENS), text=""),
@@ -77,8 +77,11 @@ def with_last_turn_cut(whole: Conversation) -> Conversation:
 
 
 class Played:
-    """In the place of a `Run`: rewards come from `rewards[question][attempt]`; what was asked and
-    learnt is kept. `cut`: a length limit cut the last turn of every attempt that earned nothing."""
+    """Stands in for a `Run`: rewards come from `rewards[question][attempt]`.
+
+    It keeps what was asked and learnt. With `cut` a length limit cut the last turn of every attempt
+    that earned nothing.
+    """
 
     def __init__(
         self,
@@ -120,8 +123,7 @@ class Played:
         self.figures[step] = values
 
     def _score(self, state: Any, rows: PackedRows) -> np.ndarray:
-        """A policy that is as likely again to say what the engine's said, and a reference that says
-        all surely."""
+        """Return scores twice as likely as the engine's; the reference is sure of all."""
         self.scorings += 1
         ours = rows.columns["sampled_log_probs"] + np.float32(np.log(2.0))
         return np.zeros_like(ours) if state == "reference" else ours
@@ -223,14 +225,9 @@ TABLE = {
 
 def test_groups_that_teach_nothing_are_dropped_and_others_sampled_until_the_batch_is_full(tmp_path):
     run = play(tmp_path, TABLE)
-    assert run.asked == [
-        "q0",
-        "q1",
-        "q2",
-        "q3",
-        "q4",
-        "q5",
-    ]  # one missing after q1, still after q2; then the next round
+    expected = ["q0", "q1", "q2", "q3", "q4", "q5"]
+    # One group is missing after q1 and after q2. From q4 on it is the next round.
+    assert run.asked == expected
     (_, first, _), (_, second, _) = run.learnt
     assert questions_in(first) == {"q1", "q3"}
     assert questions_in(second) == {"q4", "q5"}
@@ -270,10 +267,7 @@ def test_with_equal_rewards_alone_sampling_stops_at_its_bound_and_nothing_is_lea
     assert [
         f"round {n}: no update, for at each of 4 questions all attempts" in run.messages[n - 1]
         for n in (1, 2)
-    ] == [
-        True,
-        True,
-    ]
+    ] == [True, True]
     assert (
         "(on average 0.000): raise method.group_attempts 2 or sampling.temperature 1.0"
         in run.messages[0]
@@ -304,7 +298,8 @@ def test_grpo_learns_all_groups_and_samples_once(tmp_path):
     assert run.asked == ["q0", "q1", "q2", "q3"]
     rows = run.learnt[0][1]
     assert questions_in(rows) == {"q0", "q1"}
-    for question, expected in (("q0", [0.0, 0.0]), ("q1", [-1.0, 1.0])):  # mean 1/2, deviation 1/2
+    # The mean is 1/2 and the deviation 1/2.
+    for question, expected in (("q0", [0.0, 0.0]), ("q1", [-1.0, 1.0])):
         place = rows.tokens == 100 + int(question[1:])
         assert sorted(rows.columns["advantages"][place].tolist()) == expected
 
@@ -332,14 +327,16 @@ def test_tokens_of_observations_carry_no_loss(tmp_path):
 
 
 def advantages(rows: PackedRows, question: str) -> list[float]:
-    """Of each conversation about a question."""
+    """Return the advantage of each conversation about a question."""
     return sorted(rows.columns["advantages"][rows.tokens == 100 + int(question[1:])].tolist())
 
 
 @pytest.mark.parametrize("kind", [GRPO_METHOD, DAPO_METHOD])
 def test_attempts_whose_search_failed_are_no_members_of_their_group(tmp_path, kind):
-    """q0: 1, 0 and a failure are compared as 1 and 0. q1: one attempt is left, and the group is
-    dropped."""
+    """The rewards of q0 are 1, 0 and a failure, and are compared as 1 and 0.
+
+    Of q1 one attempt is left, and the group is dropped.
+    """
     table = {
         "q0": (1.0, FAILED, 0.0),
         "q1": (1.0, FAILED, FAILED),
@@ -352,9 +349,11 @@ def test_attempts_whose_search_failed_are_no_members_of_their_group(tmp_path, ki
     figures = run.figures[1]
     assert advantages(rows, "q0") == [-1.0, 1.0]
     assert advantages(rows, "q1") == []
-    refilled = kind is DAPO_METHOD  # another question takes the place of the dropped group
+    # Another question takes the place of the dropped group.
+    refilled = kind is DAPO_METHOD
     assert run.asked == (["q0", "q1", "q2"] if refilled else ["q0", "q1"])
-    if refilled:  # mean 2/3, deviation 2**0.5 / 3
+    # The mean is 2/3 and the deviation 2**0.5 / 3.
+    if refilled:
         assert advantages(rows, "q2") == pytest.approx([-(2**0.5), 0.5**0.5, 0.5**0.5])
     assert figures["left_out"] == 3
     assert figures["degenerate_groups"] == 1
@@ -384,7 +383,10 @@ def test_a_round_of_failures_alone_learns_nothing(tmp_path):
 
 @pytest.mark.parametrize("kind", [GRPO_METHOD, DAPO_METHOD])
 def test_a_turn_that_a_length_limit_cut_is_learnt_with_the_advantage_of_its_attempt(tmp_path, kind):
-    """Also by the stored record; maximum likelihood does not learn it (`training_rows`)."""
+    """The stored record says the same.
+
+    Maximum likelihood does not learn the turn (`training_rows`).
+    """
     run = play(tmp_path, TABLE, dataclasses.replace(kind, rounds=1), cut=True)
     rows = run.learnt[0][1]
     sampled_tokens = np.isin(rows.tokens, MODEL_TOKENS) & (rows.segment_ids > 0)
@@ -413,12 +415,15 @@ def test_the_options_of_learning(tmp_path):
 
 
 def test_the_trainers_scores_are_kept_for_a_restart(tmp_path):
-    """The engine says half as much as the trainer: the weight is 2, of which 1.5 is left; ratios
-    are to the trainer."""
+    """To the trainer a token is twice as likely as to the engine.
+
+    The weight is 2 and cut to 1.5, and ratios are to the trainer.
+    """
     method = dataclasses.replace(GRPO_METHOD, importance_cap=1.5, kl_coefficient=0.1, rounds=1)
     run = play(tmp_path, TABLE, method)
     assert run.scorings == 2
-    (tmp_path / "rounds/0001/LEARNT.json").unlink()  # killed while it learnt
+    # The run is killed while it learns.
+    (tmp_path / "rounds/0001/LEARNT.json").unlink()
     second_run = play(tmp_path, TABLE, method)
     assert second_run.scorings == 0
     assert second_run.asked == []
@@ -554,8 +559,10 @@ def test_a_group_of_one_is_one_sentence_and_status_2(capsys):
 
 
 def test_a_round_of_fewer_rows_than_an_update_learns_each_of_them_once(tmp_path):
-    """Two rows and eight in an update: six are padding, and every epoch is one update of the whole
-    batch."""
+    """There are two rows, and eight in an update.
+
+    Six are padding, and every epoch is one update of the whole batch.
+    """
     method = dataclasses.replace(GRPO_METHOD, rounds=1, rows_per_update=8, epochs=2)
     run = play(tmp_path, TABLE, method)
     few = play(tmp_path / "few", TABLE, dataclasses.replace(method, rows_per_update=2))

@@ -48,8 +48,10 @@ def trajectory(attempt: Attempt, reward: float, token: int) -> Trajectory:
 
 
 class Played:
-    """In the place of a `Run`: episodes come from `rewards[question][attempt]`, where None is an
-    attempt whose search failed; what was asked is kept."""
+    """Stands in for a `Run`: episodes come from `rewards[question][attempt]`.
+
+    None is an attempt whose search failed. It keeps what was asked.
+    """
 
     def __init__(
         self, rewards: Mapping[str, Sequence[float | None]], token_of: Callable[[Attempt], int]
@@ -92,11 +94,9 @@ class Played:
         self.asked.append((attempt.question.id, attempt.number))
         reward = self.rewards[attempt.question.id][attempt.number]
         played = trajectory(attempt, reward or 0.0, self.token_of(attempt))
-        return (
-            dataclasses.replace(played, stop_reason=StopReason.RETRIEVER_FAILED)
-            if reward is None
-            else played
-        )
+        if reward is None:
+            return dataclasses.replace(played, stop_reason=StopReason.RETRIEVER_FAILED)
+        return played
 
     def play_attempts(
         self, number: int, shard: int, attempts: Sequence[Attempt], heard: object
@@ -136,7 +136,8 @@ def attempts_of(run: Played, question: str) -> list[int]:
 
 def test_the_threshold_is_the_midpoint_of_the_first_attempts_mean_and_the_best_reward():
     run, _, k = sampled({"easy": [1.0] * 6, "hard": [0.5, *[1.0] * 5]})
-    assert k == 0.875  # (0.75 + 1) / 2; the later attempts, all right, have no part in it
+    # This is (0.75 + 1) / 2. The later attempts, all right, have no part in it.
+    assert k == 0.875
     assert run.done[1] == (0.75, 0.875)
 
 
@@ -165,8 +166,10 @@ def test_a_reward_at_the_threshold_is_not_kept_unless_it_is_the_best():
 
 
 def test_a_repetition_does_not_count_towards_m():
-    """The easy question says the same thing in attempts 0, 1 and 2: it is tried until a second text
-    is kept."""
+    """The easy question says the same thing in attempts 0, 1 and 2.
+
+    It is tried until a second text is kept.
+    """
     run, trajectories, k = sampled(
         {"easy": [1.0] * 6, "hard": [1.0] * 6},
         token_of=lambda attempt: max(2, attempt.number) + 10 * len(attempt.question.id),
@@ -182,16 +185,15 @@ def test_a_repetition_does_not_count_towards_m():
 
 
 def test_an_attempt_whose_search_failed_moves_no_threshold_and_costs_an_attempt():
-    """The first attempt at the hard question fails: the mean is the easy one's alone. Both are
-    tried until two are kept; of the hard one attempts 1 and 2 are."""
+    """The first attempt at the hard question fails, so the mean is the easy one's alone.
+
+    Both are tried until two are kept: of the hard one these are attempts 1 and 2.
+    """
     run, trajectories, k = sampled(
         {"easy": [0.5, 1.0, 1.0, 1.0, 1.0, 1.0], "hard": [None, 1.0, 1.0, 1.0, 1.0, 1.0]}
     )
     assert k == 0.75
-    assert run.done[1] == (
-        0.5,
-        0.75,
-    )
+    assert run.done[1] == (0.5, 0.75)
     accepted = select(trajectories, k=k, keep_per_question=2, best_reward=1.0)
     assert [(t.question_id, t.attempt) for t in accepted] == [
         ("easy", 1),
@@ -233,9 +235,9 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
 
     def sample(run, state, number, *, version, previous_k):
         happened.append(f"sample {number} by {version}")
-        assert state == version and previous_k == pytest.approx((number - 1) / 10), (
-            "K goes from round to round"
-        )
+        # K goes from round to round.
+        assert state == version
+        assert previous_k == pytest.approx((number - 1) / 10)
         attempt = Attempt(question=QUESTIONS[0], number=0, seed=0, temperature=1.0)
         return mygo.SampledRound(
             trajectories=[trajectory(attempt, 1.0, number)],
@@ -256,7 +258,10 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
     run.train = train
     run.rows_that_fit = list
     run.progress.line = lines.append
-    run.compare = run.commit_policy = run.finish = run.metrics.write = ignore
+    run.compare = ignore
+    run.commit_policy = ignore
+    run.finish = ignore
+    run.metrics.write = ignore
     run.clock = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     state: Any = 0
     mygo._run_rounds(run, state, [])
@@ -267,7 +272,10 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
 def play_rounds(
     monkeypatch, rewards: Mapping[str, Sequence[float]], *, row_tokens: int = 8, **changes: Any
 ) -> tuple[list[float], list[str]]:
-    """All rounds over the table of rewards: K of each round, and the lines that were printed."""
+    """Play all rounds over the table of rewards.
+
+    Returns K of each round, and the lines that were printed.
+    """
     lines: list[str] = []
     written: list[dict[str, Any]] = []
     run: Any = Played(rewards, lambda attempt: attempt.number)
@@ -284,7 +292,9 @@ def play_rounds(
     run.train = lambda name, state, rows, **options: state
     run.rows_that_fit = fitting
     run.progress.line = lines.append
-    run.compare = run.commit_policy = run.finish = ignore
+    run.compare = ignore
+    run.commit_policy = ignore
+    run.finish = ignore
     run.metrics.write = lambda phase, step, values: written.append(values)
     run.clock = types.SimpleNamespace(stage=lambda name: contextlib.nullcontext())
     state: Any = 0
@@ -339,8 +349,7 @@ def test_a_round_says_whether_nothing_beat_k_or_what_was_kept_is_too_long(monkey
 
 
 def test_the_warnings_of_a_round_are_counted():
-    """Two attempts at one question, the same words twice, and a third one at another that ended
-    badly."""
+    """Two attempts at one question say the same, and a third one at another question ends badly."""
     attempts = [
         Attempt(question=QUESTIONS[n // 2], number=n % 2, seed=0, temperature=1.0) for n in range(3)
     ]
@@ -373,7 +382,7 @@ def test_the_warnings_of_a_round_are_counted():
 
 
 def test_rounds_go_down_one_cosine():
-    """Steps of three rounds, of 4, 2 and 6 updates, against half a cosine over the rounds."""
+    """Three rounds of 4, 2 and 6 updates follow half a cosine over the rounds."""
     for number, steps in enumerate((4, 2, 6)):
         rates = schedule(
             peak=1.0, end_value=0.0, total_steps=steps, stretch=(number / 3, (number + 1) / 3)

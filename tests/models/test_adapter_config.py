@@ -75,15 +75,15 @@ Matrices = dict[str, tuple[np.ndarray, np.ndarray]]
 
 
 def matrices(modules: list[str], rank: Callable[[str], int] = lambda module: RANK) -> Matrices:
-    """A and B of each module, as PEFT keeps them."""
+    """Return A and B of each module, as PEFT keeps them."""
     draw = np.random.default_rng(0)
-    made: Matrices = {}
+    tensors: Matrices = {}
     for module in modules:
         inputs, outputs = PROJECTIONS[module.split(".", 3)[3]].sides
         a = draw.normal(size=(rank(module), inputs))
         b = draw.normal(size=(outputs, rank(module)))
-        made[module] = a.astype(np.float32), b.astype(np.float32)
-    return made
+        tensors[module] = a.astype(np.float32), b.astype(np.float32)
+    return tensors
 
 
 def written(folder: Path, of_modules: Matrices, **fields: object) -> Path:
@@ -99,7 +99,10 @@ def written(folder: Path, of_modules: Matrices, **fields: object) -> Path:
 def check(
     plain: Decoder, folder: Path, of_modules: Matrices, scales: Mapping[str, float] | float
 ) -> None:
-    """Every kernel is W + scale * B A, written out in numpy; one without matrices is W."""
+    """Check that every kernel is W + scale * B A, written out in numpy.
+
+    A kernel without matrices is W.
+    """
     merged = with_adapter(nnx.clone(plain), folder)
     for layer in range(MODEL.num_layers):
         for name, weight in PROJECTIONS.items():
@@ -121,18 +124,18 @@ def refused(decoder: Decoder, folder: Path) -> str:
 
 
 def test_the_scale_is_alpha_by_rank(plain, tmp_path):
-    made = matrices(MODULES)
-    check(plain, written(tmp_path, made), made, ALPHA / RANK)
+    tensors = matrices(MODULES)
+    check(plain, written(tmp_path, tensors), tensors, ALPHA / RANK)
 
 
 def test_the_scale_of_rank_stabilised_adapters_is_alpha_by_the_root_of_the_rank(plain, tmp_path):
-    made = matrices(MODULES)
-    check(plain, written(tmp_path, made, use_rslora=True), made, ALPHA / math.sqrt(RANK))
+    tensors = matrices(MODULES)
+    check(plain, written(tmp_path, tensors, use_rslora=True), tensors, ALPHA / math.sqrt(RANK))
 
 
 @pytest.mark.parametrize("stabilised", [False, True])
 def test_patterns_give_modules_ranks_and_alphas_of_their_own(plain, tmp_path, stabilised):
-    """A key fits the end of a module's name, behind a point; the first that fits counts."""
+    """A key fits the end of a module's name, behind a point. The first that fits counts."""
     ranks = {"model.layers.1.self_attn.q_proj": 2, "down_proj": 8, "q_proj": 1}
     alphas = {
         r"layers\.0\.self_attn\.(k|v)_proj": 5,
@@ -153,11 +156,11 @@ def test_patterns_give_modules_ranks_and_alphas_of_their_own(plain, tmp_path, st
         module: alpha[module] / (math.sqrt(rank(module)) if stabilised else rank(module))
         for module in MODULES
     }
-    made = matrices(MODULES, rank)
+    tensors = matrices(MODULES, rank)
     folder = written(
-        tmp_path, made, rank_pattern=ranks, alpha_pattern=alphas, use_rslora=stabilised
+        tmp_path, tensors, rank_pattern=ranks, alpha_pattern=alphas, use_rslora=stabilised
     )
-    check(plain, folder, made, scales)
+    check(plain, folder, tensors, scales)
 
 
 @pytest.mark.parametrize(
@@ -176,8 +179,8 @@ def test_patterns_give_modules_ranks_and_alphas_of_their_own(plain, tmp_path, st
 def test_targets_are_names_their_ends_or_an_expression_for_whole_names(
     plain, tmp_path, targets, modules
 ):
-    made = matrices(modules)
-    check(plain, written(tmp_path, made, target_modules=targets), made, ALPHA / RANK)
+    tensors = matrices(modules)
+    check(plain, written(tmp_path, tensors, target_modules=targets), tensors, ALPHA / RANK)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +200,8 @@ def test_targets_are_names_their_ends_or_an_expression_for_whole_names(
     ],
 )
 def test_modules_and_layers_can_be_left_out(plain, tmp_path, fields, modules):
-    made = matrices(modules)
-    check(plain, written(tmp_path, made, **fields), made, ALPHA / RANK)
+    tensors = matrices(modules)
+    check(plain, written(tmp_path, tensors, **fields), tensors, ALPHA / RANK)
 
 
 def test_matrices_in_bfloat16_are_read(plain, tmp_path):
@@ -249,8 +252,8 @@ def test_what_is_not_computed_is_refused_by_name(plain, tmp_path, field, value):
 
 @pytest.mark.parametrize("value", [True, False, None, "gaussian", "eva", "orthogonal"])
 def test_ways_to_begin_that_keep_the_base_are_no_matter(plain, tmp_path, value):
-    made = matrices(MODULES)
-    check(plain, written(tmp_path, made, init_lora_weights=value), made, ALPHA / RANK)
+    tensors = matrices(MODULES)
+    check(plain, written(tmp_path, tensors, init_lora_weights=value), tensors, ALPHA / RANK)
 
 
 @pytest.mark.parametrize(
@@ -324,9 +327,9 @@ def test_a_field_with_a_wrong_value_is_one_sentence(plain, tmp_path, fields, mes
     ],
 )
 def test_matrices_and_configuration_must_fit_each_other(plain, tmp_path, fields, modules, message):
-    made = matrices(modules)
-    folder = written(tmp_path, made, **fields)
-    if not made:
+    tensors = matrices(modules)
+    folder = written(tmp_path, tensors, **fields)
+    if not tensors:
         save_file({}, folder / "adapter_model.safetensors")
     assert message in refused(plain, folder)
 
@@ -379,16 +382,18 @@ def test_pickled_matrices_are_never_opened(plain, tmp_path):
 
 
 def test_training_goes_on_with_one_rank_and_one_scale(plain, tmp_path):
-    made = matrices(QUERY_AND_VALUE)
-    rank, alpha = read_adapter(plain, written(tmp_path, made, target_modules=None)).rank_and_alpha()
+    tensors = matrices(QUERY_AND_VALUE)
+    rank, alpha = read_adapter(
+        plain, written(tmp_path, tensors, target_modules=None)
+    ).rank_and_alpha()
     assert rank == RANK
     assert alpha == ALPHA
     rank, alpha = read_adapter(
-        plain, written(tmp_path, made, target_modules=None, use_rslora=True)
+        plain, written(tmp_path, tensors, target_modules=None, use_rslora=True)
     ).rank_and_alpha()
     assert rank == RANK
     assert alpha == pytest.approx(ALPHA * math.sqrt(RANK))
-    mixed = written(tmp_path, made, target_modules=None, alpha_pattern={"q_proj": 1})
+    mixed = written(tmp_path, tensors, target_modules=None, alpha_pattern={"q_proj": 1})
     with pytest.raises(
         UserError,
         match=r"rank 4 and scale 0\.25, rank 4 and scale 3, and adapters are trained with one",

@@ -15,8 +15,10 @@ from mujica_jax.models.attention import check_platform, resolve, segment_attenti
 def packed(
     time: int, *, heads: int, kv_heads: int, head_dim: int, seed: int = 0
 ) -> tuple[jax.Array, ...]:
-    """Random query, key and value over two rows: three segments and padding, and one whole
-    segment."""
+    """Return random query, key and value over two rows.
+
+    One row has three segments and padding, the other one whole segment.
+    """
     draw = np.random.default_rng(seed)
     shapes = [(2, time, count, head_dim) for count in (heads, kv_heads, kv_heads)]
     cuts = (np.arange(time) >= time // 4).astype(int) + (np.arange(time) >= time // 2)
@@ -62,8 +64,10 @@ def test_splash_computes_what_xla_does(interpreted, heads, kv_heads, head_dim):
     ("heads", "kv_heads", "head_dim", "time"), [(6, 2, 16, 200), (2, 2, 16, 96), (7, 1, 20, 37)]
 )
 def test_blocks_compute_what_xla_does(heads, kv_heads, head_dim, time):
-    """Lengths that are no multiple of a block or of a tile, conversations that begin within one,
-    and padding."""
+    """Lengths are no multiple of a block or of a tile, conversations begin within one.
+
+    There is padding.
+    """
     *inputs, segments = packed(time, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
     (xla, results_of_xla), (blocks, results_of_blocks) = (
         with_gradients(kind, inputs, segments) for kind in ("xla", "blocks")
@@ -75,7 +79,7 @@ def test_blocks_compute_what_xla_does(heads, kv_heads, head_dim, time):
 
 
 def test_blocks_of_another_conversation_are_not_multiplied():
-    """What a conversation does not see may be anything, where a product would spread it."""
+    """NaN in the keys of another conversation does no harm. A product would spread it."""
     *inputs, segments = packed(288, heads=2, kv_heads=2, head_dim=16)
     query, key, value = inputs
     # the whole first conversation of the first row, which ends within a block

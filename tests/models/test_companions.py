@@ -24,7 +24,7 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 114218
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """A checkpoint with all the files that a tokenizer may have."""
+    """Return a checkpoint with all the files that a tokenizer may have."""
     folder = tmp_path_factory.mktemp("whole") / "checkpoint"
     tokenizer = Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300)
     model = dataclasses.replace(

@@ -86,12 +86,10 @@ def _fresh_logits(config: DecoderConfig) -> jax.Array:
 
 
 def _logits(decoder, tokens=TOKENS, segment_ids=None, positions=None, **options):
-    positions = (
-        jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        if positions is None
-        else positions
-    )
-    segment_ids = jnp.ones_like(tokens) if segment_ids is None else segment_ids
+    if positions is None:
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    if segment_ids is None:
+        segment_ids = jnp.ones_like(tokens)
     return decoder.logits(decoder(tokens, positions, causal_self_attention(segment_ids), **options))
 
 
@@ -184,14 +182,14 @@ def test_a_product_by_output_major_weights_is_the_same_with_few_rows_and_many(ro
 
 
 def test_the_loop_names_layers_by_python_integers(decoder):
-    seen = []
+    calls = []
 
     def attend(layer_index, query, key, value):
-        seen.append((layer_index, query.shape, key.shape, value.shape))
+        calls.append((layer_index, query.shape, key.shape, value.shape))
         return query
 
     decoder(TOKENS, jnp.zeros_like(TOKENS), attend, scan=False)
-    assert seen == [(index, (2, 20, 4, 8), (2, 20, 2, 8), (2, 20, 2, 8)) for index in (0, 1)]
+    assert calls == [(index, (2, 20, 4, 8), (2, 20, 2, 8), (2, 20, 2, 8)) for index in (0, 1)]
 
 
 @pytest.mark.parametrize("remat", ["dots", "full"])
@@ -210,8 +208,7 @@ def test_recomputing_layers_leaves_the_gradient_alone(decoder, scan, remat):
 
 
 def test_less_is_kept_the_more_is_recomputed(decoder):
-    """Residuals of the layers: all activations, only the products with weights, only each layer's
-    input."""
+    """A layer keeps all activations, only the products with weights, or only its input."""
 
     def numbers_kept(remat) -> int:
         def loss(decoder):
@@ -224,7 +221,7 @@ def test_less_is_kept_the_more_is_recomputed(decoder):
 
 
 def test_packed_rows_equal_separate_rows(decoder):
-    """Two sequences of 12 and 8 tokens in one row, with padding at its end."""
+    """One row holds two sequences of 12 and 8 tokens, with padding at its end."""
     packed = jnp.concatenate(
         [TOKENS[:1, :12], TOKENS[1:, :8], jnp.zeros((1, 4), jnp.int32)], axis=1
     )
@@ -241,8 +238,10 @@ def test_packed_rows_equal_separate_rows(decoder):
 
 
 def test_no_logit_depends_on_a_later_token(decoder):
-    """Exactly zero, not small: the embedded tokens are shifted by `offset` and the logits at each
-    position differentiated."""
+    """The derivative is exactly zero, not small.
+
+    The embedded tokens are shifted by `offset` and the logits at each position differentiated.
+    """
     length = TOKENS.shape[1]
 
     def logit_sums(offset):
@@ -257,24 +256,24 @@ def test_no_logit_depends_on_a_later_token(decoder):
 
 
 def _attention_by_definition(query, key, value, segment_ids):
-    """Head by head and position by position, in numpy."""
+    """Compute attention head by head and position by position, in numpy."""
     batch, time, heads, head_dim = query.shape
     output = np.zeros(query.shape, np.float32)
     for row, position, head in np.ndindex(batch, time, heads):
         if segment_ids[row, position] == 0:
             continue
-        seen = [
+        visible = [
             other
             for other in range(position + 1)
             if segment_ids[row, other] == segment_ids[row, position]
         ]
         shared = head // (heads // key.shape[2])
         scores = (
-            np.asarray([query[row, position, head] @ key[row, other, shared] for other in seen])
+            np.asarray([query[row, position, head] @ key[row, other, shared] for other in visible])
             / head_dim**0.5
         )
         weights = np.exp(scores - scores.max())
-        output[row, position, head] = weights / weights.sum() @ value[row, seen, shared]
+        output[row, position, head] = weights / weights.sum() @ value[row, visible, shared]
     return output
 
 

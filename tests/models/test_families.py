@@ -106,7 +106,7 @@ def test_published_models_have_their_published_number_of_parameters(published, p
 
 @pytest.mark.parametrize("published", [QWEN2_5_7B, QWEN3_8B, LLAMA3_1_8B])
 def test_a_training_step_of_a_published_model_keeps_the_shapes_of_its_state(published):
-    """Without an array: the state of Qwen2.5-7B alone takes 91 GB."""
+    """No array is made: the state of Qwen2.5-7B alone takes 91 GB."""
     trainer = Trainer(
         from_hugging_face(published),
         TrainerConfig(row_tokens=256, rows_per_step=2, dtype="bfloat16"),

@@ -38,7 +38,7 @@ def fresh(plain) -> Decoder:
 
 @pytest.fixture(scope="module")
 def trained(fresh) -> Decoder:
-    """As after some training: A and B both random."""
+    """Return a decoder as after some training: A and B are both random."""
     return filled(fresh)
 
 
@@ -69,7 +69,7 @@ def _logits(graph, weights, **options) -> jax.Array:
 
 
 def by_hand(plain: Decoder, trained: Decoder) -> Decoder:
-    """The plain decoder with W + (alpha / rank) A B, layer by layer in numpy's float64."""
+    """Return the plain decoder with W + (alpha / rank) A B, summed layer by layer in float64."""
     other = nnx.clone(plain)
     for name in KERNELS:
         kernel = np.asarray(getattr(plain.layers, name)[...], np.float64)
@@ -170,9 +170,11 @@ def test_a_rank_above_the_smallest_side_is_refused():
 @pytest.mark.parametrize(("remat", "products", "mixed"), [("dots", 3, 1), ("full", 5, 2)])
 @pytest.mark.parametrize("kind", [nnx.Param, nnx.LoRAParam])
 def test_what_a_backward_pass_computes_again(plain, trained, kind, remat, products, mixed):
-    """With "dots" no product with a weight, with adapters too, and not the attention of our own
-    kernel: a layer multiplies to the width of its MLP for gate and up, and for the gradient before
-    down."""
+    """With "dots" no product with a weight is computed again, with adapters too.
+
+    Nor is the attention of our own kernel. A layer multiplies to the width of its MLP for gate and
+    up, and for the gradient before down.
+    """
     graph, chosen, rest = nnx.split(trained if kind is nnx.LoRAParam else plain, kind, ...)
     positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
 

@@ -50,7 +50,7 @@ def stored(storage, dtype=jnp.float32) -> nnx.State:
 
 @functools.cache
 def dequantised_model(storage: str):
-    """A plain decoder whose matrices are values times scale, multiplied by numpy."""
+    """Return a plain decoder whose matrices are values times scale, multiplied by numpy."""
     other = nnx.clone(decoder())
     for name in CONTRACTED:
         kernel = stored(storage)["layers"][name].get_value()
@@ -89,8 +89,11 @@ def test_logits_are_those_of_the_rounded_weights_and_near_those_of_the_model(sto
 
 
 def test_a_product_of_integers_worked_by_hand():
-    """Rows of [127.5, -51] and zeros, a channel of weights [2.55, 1.02] and one of [0, -0.255]:
-    steps of 1, of 0.02 and of 0.002; the largest of a row or channel is 127 steps and not 127.5."""
+    """The rows are [127.5, -51] and zeros, the channels of weights [2.55, 1.02] and [0, -0.255].
+
+    Their steps are 1, 0.02 and 0.002: the largest number of a row or channel is 127 steps and not
+    127.5.
+    """
     kernel = qwix.quantize(
         jnp.asarray([[2.55, 0.0], [1.02, -0.255]]), jnp.int8, channelwise_axes=(1,)
     )
@@ -101,7 +104,7 @@ def test_a_product_of_integers_worked_by_hand():
 
 
 def greedily(weights: nnx.State) -> list[int]:
-    """The twelve tokens that an engine of these weights draws after TOKENS."""
+    """Return the twelve tokens that an engine of these weights draws after TOKENS."""
     engine = make_engine()
     engine.set_weights(weights)
     engine.prefill([PrefillRow(0, pages_of_slot(0), 0, TOKENS[:-1])])
@@ -113,7 +116,7 @@ def greedily(weights: nnx.State) -> list[int]:
 
 
 def test_with_rounded_rows_logits_stay_near_those_of_the_model():
-    """In the engine too, token by token."""
+    """They stay near in the engine too, token by token."""
     weights = stored("w8a8")
     plain = stored("int8")["layers"]["gate_kernel"].get_value()
     kernel = weights["layers"]["gate_kernel"].get_value()

@@ -55,7 +55,7 @@ def test_few_key_heads_are_replicated():
 
 
 def test_an_axis_of_size_one_is_whole_everywhere():
-    """As in the scales of kernels in eight bits."""
+    """The scales of kernels in eight bits have such an axis."""
     assert partition_spec(("layers", "mlp", "embed"), (3, 1, 64), MESH) == PartitionSpec(
         None, None, "fsdp"
     )

@@ -79,7 +79,7 @@ every_template = pytest.mark.parametrize("name", WRAPPED)
 SYSTEM = "You are a planner."
 USER = "Who directed it in 1987?"
 NEXT = "Obs: Ann Lee did."
-REPLIES = "<answer> Ann Lee </answer>"
+REPLY = "<answer> Ann Lee </answer>"
 
 
 def rendered(name: str, *messages: tuple[str, str]) -> str:
@@ -109,21 +109,21 @@ def test_the_tokenizer_knows_whether_a_thought_is_open(name):
 @every_template
 @pytest.mark.parametrize("stopped", [True, False])
 def test_a_conversation_grows_by_appending_and_keeps_its_thoughts(name, stopped):
-    """The template writes the first turn without its thought once a question follows. Here that
-    turn stays as it was sampled, after the prompt that it was sampled from; all else is as the
-    template has it."""
+    """The template writes the first turn without its thought once a question follows.
+
+    Here that turn stays as it was sampled, after the prompt that it was sampled from. All else is
+    as the template has it.
+    """
     tokenizer = TOKENIZERS[name]
-    turn = "I know. </think>\n\n" + REPLIES if WRAPPED[name][1] else REPLIES
+    turn = "I know. </think>\n\n" + REPLY if WRAPPED[name][1] else REPLY
     ids = tokenizer.open_conversation(SYSTEM, USER) + tokenizer.encode_model(turn)
     ids += [tokenizer.end_of_turn_id] if stopped else []
     ids += tokenizer.continue_conversation(NEXT, stopped=stopped)
     opening = rendered(name, ("system", SYSTEM), ("user", USER))
-    whole = rendered(
-        name, ("system", SYSTEM), ("user", USER), ("assistant", REPLIES), ("user", NEXT)
-    )
-    after_turn = whole.partition(REPLIES)[2]
+    whole = rendered(name, ("system", SYSTEM), ("user", USER), ("assistant", REPLY), ("user", NEXT))
+    after_turn = whole.partition(REPLY)[2]
     assert tokenizer.decode(ids) == opening + turn + after_turn
-    before, after = whole.split(REPLIES)
+    before, after = whole.split(REPLY)
     assert opening.startswith(before), "but for the thought that the prompt opens"
     assert after.endswith(opening.partition(USER)[2]), "the second turn begins as the first one"
 
@@ -132,14 +132,12 @@ def test_a_conversation_grows_by_appending_and_keeps_its_thoughts(name, stopped)
 def test_the_messages_of_a_conversation_are_rendered_by_its_template(name):
     tokenizer = TOKENIZERS[name]
     thought = "I know. </think>" if WRAPPED[name][1] else ""
-    ids = tokenizer.open_conversation(SYSTEM, USER) + tokenizer.encode_model(thought + REPLIES)
+    ids = tokenizer.open_conversation(SYSTEM, USER) + tokenizer.encode_model(thought + REPLY)
     messages = tokenizer.messages(ids + tokenizer.continue_conversation(NEXT, stopped=False))
     assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
-    assert messages[2]["content"] == WRAPPED[name][1] + thought + REPLIES
+    assert messages[2]["content"] == WRAPPED[name][1] + thought + REPLY
     pairs = [(message["role"], message["content"]) for message in messages]
-    whole = rendered(
-        name, ("system", SYSTEM), ("user", USER), ("assistant", REPLIES), ("user", NEXT)
-    )
+    whole = rendered(name, ("system", SYSTEM), ("user", USER), ("assistant", REPLY), ("user", NEXT))
     assert rendered(name, *pairs) == whole, "the template itself takes the thought out"
 
 
@@ -149,12 +147,11 @@ def test_a_whole_turn_goes_on_inside_of_the_opened_thought(name):
     opened = WRAPPED[name][1]
     expected = " I know. </think>\n" if opened else "<think> I know. </think>\n"
     assert (
-        tokenizer.decode(tokenizer.encode_turn("<think> I know. </think>\n" + REPLIES))
-        == expected + REPLIES
+        tokenizer.decode(tokenizer.encode_turn("<think> I know. </think>\n" + REPLY))
+        == expected + REPLY
     )
     assert (
-        tokenizer.decode(tokenizer.encode_turn(REPLIES))
-        == ("</think>\n\n" if opened else "") + REPLIES
+        tokenizer.decode(tokenizer.encode_turn(REPLY)) == ("</think>\n\n" if opened else "") + REPLY
     )
 
 
@@ -210,15 +207,17 @@ def test_a_demonstration_is_a_turn_that_the_model_could_have_written(name):
     tokenizer = TOKENIZERS[name]
     spoken = Dialogue(tokenizer, "planner", SYSTEM)
     spoken.add_user(USER)
-    text = spoken.add_model(as_completion(tokenizer, "<think> I know. </think>\n" + REPLIES))
-    assert outside_thoughts(text).strip() == REPLIES
+    text = spoken.add_model(as_completion(tokenizer, "<think> I know. </think>\n" + REPLY))
+    assert outside_thoughts(text).strip() == REPLY
     assert tokenizer.decode(spoken.token_ids).count("<think>") == 1 + name.count("does not think")
 
 
 @every_template
 def test_the_rest_of_a_turn_goes_on_where_its_beginning_ended(name):
-    """A turn that is written in parts: the thought that is open after the first one is open in the
-    second one."""
+    """A turn is written in parts.
+
+    The thought that is open after the first part is open in the second one.
+    """
     tokenizer = TOKENIZERS[name]
 
     def part(text: str) -> Completion:

@@ -116,7 +116,7 @@ def test_a_turn_with_a_thought_says_the_same_after_a_prompt_that_opened_it(text)
 @given(text=texts)
 @settings(max_examples=300)
 def test_what_is_said_is_found_by_reading_one_tag_after_the_other(text):
-    """Against a reader that splits the turn at its tags."""
+    """The expected text comes from a reader that splits the turn at its tags."""
     parts = re.split(r"(<(?:\s?/)?\s?think\s?>)", text, flags=re.IGNORECASE)
     tags = [part.casefold().replace(" ", "") for part in parts[1::2]]
     first_open = tags.index("<think>") if "<think>" in tags else len(tags)

@@ -95,7 +95,7 @@ FAMILIES = {
 def _wrapped(
     template, special, added, pattern, begin, end, in_vocabulary
 ) -> PreTrainedTokenizerFast:
-    """A small byte-level BPE with the special tokens and the template of a family."""
+    """Return a small byte-level BPE with the special tokens and the template of a family."""
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated")
     spell = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -110,7 +110,8 @@ def _wrapped(
     backend.train_from_iterator(CORPUS, trainer)
     backend.add_special_tokens(special)
     backend.add_tokens(added)
-    if begin is not None:  # as Llama-3 does: encoding adds a first token, unless told not to
+    # As with Llama-3, encoding adds a first token unless it is told not to.
+    if begin is not None:
         backend.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{begin} $A", special_tokens=[(begin, backend.token_to_id(begin))]
         )
@@ -147,7 +148,7 @@ USERS = ["Who directed it in 1987?", "  Rome? \n", "\n\nParis", "été – 東�
 
 
 def _expected(name: str, messages: list[tuple[str, str]]) -> list[int]:
-    """What transformers makes of the whole conversation at once."""
+    """Return what transformers makes of the whole conversation at once."""
     dictionaries = [{"role": role, "content": content} for role, content in messages]
     return WRAPPED[name].apply_chat_template(
         dictionaries, add_generation_prompt=True, return_dict=False
@@ -194,7 +195,7 @@ stopped_turns = st.lists(st.tuples(model_texts, hostile_texts, st.integers(0, 2)
 @given(system=st.text(max_size=20), user=hostile_texts, turns=stopped_turns)
 @settings(max_examples=150, deadline=None)
 def test_messages_are_what_the_conversation_was_rendered_from(system, user, turns):
-    """However a model's turn ended: cut by a limit (0), or by either of its stop tokens."""
+    """A model's turn may be cut by a limit (0), or end with either of its stop tokens."""
     for tokenizer, stripped in [
         *((t, name == "llama3") for name, t in TOKENIZERS.items()),
         (TRAINED, False),
@@ -329,12 +330,8 @@ def test_tags_are_neutralised_in_any_spelling_and_other_brackets_stay():
 def test_tags_are_tokens_in_the_model_s_words_and_text_in_the_system_prompt():
     ids = TRAINED.encode_model("<think>Rome</think>\n<search>a < b</search>")
     shown = [TRAINED.decode([id]) for id in ids]
-    assert [t for t in shown if t.startswith("<") and len(t) > 1] == [
-        "<think>",
-        "</think>",
-        "<search>",
-        "</search>",
-    ]
+    expected = ["<think>", "</think>", "<search>", "</search>"]
+    assert [t for t in shown if t.startswith("<") and len(t) > 1] == expected
     trusted = TRAINED.encode_trusted("Reply as <answer>text</answer>.")
     assert TRAINED.decode(trusted) == "Reply as <answer>text</answer>."
     assert max(trusted) < TRAINED.encode_model("<think>")[0]
@@ -397,8 +394,7 @@ def test_a_directory_without_tokenizer_is_refused(tmp_path):
 @given(text=st.text(max_size=30))
 @settings(max_examples=40, deadline=None)
 def test_the_bytes_of_tokens_are_those_of_their_text(kind, text):
-    """Characters that are spread over several tokens too: stop strings are looked for in these
-    bytes."""
+    """Characters may be spread over several tokens. Stop strings are looked for in these bytes."""
     tokenizer = Tokenizer(WRAPPED[kind]) if kind in FAMILIES else _trained()
     ids = tokenizer.encode_trusted(text)
     assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
@@ -407,8 +403,10 @@ def test_the_bytes_of_tokens_are_those_of_their_text(kind, text):
 
 
 def test_the_bytes_of_tokens_of_another_kind_of_vocabulary():
-    """SentencePiece's way: a space is U+2581, and a byte outside the alphabet has a token of its
-    own. Ids that nobody has add nothing."""
+    """In SentencePiece a space is U+2581, and a byte outside the alphabet has a token of its own.
+
+    Ids that no token has add nothing.
+    """
     vocabulary = {"<unk>": 0, "\u2581Paris": 1, "s": 2, "<0x0A>": 3, "<0xC3>": 4, "<0xA9>": 5}
     backend = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True)

@@ -64,7 +64,7 @@ def documented_phases(config: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_phase_of_a_configuration_fits(config):
-    """What docs/memory.md says, with an engine over chips of one host."""
+    """The numbers are those of docs/memory.md, with an engine over chips of one host."""
     plan = memory(config)
     assert plan["chips_a_host"] % plan["tensor"] == 0
     documented = documented_phases(config)
@@ -79,8 +79,10 @@ def test_every_phase_of_a_configuration_fits(config):
 
 @pytest.mark.parametrize("config", WHOLE_ROWS)
 def test_weights_are_gathered_layer_by_layer(config):
-    """And the head once. What a scan over layers gathers at a time is one matrix of one layer,
-    never the stack of them."""
+    """The head is gathered once.
+
+    A scan over layers gathers one matrix of one layer at a time, never the stack of them.
+    """
     program = trained(config)
     gathered = [
         collective for collective in program["collectives"] if collective["kind"] == "all-gather"
@@ -97,9 +99,11 @@ def test_weights_are_gathered_layer_by_layer(config):
 
 @pytest.mark.parametrize("config", WHOLE_ROWS)
 def test_gradients_are_reduce_scattered(config):
-    """Each device is sent its part of a matrix's gradient and no whole one: by a reduce-scatter, or
-    by a ring of parts that the TPU compiler makes of a product and its sum. Norms and biases, which
-    are kept whole, are summed whole."""
+    """Each device gets its part of a matrix's gradient and no whole one.
+
+    It comes by a reduce-scatter, or by a ring of parts that the TPU compiler makes of a product and
+    its sum. Norms and biases, which are kept whole, are summed whole.
+    """
     program = trained(config)
     in_parts = {
         collective["bytes"]
@@ -135,8 +139,10 @@ def test_a_step_of_adapters_takes_half_of_the_memory():
 
 
 def test_a_step_over_two_slices_compiles_and_fits():
-    """The data axis crosses the network between them: no weight is gathered from the other
-    slice."""
+    """The data axis crosses the network between them.
+
+    No weight is gathered from the other slice.
+    """
     program = trained("two_wiki_text_v5e", "0", "2")
     assert program["bytes"] < memory_bytes("v5e:4x8")
     gathered = [
@@ -181,7 +187,7 @@ def test_the_engine_compiles_with_its_kernel_fits_and_works_in_place(
 
 
 def test_one_head_a_chip_in_eight_bits_is_more_than_the_kernel_can():
-    """What `ragged.check_tiles` refuses before a run begins."""
+    """`ragged.check_tiles` refuses this before a run begins."""
     with pytest.raises(AssertionError, match="can not be XLA fully tiled"):
         compiled("engine", "qwen2.5-7b", "v6e:2x2", "4", "10", "int8")
 
@@ -190,7 +196,10 @@ def test_one_head_a_chip_in_eight_bits_is_more_than_the_kernel_can():
     ("storage", "recall_target"), [("bfloat16", ()), ("bfloat16", ("0.95",)), ("int8", ())]
 )
 def test_the_search_of_a_whole_wikipedia_compiles_and_fits(storage, recall_target):
-    """21 million passages of 1,024 numbers; what the program needs beside them is a few scores."""
+    """The index has 21 million passages of 1,024 numbers.
+
+    Beside them the program needs a few scores.
+    """
     search = compiled("search", "21000000", "1024", "v5e:4x8", storage, *recall_target)
     assert search["chips"] == 32
     assert search["embedding_bytes"] < 1.4e9
@@ -201,7 +210,7 @@ def test_the_search_of_a_whole_wikipedia_compiles_and_fits(storage, recall_targe
 
 
 def memory_bytes(topology: str) -> int:
-    """Of one chip of a topology, as in `v5e:4x8`."""
+    """Return the bytes of one chip of a topology such as `v5e:4x8`."""
     return next(chip.memory_bytes for chip in CHIPS if chip.name == topology.partition(":")[0])
 
 
@@ -209,15 +218,14 @@ def memory_bytes(topology: str) -> int:
 def trained(config: str, *lora_rank_and_slices: str) -> dict:
     model, topology = (CONFIGS | OTHER_LOSSES)[config]
     program = compiled("train", model, topology, f"configs/{config}.py", *lora_rank_and_slices)
-    assert program["splash"] and program["kernels"] >= 3, (
-        "forward, and the gradients of queries and of keys and values"
-    )
+    # Forward, and the gradients of queries and of keys and values.
+    assert program["splash"]
+    assert program["kernels"] >= 3
     return program
 
 
 def memory(config: str) -> dict:
-    """Bytes of each phase by part, with the temporaries of the programs that are compiled for
-    it."""
+    """Return the bytes of each phase by part, with the temporaries of its compiled programs."""
     (model, topology) = CONFIGS[config]
     file = f"configs/{config}.py"
     asked = compiled("plan", model, topology, file, "0", "0")
@@ -238,5 +246,6 @@ def compiled(*arguments: str) -> dict:
         timeout=HANG_SECONDS,
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    print(finished.stdout)  # bytes a chip, shown with -rP
+    # Show bytes a chip with -rP.
+    print(finished.stdout)
     return json.loads(finished.stdout.splitlines()[-1])

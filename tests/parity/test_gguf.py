@@ -28,7 +28,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def write_gguf(path, *, architecture: str = "llama", without: str = "nothing"):
-    """One layer of a Llama with seven tokens."""
+    """Write one layer of a Llama with seven tokens."""
     width = 32
     tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab", "ba"]
     writer = gguf.GGUFWriter(path, architecture)
@@ -114,7 +114,7 @@ def test_the_package_of_smollm2_is_named_where_it_is_missing(monkeypatch):
 @pytest.mark.slow
 @needs_data
 def test_smollm2_computes_what_transformers_does():
-    """The logits of 512 tokens of real passages, and the ids of a conversation."""
+    """Compared are the logits of 512 tokens of real passages, and the ids of a conversation."""
     if importlib.util.find_spec(gguf_module.PACKAGE) is None:
         pytest.skip("the package with SmolLM2's weights is not installed")
     import transformers

@@ -96,7 +96,7 @@ def _config(case: str):
     scope="module", params=["qwen2_tied", "qwen2_own_head", "qwen3", "llama3", "llama3_scaled"]
 )
 def reference(request, tmp_path_factory):
-    """A random model of transformers, and the directory it was saved to."""
+    """Return a random model of transformers, and the directory it was saved to."""
     import transformers
 
     torch.manual_seed(0)

@@ -60,7 +60,7 @@ def test_every_row_is_compared_with_the_first_agent_of_its_task():
 
 
 def predictions(*rows: tuple) -> bytes:
-    """Of rows of id, em, f1, and em and f1 of the sampled answers."""
+    """Return the file of rows of id, em, f1, and em and f1 of the sampled answers."""
     lines = []
     for question_id, em, f1, em_sampled, f1_sampled in rows:
         sampled = {"prediction": "a", "em": em_sampled, "f1": f1_sampled}
@@ -74,8 +74,11 @@ SECOND = predictions(("2", 0, 0, 0.25, 0.5), ("0", 1.0, 0.5, 0.5, 0.5), ("1", 1.
 
 
 def test_two_policies_are_compared_question_by_question():
-    """By id, worked out by hand: EM is one question of three better, whose resamples lie between
-    none and all; every sampled EM is a quarter better."""
+    """Rows are matched by id, and the numbers worked out by hand.
+
+    EM is better at one question of three, whose resamples lie between none and all. Every sampled
+    EM is a quarter better.
+    """
     earlier, later = map(comparison.scores_of_predictions, (FIRST, SECOND))
     differences = comparison.differences(earlier, later)
     assert differences == {

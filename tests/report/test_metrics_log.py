@@ -103,8 +103,10 @@ def test_array_scalars_are_numbers(tmp_path):
 
 
 def scalars_of(directory) -> list[tuple[str, int, float]]:
-    """Tag, step and value of everything in the directory's event files, read by the record format
-    itself."""
+    """Return tag, step and value of everything in the directory's event files.
+
+    The record format is read by hand.
+    """
     scalars = []
     for path in directory.glob("events.*"):
         content = path.read_bytes()
@@ -155,7 +157,8 @@ def test_tensorboard_has_every_line_once_after_a_kill_and_a_resume(tmp_path):
     )
     killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)])
     assert killed.returncode == -9
-    (tmp_path / "events.out.tfevents.1.other").write_bytes(b"")  # somebody else's file stays
+    # A file of another program stays.
+    (tmp_path / "events.out.tfevents.1.other").write_bytes(b"")
     with MetricsLog(tmp_path) as log:
         for step in range(15, 26):
             log.write("warm-up", step, {"loss": step / 4})
@@ -167,12 +170,15 @@ def test_tensorboard_has_every_line_once_after_a_kill_and_a_resume(tmp_path):
 
 
 def wandb_pieces(content: bytes) -> Iterator[bytes]:
-    """The records of a `.wandb` file: LevelDB's log format behind a header of 7 bytes, in blocks of
-    32 KiB."""
+    """Yield the records of a `.wandb` file.
+
+    It has LevelDB's log format behind a header of 7 bytes, in blocks of 32 KiB.
+    """
     at = 7
     record = b""
     while at + 7 <= len(content):
-        if 32768 - at % 32768 < 7:  # no header begins in the last bytes of a block
+        # No header begins in the last bytes of a block.
+        if 32768 - at % 32768 < 7:
             at += 32768 - at % 32768
             continue
         # checksum, length; whole, first, middle or last piece
@@ -185,7 +191,7 @@ def wandb_pieces(content: bytes) -> Iterator[bytes]:
 
 
 def wandb_records(directory: Path) -> list[tuple[str, dict]]:
-    """(identifier of the run, what was logged with every line), read from all of its files."""
+    """Return of each file the identifier of the run, and what was logged with every line."""
     from wandb.proto import wandb_internal_pb2
 
     records = []
@@ -203,7 +209,8 @@ def wandb_records(directory: Path) -> list[tuple[str, dict]]:
 
 @pytest.mark.slow
 def test_offline_every_line_arrives_once_and_a_restart_goes_on_as_the_same_run(tmp_path):
-    for first, after in ((1, 4), (2, 6)):  # the second start comes past steps that are written
+    # The second start comes past steps that are written.
+    for first, after in ((1, 4), (2, 6)):
         command = [sys.executable, "-c", WRITE, str(tmp_path), str(first), str(after)]
         ended = subprocess.run(
             command, capture_output=True, text=True, timeout=HANG_SECONDS, cwd=ROOT

@@ -108,7 +108,8 @@ def run_stage(stream: io.StringIO, seconds: float, updates: int) -> list[str]:
 
 def test_a_pipe_gets_a_line_every_five_seconds_and_one_at_the_end():
     lines = run_stage(io.StringIO(), seconds=60, updates=1000)
-    assert len(lines) == 12  # eleven whole intervals after the first and the last line
+    # Eleven whole intervals after the first and the last line.
+    assert len(lines) == 12
     assert not any("\x1b" in line for line in lines)
 
 
@@ -128,7 +129,8 @@ def test_a_short_stage_leaves_one_line():
 def test_the_rate_is_that_of_the_last_half_minute():
     clock = Clock()
     with Progress(io.StringIO(), clock=clock).stage("slow start", total=1000) as stage:
-        clock.now += 100  # compilation
+        # The wait stands for compilation.
+        clock.now += 100
         stage.update(1)
         for step in range(2, 402):
             clock.now += 0.1
@@ -224,7 +226,8 @@ def test_an_update_costs_microseconds(live):
         for step in range(20_000):
             stage.update(step, loss=0.5, tokens_per_second=40_000.0)
         seconds = (time.thread_time() - start_time) / 20_000
-    assert seconds < 50e-6  # a step of a millisecond would still lose less than a twentieth
+    # A step of a millisecond would still lose less than a twentieth.
+    assert seconds < 50e-6
 
 
 def test_one_refresh_of_the_live_display_takes_less_than_its_share_of_a_second():
@@ -265,19 +268,18 @@ def test_the_table_is_aligned_plain_text_of_80_columns_in_a_pipe():
     Progress(stream).show(closing_table([WARM_UP, ROUND]))
     lines = stream.getvalue().splitlines()
     assert lines[0].split() == ["EM", "F1"]
-    assert lines[1].split() == (
-        [
-            "phase",
-            "EM",
-            "F1",
-            "sampled",
-            "sampled",
-            "trajectories",
-            "accepted",
-            "searches",
-            "minutes",
-        ]
-    )
+    expected = [
+        "phase",
+        "EM",
+        "F1",
+        "sampled",
+        "sampled",
+        "trajectories",
+        "accepted",
+        "searches",
+        "minutes",
+    ]
+    assert lines[1].split() == expected
     assert lines[3].split() == ["warm-up", "38.3", "41.0", "30.0", "33.3", "-", "-", "2.50", "2.0"]
     assert lines[4].split() == ["round", "1", "45.5", "50.2", "-", "-", "12,345", "678", "-", "1.5"]
     assert len(lines[3]) == len(lines[4]) == len(lines[1]) <= 80, (
@@ -387,12 +389,12 @@ def test_a_tree_becomes_ascii_where_the_stream_is():
 
 
 def test_what_an_agent_without_workers_found_is_shown_and_its_last_turn_where_there_is_no_answer():
-    told = Turn(role="model", token_ids=(1,), text="It is \x1b[31mIlmen.", trained=True)
+    last_turn = Turn(role="model", token_ids=(1,), text="It is \x1b[31mIlmen.", trained=True)
     search = Search(iteration=0, query="Where?", materials=("a [bold]", "b"), found=True)
     ended = trajectory(searches=(search,), answer="", stop_reason=StopReason.NO_ACTION)
     silent = dataclasses.replace(ended, conversations=(), stop_reason=StopReason.RETRIEVER_FAILED)
     trajectory_with_turn = dataclasses.replace(
-        ended, conversations=(Conversation(role="planner", turns=(told,)),)
+        ended, conversations=(Conversation(role="planner", turns=(last_turn,)),)
     )
     shown = plain(question_tree(QUESTION, trajectory_with_turn))
     assert "found: a [bold]" in shown

@@ -163,8 +163,7 @@ def test_the_run_directory_is_measured_on_disk_and_in_a_bucket():
 
 @pytest.mark.slow
 def test_sampling_by_many_workers_is_simulated_over_a_measured_store(tmp_path):
-    """Without waiting for each other, the store or the trainer, workers are as fast as they are
-    many."""
+    """Workers that wait for nothing are as fast as they are many."""
     words = [
         "--unit-seconds",
         "60",
@@ -256,7 +255,7 @@ def test_exact_search_is_measured_beside_the_speed_of_memory():
 
 
 def test_gold_titles_are_counted_by_hand(monkeypatch):
-    """One of two is found, then the only one of one; positions of -1 are none."""
+    """One of two titles is found, then the only one of one. Positions of -1 are no passages."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     program = runpy.run_path(str(ROOT / "benchmarks" / "retrieval.py"))
     positions = np.array([[0, 2], [1, -1]])
@@ -299,7 +298,7 @@ def test_embedding_is_measured(tmp_path):
 
 
 def test_every_run_behind_the_claims_has_a_command_that_is_taken(monkeypatch):
-    """And begins with a policy that another one of them makes."""
+    """Each begins with a policy that another run makes."""
     monkeypatch.chdir(ROOT)
     claims = runpy.run_path(str(ROOT / "benchmarks" / "claims.py"))
     named = {}
@@ -322,7 +321,7 @@ def test_every_run_behind_the_claims_has_a_command_that_is_taken(monkeypatch):
 
 
 def test_a_table_without_runs_stays_as_it_is_on_the_page(tmp_path):
-    """With the commands of its runs; those that are at hand are written anew."""
+    """The commands of its runs stay too. Those of the runs at hand are written anew."""
     claims = runpy.run_path(str(ROOT / "benchmarks" / "claims.py"))
     page = tmp_path / "claims.md"
     page.write_text((ROOT / "docs" / "claims.md").read_text())

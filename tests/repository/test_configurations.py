@@ -77,7 +77,7 @@ def test_the_commands_of_its_docstring_are_taken(name, monkeypatch):
 
 @pytest.mark.parametrize("name", OF_CHIPS)
 def test_its_model_has_the_published_sizes_of_the_one_it_is_said_to_be(name):
-    """Which have the published number of parameters (`test_families.py`)."""
+    """The published sizes give the published number of parameters (`test_families.py`)."""
     checkpoint = checkpoint_of(CONFIGS[name])
     assert checkpoint is not None
     assert checkpoint in docstring(name).partition("\n\n")[0].lower()
@@ -122,7 +122,7 @@ def test_a_row_out_of_domain_is_scored_with_the_policy_of_another_run(tmp_path):
 
 @pytest.fixture(scope="module")
 def planned() -> dict[str, dict[str, dict[str, int]]]:
-    """By configuration and checkpoint: phases, their parts, bytes on each chip."""
+    """Return phases of a configuration and checkpoint: their parts, in bytes on each chip."""
     words = [f"{name}={checkpoint_of(CONFIGS[name])}" for name in TRAINED]
     words += [f"{name}={model}" for name in EVALUATED for model in CONFIGS_OF_ROWS]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
@@ -134,8 +134,7 @@ def planned() -> dict[str, dict[str, dict[str, int]]]:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_phase_of_training_fits_its_chips(name, planned):
-    """With the temporaries that docs/memory.md has of the same programs, and with what is
-    searched."""
+    """The sum has the temporaries of docs/memory.md, and what the search holds."""
     (same,) = [other for other in COMPILED if programs_of(other) == programs_of(name)]
     for phase, parts in planned[f"{name}={checkpoint_of(CONFIGS[name])}"].items():
         (calls, step) = documented_temporaries(same, phase)
@@ -176,7 +175,7 @@ def test_the_table_of_rows_has_every_file_and_the_numbers_of_its_docstring():
 
 
 def documented_temporaries(name: str, phase: str) -> tuple[float, float]:
-    """The last two columns of docs/memory.md: engine calls and step, in bytes."""
+    """Return the last two columns of docs/memory.md: engine calls and step, in bytes."""
     lines = (ROOT / "docs" / "memory.md").read_text().splitlines()
     (row,) = [line for line in lines if line.startswith(f"| `{name}.py` | {phase} |")]
     calls, step = (float(cell or 0) * 1e9 for cell in map(str.strip, row.split("|")[-3:-1]))
@@ -184,8 +183,10 @@ def documented_temporaries(name: str, phase: str) -> tuple[float, float]:
 
 
 def searched_bytes(name: str) -> float:
-    """What the search holds on each chip: the embedder. ScaNN holds the index in the host's
-    memory."""
+    """Return the bytes that the search holds on each chip: the embedder.
+
+    ScaNN holds the index in the host's memory.
+    """
     task = CONFIGS[name].task
     if getattr(task, "retriever", "bm25") != "dense":
         return 0
@@ -193,8 +194,10 @@ def searched_bytes(name: str) -> float:
 
 
 def test_the_rows_of_papers_over_text_are_those_that_search_passages_by_embeddings():
-    """All but HotpotQA's distractor setting, where each question has ten passages, and those over a
-    graph."""
+    """Two kinds of rows do not: HotpotQA's distractor setting, and those over a graph.
+
+    In the distractor setting each question has ten passages.
+    """
     over_graphs = {
         "qald10_v5e",
         "two_wiki_kg_grpo_v5e",
@@ -206,8 +209,7 @@ def test_the_rows_of_papers_over_text_are_those_that_search_passages_by_embeddin
 
 @pytest.mark.parametrize("name", DENSE_ROWS)
 def test_every_dense_text_configuration_of_a_paper_s_row_builds_scann(name):
-    """Its docstring builds the index that its own command opens, with the embedder that it searches
-    with."""
+    """Its docstring builds the index that its own command opens, with the same embedder."""
     task = CONFIGS[name].task
     commands = commands_of(name)
     (build,) = [words for words in commands if words[2] == "mujica_jax.index"]
@@ -222,7 +224,7 @@ def test_every_dense_text_configuration_of_a_paper_s_row_builds_scann(name):
     "page", ["launch/index.sh", "launch/skypilot.yaml", "launch/xpk.yaml", "docs/launch/gcloud.md"]
 )
 def test_what_launch_shows_builds_scann(page):
-    """2Wiki's corpus has 6,119 passages, so that `--kind auto` would make an exact index of it."""
+    """The corpus of 2Wiki has 6,119 passages, so `--kind auto` would make an exact index of it."""
     text = " ".join((ROOT / page).read_text().replace("\n#", " ").split())
     shown = re.findall(r"index\.sh two_wiki ([^`#]*?--corpus[^`#,]*)", text)
     assert shown
@@ -233,8 +235,11 @@ def test_what_launch_shows_builds_scann(page):
     "name", [name for name in TRAINED if isinstance(CONFIGS[name].method, MygoConfig)]
 )
 def test_paper_sized_runs_of_mygo_follow_the_paper(name):
-    """Appendix D of its first version: no replay, the warm-up as MyGO, a plain cosine, and what is
-    ours is said."""
+    """The settings are those of appendix D of the paper's first version.
+
+    There is no replay, the warm-up learns as MyGO does, and the cosine is plain. The docstring says
+    what is ours.
+    """
     config = CONFIGS[name]
     method = config.method
     warmup = config.warmup

@@ -32,7 +32,8 @@ def test_each_example_is_short():
     lengths = {
         title: sum(code.count("\n") for _, code in blocks) for title, blocks in examples().items()
     }
-    assert len(lengths) == 3 and max(lengths.values()) <= MAX_LINES, lengths
+    assert len(lengths) == 3, lengths
+    assert max(lengths.values()) <= MAX_LINES, lengths
 
 
 def test_the_examples_run_and_touch_one_union_line_each(tmp_path):
@@ -67,9 +68,8 @@ def test_the_examples_run_and_touch_one_union_line_each(tmp_path):
     evaluated = subprocess.run(
         [*command[:2], "mujica_jax.eval", *EVAL], cwd=tmp_path, capture_output=True, text=True
     )
-    assert evaluated.returncode == 0 and "facts (graph, retry), test" in evaluated.stdout, (
-        evaluated.stderr
-    )
+    assert evaluated.returncode == 0, evaluated.stderr
+    assert "facts (graph, retry), test" in evaluated.stdout, evaluated.stderr
     resumed = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     table = run.stdout[run.stdout.index("phase ") :]
     assert resumed.stdout.endswith(table), (

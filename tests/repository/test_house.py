@@ -100,7 +100,7 @@ MODULES = {module_of(path): path for path in SOURCES}
 
 
 def imports(nodes: Iterator[ast.AST], path: Path) -> Iterator[str]:
-    """Absolute names of the modules that these statements import."""
+    """Return absolute names of the modules that these statements import."""
     package = ("mujica_jax", *path.relative_to(PACKAGE).parts[:-1])
     for node in nodes:
         if isinstance(node, ast.Import):
@@ -112,8 +112,10 @@ def imports(nodes: Iterator[ast.AST], path: Path) -> Iterator[str]:
 
 
 def run_at_import(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements that run when the module is imported: not those in functions or under
-    TYPE_CHECKING."""
+    """Return the statements that run when the module is imported.
+
+    Those in functions or under TYPE_CHECKING do not.
+    """
     for node in body:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             yield from run_at_import(node.orelse)
@@ -199,7 +201,8 @@ def test_modules_do_not_import_in_a_circle():
         for module, path in MODULES.items()
     }
     while free := [module for module in below if not below[module] & set(below) - {module}]:
-        for module in free:  # what depends on nothing left
+        # These depend on nothing that remains.
+        for module in free:
             del below[module]
     assert not below, f"these modules import each other in a circle: {sorted(below)}"
 

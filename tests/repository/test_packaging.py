@@ -53,7 +53,7 @@ def test_requirements_txt_lists_the_core_and_the_kernels_of_a_cpu():
 
 
 def installed_with(requirements: list[str]) -> set[str]:
-    """Names of the distributions that these bring, with all that those require."""
+    """Return the names of the distributions that these bring, with all that those require."""
     packages: set[str] = set()
     waiting = [Requirement(line) for line in requirements]
     while waiting:
@@ -73,8 +73,10 @@ def installed_with(requirements: list[str]) -> set[str]:
 
 
 def test_a_run_imports_nothing_that_only_developers_install():
-    """Extras are imported by name at run time (`qwix`, `wandb`, `tpu`), everything else comes with
-    requirements.txt."""
+    """Extras are imported by name at run time (`qwix`, `wandb`, `tpu`).
+
+    Everything else comes with requirements.txt.
+    """
     lines = [
         line.partition("#")[0].strip()
         for line in (ROOT / "requirements.txt").read_text().splitlines()

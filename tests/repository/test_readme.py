@@ -53,8 +53,10 @@ def test_make_knows_the_target(line):
 
 
 def arguments(line: str) -> list[str]:
-    """Words after `python -m mujica_jax.train`, placeholders filled in; "..." are those of any
-    other command."""
+    """Return the words after `python -m mujica_jax.train`, with placeholders filled in.
+
+    "..." stands for those of any other command.
+    """
     return [
         str(TWO_WIKI) if word == "DIR" else word for word in shlex.split(line)[3:] if word != "..."
     ]
@@ -79,10 +81,10 @@ def test_the_arguments_are_taken(line, monkeypatch):
     config = command_line(words, default=DEFAULT_CONFIG)
     check(config)
     flags = {word: value for word, value in itertools.pairwise(words) if word.startswith("--")}
-    taken = {flag: value_of(flag, config) for flag in flags}
-    assert {flag: str(value) for flag, value in taken.items()} == {
+    values = {flag: value_of(flag, config) for flag in flags}
+    assert {flag: str(value) for flag, value in values.items()} == {
         flag: str(float(flags[flag])) if isinstance(value, float) else flags[flag]
-        for flag, value in taken.items()
+        for flag, value in values.items()
     }
     named = [word for word in words if word.startswith("configs/")]
     assert config.name == (Path(named[0]).stem if named else DEFAULT_CONFIG)

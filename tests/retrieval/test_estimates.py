@@ -63,8 +63,10 @@ def test_the_disk_is_as_full_as_estimated(folder, capsys, kind, extra):
 
 
 def test_the_rows_lie_on_the_devices_of_a_host(folder, capsys):
-    """21 million rows of 64 bfloat16 numbers on 8 devices, with padding to blocks of 16,384
-    rows: 161 blocks a device."""
+    """21 million rows of 64 bfloat16 numbers lie on 8 devices.
+
+    They are padded to blocks of 16,384 rows, which are 161 a device.
+    """
     host = ["--passages", "21000000", "--devices", "8"]
     assert index.main(["estimate", *words(folder, "exact"), *host]) == 0
     assert json.loads(capsys.readouterr().out)["device_bytes"] == 161 * 16_384 * 128

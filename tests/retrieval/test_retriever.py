@@ -22,7 +22,7 @@ PASSAGES = [Passage(id=str(n), title=f"title {n}", text="text") for n in range(1
 
 
 class RecordingIndex:
-    """Finds the passages from the query's length on; remembers what was searched together."""
+    """Finds the passages from the query's length on, and records what was searched together."""
 
     def __init__(self) -> None:
         self.passages = PASSAGES
@@ -91,7 +91,8 @@ def test_what_arrives_during_a_search_is_the_next_batch(index):
         first = asyncio.ensure_future(retriever.search("a", 1))
         await index.is_searched()
         rest = asyncio.gather(*(retriever.search(query, 1) for query in ("bb", "a", "ccc")))
-        await asyncio.sleep(0)  # they wait now
+        # They wait now.
+        await asyncio.sleep(0)
         index.hold.set()
         return await first, await rest
 
@@ -122,7 +123,8 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
         return await asyncio.gather(*asked, return_exceptions=True)
 
     first, second, third = asyncio.run(play())
-    assert (first, third) == ([PASSAGES[1]], [PASSAGES[2]])
+    assert first == [PASSAGES[1]]
+    assert third == [PASSAGES[2]]
     assert index.batches == [["a", "bb"]]
     assert isinstance(second, RetrieverRefused)
     assert r"'\ud800' is no text" in str(second)
@@ -151,7 +153,9 @@ def test_what_is_no_result_of_the_index_is_searched_again(index, tmp_path, store
     cache.write([("a", 1, stored)])
     retriever = IndexRetriever(index, cache=cache)
     assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]]
-    assert retriever.statistics.cached == 0 and cache.read("a", 1) == "[[1, 1.0]]", "and kept"
+    # And kept.
+    assert retriever.statistics.cached == 0
+    assert cache.read("a", 1) == "[[1, 1.0]]"
 
 
 def test_the_cache_is_bounded(tmp_path, monkeypatch, caplog):
@@ -222,7 +226,8 @@ async def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(
     search = asyncio.create_task(retriever.search("a", 1))
     await index.is_searched()
     index.hold.set()
-    assert index.answered.wait(HANG_SECONDS)  # this holds up the event loop, as a compilation does
+    # This holds up the event loop, as a compilation does.
+    assert index.answered.wait(HANG_SECONDS)
     turned_clock.turn(0.31)
     assert await search
 
@@ -244,7 +249,8 @@ async def test_a_full_line_is_refused(index):
     waiting = [asyncio.ensure_future(retriever.search("a", 1))]
     await index.is_searched()
     waiting += [asyncio.ensure_future(retriever.search(query, 1)) for query in ("bb", "ccc")]
-    await asyncio.sleep(0)  # they wait now
+    # They wait now.
+    await asyncio.sleep(0)
     with pytest.raises(RetrieverOverloaded, match="2 searches wait, of at most 2"):
         await retriever.search("dddd", 1)
     index.hold.set()

@@ -43,8 +43,10 @@ get = functools.partial(httpx.get, timeout=HANG_SECONDS)
 
 @pytest.fixture(autouse=True)
 def clock(turned_clock) -> TurnedClock:
-    """The clock of the clients: how fast the machine is does not matter to them. The service has
-    the real one."""
+    """Return the clock of the clients, so that the speed of the machine does not matter to them.
+
+    The service has the real one.
+    """
     return turned_clock
 
 
@@ -110,7 +112,8 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monk
         assert searched.entered.acquire(timeout=HANG_SECONDS)
         for thread in threads[1:]:
             thread.start()
-        for _ in range(12):  # one is searched and three wait
+        # One is searched and three wait.
+        for _ in range(12):
             assert told_to_come_back.acquire(timeout=HANG_SECONDS)
         assert statuses == [429] * 12, "nobody else has been answered"
 
@@ -121,7 +124,8 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monk
             try:
                 return await send(body)
             except TransientError:
-                searched.hold.set()  # now the line becomes empty
+                # Now the line becomes empty.
+                searched.hold.set()
                 for thread in threads:
                     thread.join()
                 raise
@@ -212,9 +216,9 @@ def test_a_request_that_stops_half_way_is_given_up(monkeypatch):
         )
         with half.makefile("rb") as answer:
             reply = answer.read()
-    assert reply.startswith(b"HTTP/1.1 408") and b"not there within 0.2 s" in reply, (
-        "and the connection was closed"
-    )
+    # And the connection was closed.
+    assert reply.startswith(b"HTTP/1.1 408")
+    assert b"not there within 0.2 s" in reply
 
 
 @pytest.mark.parametrize(
@@ -341,7 +345,8 @@ def test_no_more_requests_at_once_than_there_are_places():
     two = threading.Barrier(2)
 
     def answer(request, before):
-        if before < 4:  # of five: each of these is answered when another one is under way
+        # There are five. Each of the first four is answered when another one is under way.
+        if before < 4:
             two.wait(HANG_SECONDS)
         return Answer(content={"version": "v", "results": [[HIT]] * len(request.body["queries"])})
 
@@ -389,7 +394,9 @@ def test_serve_from_the_command_line_until_sigterm(tmp_path):
             out, err = process.communicate(timeout=HANG_SECONDS)
         finally:
             process.kill()
-    assert process.returncode == 0 and "1 searches" in out and "Traceback" not in err, err
+    assert process.returncode == 0, err
+    assert "1 searches" in out, err
+    assert "Traceback" not in err, err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name)

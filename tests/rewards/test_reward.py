@@ -67,8 +67,10 @@ def test_an_episode_whose_search_failed_earns_nothing_under_any_reward(name):
 
 
 def test_a_reward_may_be_waited_for_and_may_have_no_verdict(monkeypatch):
-    """One that is slow gives its number; one that cannot be had marks the episode, which keeps how
-    it ended."""
+    """A slow reward gives its number.
+
+    One that cannot be had marks the episode, which keeps how it ended.
+    """
 
     async def slow(answer, trajectory):
         await asyncio.sleep(0)

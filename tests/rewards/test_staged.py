@@ -127,7 +127,8 @@ def test_the_ablations_of_search_and_format():
     assert parts(trajectory, 1, format=False) == pytest.approx({"answer": 1.0, "search": -0.6})
     assert reward(format=False).best == 1.0
     assert reward().best == 2.0
-    with pytest.raises(AssertionError):  # no embedder is asked for one query, or for none
+    # No embedder is asked for one query, or for none.
+    with pytest.raises(AssertionError):
         find_reward("staged", "two_wiki", None, raising)(trajectory, QUESTION)
     assert (
         find_reward("staged", "two_wiki", None, raising)(episode("Ghent", "a"), QUESTION).total

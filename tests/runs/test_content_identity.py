@@ -41,7 +41,10 @@ def write(path: Path, text: str) -> None:
 
 
 def folder_of_questions(folder: Path, *, verb: str = "built", passage: str = "A mill.") -> Path:
-    """Twelve questions of the user's own, of which four are for training, and their passages."""
+    """Write twelve questions of the user's own and their passages.
+
+    Four of them are for training.
+    """
     rows = [
         {
             "_id": f"q{number}",
@@ -143,7 +146,8 @@ def test_a_run_does_not_go_on_with_other_questions_or_passages(change, tmp_path)
     config = config_for(folder)
     store = Store(tmp_path / "run")
     check_content(store, config, two_wiki(folder))
-    check_content(store, config, two_wiki(folder))  # the same data in a start that goes on
+    # The same data in a start that goes on.
+    check_content(store, config, two_wiki(folder))
     folder_of_questions(folder, **change)
     with pytest.raises(
         RunMismatch, match=r"was begun with other data than .* holds now"
@@ -157,8 +161,10 @@ def test_a_run_does_not_go_on_with_other_questions_or_passages(change, tmp_path)
 
 
 def test_a_run_does_not_go_on_with_other_paragraphs_of_its_training_questions(tmp_path):
-    """In the distractor setting, where each question has its own: those of the evaluated ones stay
-    the same."""
+    """In the distractor setting each question has paragraphs of its own.
+
+    Those of the evaluated ones stay the same.
+    """
 
     def task(other: str) -> TwoWiki:
         rows = []
@@ -232,12 +238,12 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, caplog, tmp
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/none")
     folder = nq(tmp_path / "a", "who built it", "Ann Ode")
     assert [record.answers for _, record in read_set(folder, "nq")] == [("Ann Ode",)]
-    made = cache_folder("questions")
-    assert made.is_dir()
-    assert os.access(made, os.W_OK)
-    assert "/proc/none" not in str(made)
-    assert made == cache_folder("questions"), "one folder for a process"
-    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    cache = cache_folder("questions")
+    assert cache.is_dir()
+    assert os.access(cache, os.W_OK)
+    assert "/proc/none" not in str(cache)
+    assert cache == cache_folder("questions"), "one folder for a process"
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
 def test_hidden_files_of_an_archive_are_no_questions(cache, tmp_path):
@@ -254,7 +260,8 @@ def test_a_service_of_passages_is_known_by_the_version_that_it_serves():
     environments = []
     for version in ("first", "second"):
         retriever = RemoteRetriever("http://127.0.0.1:1")
-        retriever.version = version  # as its health says it when it is opened
+        # A health check sets it when the service is opened.
+        retriever.version = version
         environments.append(TextEnvironment(retriever, top_k=1))
     assert [content_version(environment) for environment in environments] == ["first", "second"]
 

@@ -42,12 +42,8 @@ def test_killed_in_each_phase_it_ends_with_the_numbers_of_a_run_left_alone(tmp_p
     assert killed_outcome == outcome(tmp_path / "alone")
 
     # The run went through what it is to compare.
-    assert [phase["name"] for phase in killed_outcome["summary"]["phases"]] == [
-        "warm-up",
-        "control",
-        "sft",
-        "dpo",
-    ]
+    expected = ["warm-up", "control", "sft", "dpo"]
+    assert [phase["name"] for phase in killed_outcome["summary"]["phases"]] == expected
     models = {files["model/model.safetensors"] for files in killed_outcome["policies"].values()}
     assert len(models) == 3
     assert len(killed_outcome["shards"]) == 2
@@ -60,9 +56,5 @@ def test_killed_in_each_phase_it_ends_with_the_numbers_of_a_run_left_alone(tmp_p
     assert line["chains"] > 0
     assert line["decision_pairs"] > 0
     assert line["execution_pairs"] > 0
-    assert [row.split()[0] for row in closing(last.output).splitlines()[3:7]] == [
-        "warm-up",
-        "control",
-        "sft",
-        "dpo",
-    ]
+    expected = ["warm-up", "control", "sft", "dpo"]
+    assert [row.split()[0] for row in closing(last.output).splitlines()[3:7]] == expected

@@ -27,8 +27,10 @@ def refused(ended: Ended, words: str) -> None:
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_disk_that_fills_up_during_saves(undisturbed, tmp_path):
-    """While the learner's state is written, by a library of its own in C++; while its mark is; and
-    while shards are."""
+    """It fills up while the learner's state, its mark or shards are written.
+
+    The state is written by a library in C++.
+    """
     directory = tmp_path / "run"
     large, mark, shard = disturbed(
         directory,
@@ -46,7 +48,8 @@ def test_a_disk_that_fills_up_during_saves(undisturbed, tmp_path):
 @pytest.mark.slow
 def test_a_disk_that_is_full_again_and_again(undisturbed, tmp_path):
     directory = tmp_path / "run"
-    writes = (3, 15, 24, 27, 30, 30)  # of each start, which goes on behind the one before it
+    # One number for each start, which goes on where the one before it ended.
+    writes = (3, 15, 24, 27, 30, 30)
     ends = disturbed(directory, *({"full": "disk", "write": write} for write in writes))
     for ended in ends:
         refused(ended, "no space is left there")
@@ -59,7 +62,7 @@ def test_a_disk_that_is_full_again_and_again(undisturbed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a small file system")
 def test_a_small_file_system_that_is_full(undisturbed, tmp_path):
-    """The system's own refusal, wherever it comes first; then the disk grows."""
+    """The system's own refusal comes wherever it comes first. Then the disk grows."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mounted = subprocess.run(
@@ -69,7 +72,8 @@ def test_a_small_file_system_that_is_full(undisturbed, tmp_path):
         pytest.skip("mounting is not allowed here")
     try:
         (full,) = disturbed(disk / "run", {})
-        assert full.status == 2 and "Traceback" not in full.messages, full.messages
+        assert full.status == 2, full.messages
+        assert "Traceback" not in full.messages, full.messages
         subprocess.run(["mount", "-o", "remount,size=100m", str(disk)], check=True)
         rest(disk / "run")
         assert outcome(disk / "run") == undisturbed.outcome
@@ -78,14 +82,15 @@ def test_a_small_file_system_that_is_full(undisturbed, tmp_path):
 
 
 def unprivileged() -> None:
-    """For a root that starts a program: permissions count for it too."""
+    """Make permissions count for a program that root starts."""
     if os.geteuid() == 0:
         ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, CAP_DAC_OVERRIDE)
 
 
 @pytest.mark.slow
 def test_a_run_directory_that_is_read_only_is_named_and_nothing_is_changed(undisturbed, copy):
-    (copy / "summary.json").unlink()  # so that there is something to write
+    # Without it there is something to write.
+    (copy / "summary.json").unlink()
 
     def content() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
@@ -100,7 +105,8 @@ def test_a_run_directory_that_is_read_only_is_named_and_nothing_is_changed(undis
     finally:
         for path, mode in modes.items():
             path.chmod(mode)
-    assert (ended.status, content()) == (2, before), ended.messages
+    assert ended.status == 2, ended.messages
+    assert content() == before, ended.messages
     assert ended.messages.startswith("error: cannot use ")
     assert "permission is denied" in ended.messages
     rest(copy)

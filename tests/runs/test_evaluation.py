@@ -148,8 +148,11 @@ def test_as_many_trajectories_as_questions(trajectories):
 
 
 def test_the_score_of_a_question_is_the_mean_over_its_episodes(trajectories):
-    """Two questions, three passes. The first is right once in two episodes whose search worked, the
-    second in all three: EM (50 + 100) / 2."""
+    """There are two questions and three passes.
+
+    The first is right once in two episodes whose search worked, the second in all three: EM (50 +
+    100) / 2.
+    """
     right = dataclasses.replace(trajectories[0], question_id="0")
     wrong = dataclasses.replace(right, answer="Bruges")
     failed = dataclasses.replace(right, stop_reason=StopReason.RETRIEVER_FAILED)
@@ -179,8 +182,10 @@ def evaluation_of(*played: Trajectory) -> Evaluation:
 
 
 def test_scores_shown_do_not_depend_on_the_reward():
-    """Under f1_format the half-right and the silent episode earn something else; the console and
-    both files show the same EM and F1."""
+    """Under f1_format the half-right and the silent episode earn something else.
+
+    The console and both files show the same EM and F1.
+    """
     replies = {"0": answer("Ghent"), "1": answer("Ghent, Belgium"), "2": "Hm."}
     questions = [
         dataclasses.replace(QUESTION, id=number, text=f"Question {number}?", kind="one")
@@ -205,7 +210,8 @@ def test_scores_shown_do_not_depend_on_the_reward():
             shown = tokenizer().decode(prompt)
             number = next(number for number in replies if f"Question {number}?" in shown)
             asked.append((params.temperature, number))
-            is_right = number == "1" and params.temperature > 0  # sampled it is, greedily it is not
+            # The sampled answer is right, the greedy one is not.
+            is_right = number == "1" and params.temperature > 0
             return completion(answer("Ghent") if is_right else replies[number])
 
     def shown(reward: str, samples: int = 1) -> tuple[list[str], dict, list[dict], list[float]]:
@@ -275,20 +281,22 @@ def test_what_was_read_is_compared_with_the_gold_passages():
     unread_search = Search(
         iteration=1, query="b", materials=("Ilse Vand: Born in Ghent.",), selected=()
     )
-    told = dataclasses.replace(
+    trajectory = dataclasses.replace(
         play(ToldPolicy([answer("Ghent")])), searches=(read_search, unread_search)
     )
-    summary = summarise([asked], [told], "two_wiki").summary()
+    summary = summarise([asked], [trajectory], "two_wiki").summary()
     # all gold ones were found; the one that was selected is one of two
     assert summary["gold_found"] == 100.0
     assert summary["support_em"] == 0.0
     assert summary["support_f1"] == 66.67
     assert summary["set_f1"] == 66.67
     unread = dataclasses.replace(
-        told,
-        searches=tuple(dataclasses.replace(searched, selected=()) for searched in told.searches),
+        trajectory,
+        searches=tuple(
+            dataclasses.replace(searched, selected=()) for searched in trajectory.searches
+        ),
     )
     assert summarise([asked], [unread], "two_wiki").summary()["support_f1"] == 80.0, (
         "2 of 3 and 2 of 2"
     )
-    assert "gold_found" not in summarise([asked], [told], "two_wiki", "graph").summary()
+    assert "gold_found" not in summarise([asked], [trajectory], "two_wiki", "graph").summary()

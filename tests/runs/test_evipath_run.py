@@ -14,7 +14,7 @@ CONFIG = HELPERS / "smoke_evipath_config.py"
 
 
 def started(directory: Path, *flags: str, **options: Any) -> str:
-    """One start, and how it ended: killed where `options` say so."""
+    """Start the run once, killed where `options` say so, and return how it ended."""
     (ended,) = disturbed(
         directory, {"words": [str(CONFIG), "--run", str(directory), *flags], **options}
     )
@@ -49,7 +49,7 @@ def test_killed_in_synthesis_and_in_learning_it_ends_as_if_it_had_not_been(tmp_p
 
 @pytest.mark.slow
 def test_planner_and_executor_are_tuned_as_two_models(tmp_path):
-    """Without a warm-up: what they start from is the first row of the table."""
+    """There is no warm-up. The model that they start from is the first row of the table."""
     rows = {}
     for tune in ("planner", "executor"):
         started(

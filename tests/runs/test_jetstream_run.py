@@ -36,8 +36,10 @@ def without_log_probabilities(numbers: dict[str, Any]) -> dict[str, Any]:
 def test_a_run_by_jetstream_that_is_killed_ends_with_the_numbers_of_the_native_engine(
     undisturbed, tmp_path
 ):
-    """Policies are compared by the checksums of their files: the same tokens were sampled and
-    learnt."""
+    """Policies are compared by the checksums of their files.
+
+    The same tokens were sampled and learnt.
+    """
     directory = tmp_path / "killed"
     whole = tmp_path / "whole"
     rest(whole, words=words(whole))
@@ -58,8 +60,10 @@ def test_a_run_by_jetstream_that_is_killed_ends_with_the_numbers_of_the_native_e
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["evipath", "decex"])
 def test_other_methods_without_log_probabilities_learn_the_same_by_jetstream(tmp_path, method):
-    """EviPath's teacher is the policy itself, and DecEx-RAG grows its trees, through JetStream's
-    interface."""
+    """Both methods play through JetStream's interface.
+
+    EviPath's teacher is the policy itself, and DecEx-RAG grows its trees.
+    """
     config = str(HELPERS / f"smoke_{method}_config.py")
     policies = []
     for kind in ("native", "jetstream"):

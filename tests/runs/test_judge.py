@@ -59,7 +59,7 @@ def chat_reply(text: str) -> Answer:
 
 
 def prediction_in(request: Request) -> str:
-    """What the judge is asked about."""
+    """Return the prediction that the judge is asked about."""
     lines = request.body["messages"][1]["content"].splitlines()
     return next(
         line.removeprefix("Prediction: ") for line in lines if line.startswith("Prediction: ")
@@ -120,9 +120,9 @@ def test_a_judge_says_yes_or_no_and_nothing_else(tokenizer, tmp_path, monkeypatc
     }
     assert kinds == failing, "verdicts are kept, failures are not"
     summary = first.summary()
-    assert (summary["judge"], summary["judge_failures"]) == (40.0, 3), (
-        "2 of the 5 that have a verdict"
-    )
+    # 2 of the 5 that have a verdict.
+    assert summary["judge"] == 40.0
+    assert summary["judge_failures"] == 3
     assert summary["judge_yes_not_exact"] == 1
     assert summary["judge_no_but_exact"] == 0
 
@@ -131,9 +131,9 @@ def test_disagreement_is_counted_by_hand():
     counts = Judgement(
         verdicts=(True, True, False, None, False), exact=(True, False, True, True, False)
     ).summary()
-    assert (counts["judge"], counts["judge_failures"]) == (50.0, 1), (
-        "2 of 4: a failing judge is not the policy's fault"
-    )
+    # 2 of 4: a failing judge is not the policy's fault.
+    assert counts["judge"] == 50.0
+    assert counts["judge_failures"] == 1
     assert counts["judge_yes_not_exact"] == 1
     assert counts["judge_no_but_exact"] == 1
     nothing = Judgement(verdicts=(None,), exact=(True,)).summary()
@@ -158,7 +158,7 @@ def yes_if(right: Callable[[str], bool]) -> Callable[[Request, int], Answer]:
 def earned(
     config: Config, *trajectories: Trajectory, verdicts=None, stage_round: int = 0
 ) -> list[Trajectory]:
-    """All rewarded at the same time, as `run_episodes` does."""
+    """Reward all episodes at the same time, as `run_episodes` does."""
     reward = make_reward(config, "two_wiki", opened(config, verdicts)).at(stage_round)
 
     async def all_of_them() -> list[Trajectory]:
@@ -170,7 +170,8 @@ def earned(
 
 
 def test_a_judge_gives_the_reward_and_equal_answers_are_asked_about_once(tokenizer, tmp_path):
-    answers = ["Gent", "Gent", "gent.", "Rome"]  # the first three are one when normalised
+    # The first three are equal when normalised.
+    answers = ["Gent", "Gent", "gent.", "Rome"]
     unanswered = episode("Gent", stop_reason=StopReason.ITERATION_LIMIT)
     with serving(yes_if(lambda prediction: prediction == "gent")) as endpoint:
         config = config_of(endpoint, tokenizer)
@@ -183,8 +184,11 @@ def test_a_judge_gives_the_reward_and_equal_answers_are_asked_about_once(tokeniz
 
 
 def test_staged_rewards_by_a_judge_worked_by_hand(tokenizer, tmp_path):
-    """ "Gent" is no exact match and right by the judge: 1 in stage one, 1 - 2 x 0.3 in stage two;
-    "Rome" -1 + 2 x 0.3 and -1. Format 1; the two queries share no word, so the search part is 0."""
+    """ "Gent" is no exact match, and right by the judge.
+
+    It earns 1 in stage one and 1 - 2 x 0.3 in stage two; "Rome" earns -1 + 2 x 0.3 and -1. The
+    format earns 1. The two queries share no word, so the search part is 0.
+    """
     searches = tuple(
         Search(iteration=place, query=query)
         for place, query in enumerate(("amber tide", "vandermark"))
@@ -207,7 +211,8 @@ def test_a_run_that_goes_on_asks_nothing_twice_whatever_the_judge_says_now(token
     with serving(yes_if(lambda prediction: True)) as endpoint:
         config = config_of(endpoint, tokenizer)
         (before,) = earned(config, episode("Gent"), verdicts=RunVerdicts(Store(tmp_path)))
-    with serving(yes_if(lambda prediction: False)) as endpoint:  # another address and another mind
+    # The judge has another address and gives other verdicts.
+    with serving(yes_if(lambda prediction: False)) as endpoint:
         (after,) = earned(
             config_of(endpoint, tokenizer), episode("Gent"), verdicts=RunVerdicts(Store(tmp_path))
         )
@@ -224,9 +229,9 @@ def test_a_run_that_goes_on_asks_nothing_twice_whatever_the_judge_says_now(token
         )
     assert before.reward == 1.0
     assert after.reward == 1.0
-    assert (other.reward, shown.reward) == (0.0, 0.0), (
-        "another model or another prompt is asked anew"
-    )
+    # Another model or another prompt is asked anew.
+    assert other.reward == 0.0
+    assert shown.reward == 0.0
 
 
 def test_of_two_processes_the_first_verdict_stays(tmp_path):
@@ -353,10 +358,7 @@ def test_failures_count_in_a_row_only_and_requests_wait_for_a_place(tmp_path):
 
     verdicts = asyncio.run(all_of_them())
     assert sum(isinstance(verdict, NoVerdict) for verdict in verdicts) == 4
-    assert [verdict for verdict in verdicts if isinstance(verdict, bool)] == [
-        True,
-        False,
-    ]
+    assert [verdict for verdict in verdicts if isinstance(verdict, bool)] == [True, False]
     assert slow.max_under_way == 1
 
 

@@ -14,7 +14,7 @@ from tests.helpers.whole_runs import CONFIG, disturbed, outcome, rest
 
 
 def judge_of_two_minds() -> Callable[[Request, int], Answer]:
-    """Says something of each text, and the opposite when it is asked again."""
+    """Return a judge that contradicts itself when it is asked again."""
     asked: Counter[str] = Counter()
 
     def reply(request: Request, before: int) -> Answer:

@@ -13,7 +13,7 @@ from tests.helpers.whole_runs import Ended, disturbed, json_lines, outcome, rest
 
 
 def killed(directory: Path, *starts: dict[str, Any]) -> list[Ended]:
-    """Each start is killed somewhere, and the next one goes on."""
+    """Kill each start at its place; each begins where the one before it was killed."""
     ends = disturbed(directory, *({"signal": "SIGKILL", **start} for start in starts))
     for start, ended in zip(starts, ends, strict=True):
         assert ended.status == -signal.SIGKILL, f"{start}: {ended.output}{ended.messages}"
@@ -24,8 +24,11 @@ def killed(directory: Path, *starts: dict[str, Any]) -> list[Ended]:
 @pytest.mark.slow
 @pytest.mark.fault
 def test_killed_again_and_again_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    """The twenty steps of the first phase are seven, a kill and thirteen: each step sees the rows
-    it would have seen, and all that follows from them has the same checksums, bit for bit."""
+    """The twenty steps of the first phase are seven, a kill and thirteen.
+
+    Each step sees the rows it would have seen, and all that follows from them has the same
+    checksums, bit for bit.
+    """
     directory = tmp_path / "run"
     first = tmp_path / "first"
     second = tmp_path / "second"
@@ -46,9 +49,9 @@ def test_killed_again_and_again_it_ends_as_if_it_had_not_been(undisturbed, tmp_p
     assert json_lines(first)[:7] + json_lines(second)[:13] == undisturbed.rows[:20]
     assert len({tuple(rows) for rows in undisturbed.rows[:20]}) == 20
     output = rest(directory)
-    assert "warm-up: learning" not in output and "round 1: sampling" not in output, (
-        "what was done is not done again"
-    )
+    # What was done is not done again.
+    assert "warm-up: learning" not in output
+    assert "round 1: sampling" not in output
     assert outcome(directory) == undisturbed.outcome
 
 
@@ -63,7 +66,8 @@ def test_killed_in_every_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp_pa
 
 @pytest.mark.slow
 def test_killed_between_any_two_writes_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    writes = (5, 13, 29, 41, 23, 37)  # of each start: together they reach into every phase
+    # One number for each start. Together they reach into every phase.
+    writes = (5, 13, 29, 41, 23, 37)
     killed(tmp_path / "run", *({"write": write} for write in writes))
     rest(tmp_path / "run")
     assert outcome(tmp_path / "run") == undisturbed.outcome

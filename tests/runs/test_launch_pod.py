@@ -69,12 +69,12 @@ def write_checkpoint(folder: Path) -> None:
 
 @pytest.fixture
 def cloud(tmp_path):
-    with machines(tmp_path) as made:
-        yield made
+    with machines(tmp_path) as cloud_of_folders:
+        yield cloud_of_folders
 
 
 def long(cloud: Cloud, script: str, *words: str) -> str:
-    """Run a script that may take minutes on a busy machine. Returns what it printed."""
+    """Run a script that may take minutes on a busy machine, and return what it printed."""
     command = [str(LAUNCH / script), "--env", str(cloud.folder / "env"), *words]
     ended = subprocess.run(
         command, env=cloud.environment, capture_output=True, text=True, timeout=SECONDS

@@ -28,29 +28,32 @@ WORDS = """configs/tiny_world.py --trainer.fsdp 2 --trainer.rows-per-step 8 --ta
 def machines(tmp_path: Path) -> Iterator[Cloud]:
     """A cloud whose workers are folders here, with a bucket behind an address of its own."""
     with serving() as bucket:
-        made = Cloud(tmp_path / "cloud")
-        made.environment = (
+        cloud_of_folders = Cloud(tmp_path / "cloud")
+        cloud_of_folders.environment = (
             ENVIRONMENT
             | bucket.environment
             | {
-                **{name: made.environment[name] for name in ("PATH", "STUB_CLOUD", "STUB_PYTHON")},
+                **{
+                    name: cloud_of_folders.environment[name]
+                    for name in ("PATH", "STUB_CLOUD", "STUB_PYTHON")
+                },
                 "XDG_CACHE_HOME": str(tmp_path / "cache"),
                 "JAX_NUM_CPU_DEVICES": "1",
                 "STUB_PORT": str(free_port()),
             }
         )
-        made.bucket = bucket
-        yield made
-        for home in made.folder.glob("worker-*"):
+        cloud_of_folders.bucket = bucket
+        yield cloud_of_folders
+        for home in cloud_of_folders.folder.glob("worker-*"):
             end_units(home)
 
 
 @pytest.fixture
 def cloud(tmp_path):
-    with machines(tmp_path) as made:
-        made.set(PLATFORM="cpu", EXTRAS="", POLL_SECONDS="1")
-        (made.folder / "workers").write_text("2")
-        yield made
+    with machines(tmp_path) as cloud_of_folders:
+        cloud_of_folders.set(PLATFORM="cpu", EXTRAS="", POLL_SECONDS="1")
+        (cloud_of_folders.folder / "workers").write_text("2")
+        yield cloud_of_folders
 
 
 @pytest.mark.slow
@@ -69,9 +72,8 @@ def test_a_pod_from_nothing_through_a_preemption_and_back(cloud, tmp_path, monke
         while not any(
             "learning/warm-up" in name for name in cloud.bucket.names("my-bucket", "runs/first/")
         ):
-            assert train.poll() is None and time.monotonic() < until, (
-                tmp_path / "output"
-            ).read_text()
+            assert train.poll() is None, (tmp_path / "output").read_text()
+            assert time.monotonic() < until, (tmp_path / "output").read_text()
             time.sleep(0.2)
         assert "run         first: 2x running" in cloud.done("status.sh")
         cloud.states("SUSPENDED")

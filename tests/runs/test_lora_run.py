@@ -39,7 +39,10 @@ SMOKE = HELPERS / "smoke_config.py"
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Config:
-    """From a checkpoint, with adapters of rank 4 and an int8 engine."""
+    """Return a configuration that starts from a checkpoint.
+
+    It has adapters of rank 4 and an int8 engine.
+    """
     directory = tmp_path_factory.mktemp("lora") / "checkpoint"
     tokenizer = Tokenizer.train(iter(["Who is the director of The Purple Shore?"]), 300)
     model = dataclasses.replace(
@@ -102,7 +105,8 @@ def test_the_adapter_that_is_written_gives_the_policy_back_and_brings_its_config
     commit_policy(run, learnt, 0)
     adapter = run.store.policy_path(0) / "adapter"
     policy = nnx.state(with_adapter(load_checkpoint(config.init), adapter))
-    close = functools.partial(np.testing.assert_allclose, atol=1e-3)  # float16
+    # Numbers are float16.
+    close = functools.partial(np.testing.assert_allclose, atol=1e-3)
     jax.tree.map(close, policy, nnx.state(run.trainer.decoder(learnt())))
     arguments = [
         "--init",
@@ -159,11 +163,12 @@ def test_a_started_again_phase_gives_the_same_state(run, learnt):
 def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, monkeypatch):
     published = []
     set_weights = run.generator.set_weights
-    monkeypatch.setattr(
-        run.generator,
-        "set_weights",
-        lambda weights, version: published.append(weights) or set_weights(weights, version),
-    )
+
+    def recorded_set_weights(weights, version):
+        published.append(weights)
+        return set_weights(weights, version)
+
+    monkeypatch.setattr(run.generator, "set_weights", recorded_set_weights)
     use_policy(run, learnt, 3)
     model = run.trainer.decoder(learnt())
     expected = engine_weights(nnx.state(model), model.config, "int8", jnp.float32)

@@ -24,14 +24,15 @@ from tests.helpers.packed_rows import (
 
 
 def sampled(spoken: Conversation, logprobs: list[float]) -> Conversation:
-    """With these as the engine's numbers of the model's tokens, turn after turn."""
+    """Return the conversation with these as the engine's numbers of the model's tokens."""
     remaining = iter(logprobs)
-    turns = [
-        dataclasses.replace(turn, logprobs=tuple(next(remaining) for _ in turn.token_ids))
-        if turn.role == "model"
-        else turn
-        for turn in spoken.turns
-    ]
+    turns = []
+    for turn in spoken.turns:
+        if turn.role == "model":
+            own_numbers = tuple(next(remaining) for _ in turn.token_ids)
+            turns.append(dataclasses.replace(turn, logprobs=own_numbers))
+        else:
+            turns.append(turn)
     return dataclasses.replace(spoken, turns=tuple(turns))
 
 
@@ -62,7 +63,10 @@ def trained():
 
 @pytest.fixture(scope="module")
 def right() -> list[Conversation]:
-    """Conversations with the numbers of the same weights, computed one by one and unpacked."""
+    """Return conversations with the numbers of the same weights.
+
+    They are computed one by one and unpacked.
+    """
     decoder = tiny_decoder()
     score = jax.jit(lambda batch: token_log_probs(decoder, batch))
     conversations = []

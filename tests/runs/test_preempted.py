@@ -37,8 +37,10 @@ THIN = (
 
 
 def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
-    """One start a phase, each asked to end there. Where all else of a phase ends in the same call
-    of the engine, it is finished."""
+    """Start a run once a phase, each time asked to end there.
+
+    Where all else of a phase ends in the same call of the engine, the phase is finished.
+    """
     starts = [
         {
             "signal": "SIGTERM",
@@ -54,9 +56,11 @@ def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
         assert ended.status == 0, f"{phase}: {ended.output}{ended.messages}"
         where, _, what_is_kept = message.removeprefix("preempted ").partition("; ")
         expected = [f"in {phase}", f"in {next_phase(phase)}"]
-        if phase == next(iter(PHASES)):  # asked as it begins, that is before it has
+        # The first notice may come before the phase has begun.
+        if phase == next(iter(PHASES)):
             expected.append("before anything began")
-        assert where in expected and what_is_kept, message
+        assert where in expected, message
+        assert what_is_kept, message
         command = shlex.split(message.partition("go on with: ")[2])
         assert command == ["python", "-m", "mujica_jax.train", str(CONFIG), "--run", str(directory)]
         assert ended.cpu_seconds_after_signal is not None
@@ -72,9 +76,9 @@ def test_preempted_in_every_kind_of_phase_it_ends_as_if_it_had_not_been(undistur
     assert 7 <= step < 20
     assert f"step {step} of 20 is saved" in learning.messages
     first, second = (json_lines(tmp_path / f"run.rows-{number}") for number in range(2))
-    assert first == undisturbed.rows[:step] and second[: 20 - step] == undisturbed.rows[step:20], (
-        "it went on from there"
-    )
+    # It went on from there.
+    assert first == undisturbed.rows[:step]
+    assert second[: 20 - step] == undisturbed.rows[step:20]
     assert "finished shards are kept and the one under way is sampled again" in sampling.messages
     rest(tmp_path / "run")
     assert outcome(tmp_path / "run") == undisturbed.outcome
@@ -90,7 +94,7 @@ def test_preempted_in_every_phase_it_ends_as_if_it_had_not_been(undisturbed, tmp
 
 @pytest.mark.slow
 def test_killed_while_it_obeys_it_ends_as_if_it_had_not_been(undisturbed, tmp_path):
-    """SIGTERM, and SIGKILL before the save that follows is done. What is torn is not used."""
+    """SIGKILL follows SIGTERM before the save is done. A torn file is not used."""
     directory = tmp_path / "run"
     phase = {"signal": "SIGTERM", "phase": "warm-up: learning"}
     starts = [{**phase, "update": 10 * write, "then_write": write} for write in (1, 2, 3)]
@@ -148,7 +152,10 @@ def results_in(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.slow
 def test_eval_that_is_killed_goes_on_to_the_same_predictions(undisturbed, tmp_path):
-    """After each of the first three of four parts: greedy and sampled, 64 and 36 questions."""
+    """It is killed after each of the first three of four parts.
+
+    The parts are greedy and sampled, of 64 and 36 questions.
+    """
     asked = ["--eval.questions", "100", "--task.dev-questions", "100"]
     command = [*EVAL, "--checkpoint", str(undisturbed.directory), *asked, "--out"]
     finished([*command, str(tmp_path / "whole")])

@@ -67,13 +67,14 @@ def test_one_trainer_and_three_samplers_two_of_them_killed_leave_what_one_progra
         of_trainer = ended(trainer)
         run = fetched(bucket, tmp_path / "run")
         owners = [json.loads(bucket.content("bucket", name))["owner"] for name in leases(bucket)]
-    assert last["status"] == 0 and "units" in last["output"], last["messages"]
+    assert last["status"] == 0, last["messages"]
+    assert "units" in last["output"], last["messages"]
     assert of_trainer["status"] == 0, of_trainer["messages"]
     assert len(set(owners)) > 1, "a unit was begun by one that was killed"
-    told = [json.loads(file.read_text()) for file in (run / "samplers").glob("*.json")]
+    workers = [json.loads(file.read_text()) for file in (run / "samplers").glob("*.json")]
     # Whether a unit was under way when its worker was killed is chance: seconds are told, not
     # compared.
-    longest = max(processord["takeover_seconds"] for processord in told)
+    longest = max(worker_record["takeover_seconds"] for worker_record in workers)
     print("taken over after", longest, "seconds")
     numbers = outcome(run)
     alone = undisturbed.outcome
@@ -97,15 +98,18 @@ def test_a_worker_samples_through_jetstream_where_the_run_says_so(undisturbed, t
         worker = ended(begin(bucket, tmp_path / "cache", program="sample"))
         of_trainer = ended(trainer)
         run = fetched(bucket, tmp_path / "run")
-    assert worker["status"] == 0 and "units" in worker["output"], worker["messages"]
+    assert worker["status"] == 0, worker["messages"]
+    assert "units" in worker["output"], worker["messages"]
     assert of_trainer["status"] == 0, of_trainer["messages"]
     assert outcome(run)["policies"] == undisturbed.outcome["policies"]
 
 
 @pytest.mark.slow
 def test_asynchronous_rounds_by_a_worker_are_those_of_one_program(tmp_path):
-    """Three rounds, so that the last is sampled by a policy whose phase has left its checkpoint
-    behind."""
+    """There are three rounds.
+
+    The last is sampled by a policy whose phase has left its checkpoint behind.
+    """
     words = ["--method.schedule", "asynchronous", "--method.rounds", "3", "--eval.control", "False"]
     with serving() as alone:
         assert ended(begin(alone, tmp_path / "cache", str(CONFIG), *words))["status"] == 0
@@ -117,9 +121,8 @@ def test_asynchronous_rounds_by_a_worker_are_those_of_one_program(tmp_path):
         worker = ended(begin(bucket, tmp_path / "cache", program="sample"))
         of_trainer = ended(trainer)
         numbers = outcome(fetched(bucket, tmp_path / "run"))
-    assert worker["status"] == 0 and of_trainer["status"] == 0, (
-        of_trainer["messages"] + worker["messages"]
-    )
+    assert worker["status"] == 0, of_trainer["messages"] + worker["messages"]
+    assert of_trainer["status"] == 0, of_trainer["messages"] + worker["messages"]
     assert {name: numbers[name] for name in numbers if name != "metrics"} == {
         name: of_one[name] for name in of_one if name != "metrics"
     }

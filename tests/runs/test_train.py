@@ -40,18 +40,11 @@ def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
     assert value["task"] == "tiny_world"
     assert value["method"] == "mygo"
     assert value["seed"] == 0
-    assert [phase["name"] for phase in value["phases"]] == [
-        "warm-up",
-        "control",
-        "round 1",
-        "round 2",
-    ]
-    assert [phase["tokens"] > 0 for phase in value["phases"]] == [
-        False,
-        False,
-        True,
-        True,
-    ]  # a script plays first
+    expected = ["warm-up", "control", "round 1", "round 2"]
+    assert [phase["name"] for phase in value["phases"]] == expected
+    expected = [False, False, True, True]
+    # A script plays the first two.
+    assert [phase["tokens"] > 0 for phase in value["phases"]] == expected
     promised = (
         "name em f1 em_sampled f1_sampled questions trajectories accepted tokens seconds".split()
     )
@@ -67,7 +60,7 @@ def test_a_run_prints_the_table_and_writes_the_summary(undisturbed):
 @pytest.mark.slow
 @pytest.mark.fault
 def test_the_small_run_goes_through_everything_it_is_to_measure(undisturbed):
-    """Otherwise the comparisons below compare nothing."""
+    """Without this the comparisons below compare nothing."""
     numbers = undisturbed.outcome
     # first attempts and later ones
     assert len(set(numbers["shards"].values())) == len(numbers["shards"]) >= 5
@@ -151,8 +144,10 @@ def test_eval_repeats_what_the_run_found(copy):
 
 @pytest.mark.slow
 def test_without_demonstrations_the_rounds_begin_with_the_checkpoint(undisturbed, tmp_path):
-    """Nothing is played by a script and nothing is sampled with worked examples, as for a task that
-    has neither."""
+    """Nothing is played by a script and nothing is sampled with worked examples.
+
+    A task may have neither.
+    """
     model = undisturbed.directory / "policies" / "000002" / "model"
     directory = tmp_path / "run"
     flags = (
@@ -202,12 +197,8 @@ def test_a_policy_that_was_trained_on_a_graph_is_evaluated_on_passages(undisturb
     output = finished([*EVAL, str(TWO_WIKI_CONFIG), *of_run, *on_text])
     result = json.loads((tmp_path / "results" / "two_wiki-text-dev.json").read_text())
     predictions = json_lines(tmp_path / "results" / "two_wiki-text-dev.predictions.jsonl")
-    assert [result[key] for key in ("task", "environment", "policy", "seed")] == [
-        "two_wiki",
-        "text",
-        0,
-        5,
-    ]
+    expected = ["two_wiki", "text", 0, 5]
+    assert [result[key] for key in ("task", "environment", "policy", "seed")] == expected
     assert 0 < result["greedy"]["questions"] == len(predictions) <= 20
     assert (
         f"all {len(predictions)} held-out questions are evaluated; eval.questions is 1000" in output
@@ -221,7 +212,7 @@ OOD = """--task.top-k 3 --engine.tensor 1 --engine.slots 16 --engine.cache-gigab
 
 @pytest.mark.slow
 def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp_path):
-    """By the configurations of the paper's out-of-domain rows, with passages and with a graph."""
+    """The tasks are those of the paper's out-of-domain rows, with passages and with a graph."""
     run = shutil.copytree(undisturbed.directory, tmp_path / "run")
     asked = {
         "id": "2hop__1_2",
@@ -283,7 +274,7 @@ def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp
 
 
 def documented(heading: str) -> set[str]:
-    """Names in the table under a heading of docs/metrics.md."""
+    """Return the names in the table under a heading of docs/metrics.md."""
     part = (
         (ROOT / "docs" / "metrics.md")
         .read_text()

@@ -48,8 +48,10 @@ def opened(tmp_path, monkeypatch) -> Iterator[Opener]:
 
 
 def learn_phases(run: Run, *names: str) -> list[list[str]]:
-    """Learns the phases one after another, from each other, and commits each one's policy. Returns
-    the folders with checkpoints after each."""
+    """Learn the phases one after another, from each other, and commit each one's policy.
+
+    Returns the folders with checkpoints after each.
+    """
     rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
     state = run.initial_state
     folders = []
@@ -94,14 +96,18 @@ def test_policies_are_written_in_the_compute_type(opened, config):
 def test_saves_come_as_often_as_the_configuration_says(
     opened, config, monkeypatch, save_seconds, expected
 ):
-    """Without a word of it not before a quarter of a minute: this phase saves at its end alone."""
+    """Without a setting none comes before a quarter of a minute.
+
+    This phase then saves at its end alone.
+    """
     saved = []
     save = Checkpoints.save
-    monkeypatch.setattr(
-        Checkpoints,
-        "save",
-        lambda self, state, metadata: saved.append(int(state.step)) or save(self, state, metadata),
-    )
+
+    def recorded_save(self, state, metadata):
+        saved.append(int(state.step))
+        return save(self, state, metadata)
+
+    monkeypatch.setattr(Checkpoints, "save", recorded_save)
     monkeypatch.setattr("mujica_jax.runs.learning.STEPS_A_STRETCH", 1)
     run = opened(
         dataclasses.replace(
@@ -120,7 +126,10 @@ def test_saves_come_as_often_as_the_configuration_says(
 
 
 def test_saves_that_take_long_come_seldom(opened, config, monkeypatch):
-    """At most a twentieth of the time: after one of a minute none is due for twenty minutes."""
+    """Saves take at most a twentieth of the time.
+
+    After one of a minute none is due for twenty minutes.
+    """
     saved = []
     # every look at the clock is 100 seconds later: one at each step and at each save
     looks = itertools.count(0, 100)

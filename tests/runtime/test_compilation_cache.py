@@ -70,7 +70,8 @@ def test_every_second_counts_once():
     trace = STAGES[1]
     counted.add(trace, 2.0, 3.0)
     counted.add(trace, 4.0, 4.5, fun_name="inner")
-    counted.add(trace, 1.0, 5.0)  # both lie in it
+    # Both times lie in it.
+    counted.add(trace, 1.0, 5.0)
     counted.add("/jax/something/else", 5.0, 9.0)
     counted.add(COMPILED, 5.0, 7.0)
     assert counted.seconds == pytest.approx(6.0)

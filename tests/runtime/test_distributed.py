@@ -28,7 +28,7 @@ from tests.helpers.whole_runs import free_port
 
 @pytest.mark.parametrize("process", [0, 1])
 def test_where_a_process_never_comes_the_other_says_what_to_do_and_is_ended(process):
-    """By JAX, whose page comes last."""
+    """JAX ends it, and prints its own page last."""
     address = f"localhost:{free_port()}"
     flags = f"--distributed.coordinator {address} --distributed.processes 2 --distributed.process "
     command = [sys.executable, "-m", "mujica_jax.train", *flags.split(), str(process)]
@@ -107,8 +107,8 @@ def test_a_process_that_is_killed_ends_the_other_which_has_said_what_to_do(victi
 
 
 def test_a_port_that_is_taken_is_one_sentence(capsys):
-    with socket.create_server(("", 0)) as taken:
-        port = taken.getsockname()[1]
+    with socket.create_server(("", 0)) as listener:
+        port = listener.getsockname()[1]
         flags = ["--distributed.coordinator", f"localhost:{port}", "--distributed.processes", "2"]
         assert train.main(flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -180,7 +180,7 @@ def test_eval_refuses_a_job_that_is_half_described(capsys):
 
 
 class Exit(BaseException):
-    """In the place of the end of the process."""
+    """Stands in for the end of the process."""
 
 
 class Service:
@@ -188,7 +188,8 @@ class Service:
 
     def __init__(self) -> None:
         self.store: dict[str, str] = {}
-        self.is_late = self.is_gone = False
+        self.is_late = False
+        self.is_gone = False
 
     def key_value_set(self, key: str, value: str) -> None:
         if key in self.store:
@@ -219,13 +220,13 @@ def service(monkeypatch) -> Service:
 
 @pytest.fixture
 def job(service, monkeypatch) -> distributed.Job:
-    """Of three processes, as the second one sees it."""
-    seen = distributed.Job(processes=3, process=1, barrier_seconds=5, client=service)
-    monkeypatch.setattr(distributed, "_job", seen)
+    """Return a job of three processes, as the second one sees it."""
+    job_of_three = distributed.Job(processes=3, process=1, barrier_seconds=5, client=service)
+    monkeypatch.setattr(distributed, "_job", job_of_three)
     monkeypatch.setattr(distributed, "host", lambda: "b")
     monkeypatch.setattr(threading.Timer, "start", lambda timer: None)
     monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    return seen
+    return job_of_three
 
 
 def test_a_barrier_is_bounded_and_says_whom_jax_misses(job, service):
@@ -255,7 +256,8 @@ def test_other_errors_of_the_service_stay_what_they_are(job, service):
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_process_that_ends_tells_the_others_why(job, service, is_late):
-    service.is_late = is_late  # a process that is lost reads nothing: the others end all the same
+    # A process that is lost reads nothing: the others end all the same.
+    service.is_late = is_late
     with pytest.raises(Exit, match=r"^2$"):
         distributed.abort("the disk is full", 2)
     assert json.loads(service.store[SHUTDOWN]) == [1, ["b", 2, "the disk is full"]]

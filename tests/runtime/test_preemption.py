@@ -101,7 +101,10 @@ sys.exit(preemption.exit_status(program))
 
 
 def until(holds: Callable[[], bool]) -> bool:
-    """Whether it comes true: a thread of its own hears the signal."""
+    """Wait for a condition, and return whether it came true.
+
+    A thread of its own hears the signal.
+    """
     end = time.monotonic() + HANG_SECONDS
     while not holds() and time.monotonic() < end:
         time.sleep(0.001)
@@ -110,7 +113,7 @@ def until(holds: Callable[[], bool]) -> bool:
 
 @pytest.fixture
 def ends() -> list[int]:
-    """Exit statuses, in the place of exits."""
+    """Return the list of exit statuses that stand in for exits."""
     return []
 
 
@@ -197,8 +200,10 @@ def test_whoever_was_told_is_not_ended_in_the_middle(ends, monkeypatch):
     wait_for_bytes = select.select
 
     def wait_until_polled(reading, writing, errors, seconds):
-        """The listener waits for the end of the grace time when the main thread has polled, and
-        then without one."""
+        """Stand in for `select`: the grace time ends when the main thread has polled.
+
+        A wait after that has no time limit and says that the grace is over.
+        """
         if seconds is not None:
             assert polled.wait(HANG_SECONDS)
         elif polled.is_set():
@@ -252,19 +257,22 @@ def test_a_compilation_cannot_be_interrupted_and_is_ended():
         output, messages = compiling.communicate(timeout=HANG_SECONDS)
     finally:
         compiling.kill()
-    assert (compiling.returncode, output) == (0, ""), "it ended before the program was compiled"
+    # It ended before the program was compiled.
+    assert compiling.returncode == 0
+    assert output == ""
     assert messages.strip().endswith(
         "preempted in warm-up: learning; what was finished is kept; go on"
     )
 
 
 class Others:
-    """What the other processes of the job are told, and what process 0 answers."""
+    """Records what the other processes of the job are told. `answer` is that of process 0."""
 
     def __init__(self, monkeypatch) -> None:
         self.announced: list[int] = []
         self.aborts: list[tuple[str, int]] = []
-        self.answer: list[object] | None = None  # None: this is process 0
+        # None means that this is process 0.
+        self.answer: list[object] | None = None
         monkeypatch.setattr(distributed, "announce_preemption", self.announced.append)
         monkeypatch.setattr(
             distributed, "abort", lambda sentence, status: self.aborts.append((sentence, status))
@@ -291,35 +299,34 @@ def test_a_notice_of_another_process_is_heard_as_a_signal_and_not_told_again(
     preemption.on_notice(signal.SIGTERM)
     assert until(lambda: preemption.requested)
     assert preemption.at_step()
-    assert (preemption.status, ends, others.aborts, others.announced) == (
-        0,
-        [],
-        [],
-        [],
-    )
+    assert preemption.status == 0
+    assert ends == []
+    assert others.aborts == []
+    assert others.announced == []
 
 
 def test_process_0_decides_before_which_step_all_stop(preemption, others):
     preemption.enter("warm-up: learning")
     others.answer = [False, 0]
     signal.raise_signal(signal.SIGTERM)
-    assert until(lambda: preemption._asked) and not preemption.at_step(), (
-        "the others do not stop here"
-    )
+    # The others do not stop here.
+    assert until(lambda: preemption._asked)
+    assert not preemption.at_step()
     others.answer = [True, 130]
     assert preemption.at_step()
     assert preemption.status == 130
 
 
 def test_an_interrupt_in_all_processes_at_once_is_no_second_one(preemption, ends, others, capsys):
-    """As a terminal sends it: each hears its own, and those of the others."""
+    """A terminal sends it so: each process hears its own, and those of the others."""
     preemption.enter("warm-up: learning")
     preemption.on_notice(signal.SIGINT)
     signal.raise_signal(signal.SIGINT)
     preemption.on_notice(signal.SIGINT)
     assert until(lambda: others.announced == [signal.SIGINT])
     assert preemption.requested
-    assert (preemption.status, ends) == (130, [])
+    assert preemption.status == 130
+    assert ends == []
 
 
 def test_a_process_that_is_ended_in_the_middle_tells_the_others(ends, others):
@@ -331,7 +338,7 @@ def test_a_process_that_is_ended_in_the_middle_tells_the_others(ends, others):
 
 
 def said_by_processes(count: int, source: str, word: str) -> list[tuple[str, str]]:
-    """Output and messages of each process of a job, all of which end well."""
+    """Return output and messages of each process of a job, all of which end well."""
     address = f"localhost:{free_port()}"
     running = [program(source, str(process), address, word) for process in range(count)]
     try:
@@ -347,7 +354,10 @@ def said_by_processes(count: int, source: str, word: str) -> list[tuple[str, str
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["learning", "sampling", "waiting"])
 def test_the_processes_of_a_run_end_together(where):
-    """By one SIGTERM to one of them: in training before the same step, elsewhere where each is."""
+    """One SIGTERM to one of them is enough.
+
+    In training they end before the same step, elsewhere each where it is.
+    """
     outputs = said_by_processes(2, TWO_PROCESSES, where)
     (first, reasons), (second, _) = outputs
     if where == "learning":
@@ -361,7 +371,7 @@ def test_the_processes_of_a_run_end_together(where):
 @pytest.mark.slow
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_all_read_of_an_end_before_the_process_that_holds_the_store_is_gone(leaver):
-    """Also one that reads it seconds later: a machine may be that busy."""
+    """A process may read it seconds later, since a machine may be that busy."""
     outputs = said_by_processes(3, THREE_PROCESSES, str(leaver))
     for process, (_, messages) in enumerate(outputs):
         assert (f"process {leaver} on" in messages and "ended: preempted" in messages) == (

@@ -13,7 +13,7 @@ WRITERS = 4
 
 @pytest.fixture(params=["ENOSYS", "EOPNOTSUPP", "EPERM"])
 def no_hard_links(request, monkeypatch):
-    """What gcsfuse, SMB and FAT answer to link(2)."""
+    """Let link(2) fail as on gcsfuse, SMB and FAT."""
     code = getattr(errno, request.param)
 
     def link(*_):

@@ -72,7 +72,8 @@ def address(monkeypatch) -> Iterator[str]:
     monkeypatch.setattr(objects, "download", functools.partial(_with_generation, objects.download))
     server = create_server("127.0.0.1", 0, in_memory=True, default_bucket="bucket")
     server.start()
-    thread = server._api  # nothing public says which port it was given
+    # Nothing public says which port it was given.
+    thread = server._api
     assert thread._httpd is not None
     yield f"http://127.0.0.1:{thread._httpd.server_port}"
     server.stop()

@@ -51,8 +51,10 @@ def store(fake) -> Store:
 
 
 def once(kind: str, *faults: Fault) -> Callable[[Request], Fault | None]:
-    """The first requests of a kind meet these faults, one each. Where one hangs, a request may take
-    a second until then, and any time afterwards."""
+    """Let the first requests of a kind meet these faults, one each.
+
+    Where one hangs, a request may take a second until then, and any time afterwards.
+    """
     faults_to_come = list(faults)
     # the fixture `fake` restores it
     gcs.REQUEST_SECONDS = 1.0 if "hang" in faults else HANG_SECONDS
@@ -69,8 +71,11 @@ def once(kind: str, *faults: Fault) -> Callable[[Request], Fault | None]:
 
 
 def repeated(fake: FakeBucket, times: int, kind: str, fault: Fault | None = None) -> bool:
-    """Whether requests were repeated so often. Where one hangs, the short deadline may pass for
-    others too on a busy machine, so that it is at least as often."""
+    """Return whether requests were repeated as often as expected.
+
+    Where one hangs, the short deadline may pass for others too on a busy machine, so that it is at
+    least as often.
+    """
     counted = gcs.open_bucket("bucket").retries
     if fault != "hang":
         return counted == times
@@ -78,11 +83,11 @@ def repeated(fake: FakeBucket, times: int, kind: str, fault: Fault | None = None
 
 
 def damage_first_answer(fake: FakeBucket, name: str) -> None:
-    """The first download of an object gives another content under its checksum."""
-    made = fake.objects["bucket", name]
-    wrong = dataclasses.replace(made, content=b"wrong")
+    """Make the first download of an object give another content under its checksum."""
+    stored = fake.objects["bucket", name]
+    wrong = dataclasses.replace(stored, content=b"wrong")
     answers = itertools.chain(
-        [dataclasses.replace(_Lying(**vars(wrong)), says=made.crc32c)], itertools.repeat(made)
+        [dataclasses.replace(_Lying(**vars(wrong)), says=stored.crc32c)], itertools.repeat(stored)
     )
 
     def faults(request: Request) -> None:
@@ -149,7 +154,8 @@ def test_content_that_changed_on_its_way_is_read_again(fake, store):
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_large_file_is_uploaded_whole(fake, store, fault):
-    content = random.Random(0).randbytes(9_000_000)  # above the size that goes up in one request
+    # Above the size that goes up in one request.
+    content = random.Random(0).randbytes(9_000_000)
 
     def write(folder: Path) -> None:
         (folder / "weights").write_bytes(content)
@@ -222,9 +228,9 @@ def test_attempts_are_bounded(fake, store):
 
 
 def test_a_server_that_is_not_there_is_one_sentence(fake, monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{taken.getsockname()[1]}")
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{listener.getsockname()[1]}")
         gcs.open_bucket.cache_clear()
         with pytest.raises(
             StoreUnavailable, match=r"gs://bucket/run/config\.json could not be found"
@@ -313,7 +319,8 @@ def test_files_of_two_writers_are_never_taken_for_those_of_one(fake, store):
     del fake.objects["bucket", name]
 
     def another_process(request: Request) -> None:
-        if request.kind == "upload":  # the file; COMMITTED comes next
+        # This request is the file; COMMITTED comes next.
+        if request.kind == "upload":
             fake.put("bucket", name, theirs)
 
     def write(folder: Path) -> None:
@@ -447,7 +454,8 @@ def test_an_interrupted_append_is_repeated_as_the_same_one(fake, store, monkeypa
 
     monkeypatch.setattr(gcs.Bucket, "delete", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        file.flush()  # the lines are joined already
+        # The lines are joined already.
+        file.flush()
     monkeypatch.setattr(gcs.Bucket, "delete", delete)
     file.write(b"3\n")
     file.close()
@@ -471,7 +479,7 @@ def test_two_programs_in_one_run_are_told(fake, store):
 
 
 def a_round(store: Store) -> None:
-    """What a run does to its directory, without its models."""
+    """Do to a run directory what a round does, without its models."""
     rows = [trajectory(number) for number in range(3)]
     with MetricsLog(store.root) as metrics:
         store.write_plan(1, {"policy_version": 0})
@@ -487,7 +495,7 @@ def a_round(store: Store) -> None:
 
 
 def content_of(fake: FakeBucket) -> dict[str, object]:
-    """All objects, without what a clock said."""
+    """Return all objects, without what a clock said."""
     contents = {
         name: fake.content("bucket", name)
         for name in fake.names("bucket")

@@ -18,7 +18,7 @@ class Clock:
 PROCESSES = (os.getpid(), os.getppid(), 1)  # that live
 
 
-def made(tmp_path, count: int) -> tuple[Clock, list[Leases]]:
+def leases_of(tmp_path, count: int) -> tuple[Clock, list[Leases]]:
     clock = Clock()
     directory = RunDirectory(tmp_path)
     return clock, [
@@ -28,7 +28,7 @@ def made(tmp_path, count: int) -> tuple[Clock, list[Leases]]:
 
 
 def test_a_lease_has_one_holder_until_it_is_over(tmp_path):
-    clock, (first, second) = made(tmp_path, 2)
+    clock, (first, second) = leases_of(tmp_path, 2)
     lease = first.claim("unit")
     assert lease is not None
     assert second.claim("unit") is None
@@ -48,7 +48,7 @@ def test_a_lease_has_one_holder_until_it_is_over(tmp_path):
 
 
 def test_a_lease_is_written_again_only_when_a_quarter_of_it_is_over(tmp_path):
-    clock, (first,) = made(tmp_path, 1)
+    clock, (first,) = leases_of(tmp_path, 1)
     lease = first.claim("unit")
     assert lease is not None
     file = tmp_path / "unit" / "00001.json"
@@ -61,13 +61,14 @@ def test_a_lease_is_written_again_only_when_a_quarter_of_it_is_over(tmp_path):
 
 
 def test_one_that_is_released_or_whose_process_is_gone_is_free_at_once(tmp_path):
-    _, (first, second, third) = made(tmp_path, 3)
+    _, (first, second, third) = leases_of(tmp_path, 3)
     lease = first.claim("unit")
     assert lease is not None
     lease.release()
     assert second.claim("unit") is not None
     file = tmp_path / "unit" / "00002.json"
-    gone = json.loads(file.read_text()) | {"process": 2**22 + 1}  # above what Linux gives out
+    # Linux gives out no such process id.
+    gone = json.loads(file.read_text()) | {"process": 2**22 + 1}
     file.write_text(json.dumps(gone))
     assert third.claim("unit") is not None
     assert gone["host"] == socket.gethostname()
@@ -75,8 +76,9 @@ def test_one_that_is_released_or_whose_process_is_gone_is_free_at_once(tmp_path)
 
 
 def test_of_two_that_come_at_the_same_time_one_has_it(tmp_path, monkeypatch):
-    _, (first, second) = made(tmp_path, 2)
-    monkeypatch.setattr(second, "_numbers", lambda name: [])  # it looked before the first one wrote
+    _, (first, second) = leases_of(tmp_path, 2)
+    # The second one looked before the first one wrote.
+    monkeypatch.setattr(second, "_numbers", lambda name: [])
     assert first.claim("unit") is not None
     assert second.claim("unit") is None
 
@@ -84,6 +86,6 @@ def test_of_two_that_come_at_the_same_time_one_has_it(tmp_path, monkeypatch):
 def test_what_another_program_left_there_counts_for_nothing(tmp_path):
     (tmp_path / "unit").mkdir()
     (tmp_path / "unit" / "00001.json").write_text("{}")
-    _, (lease_holder,) = made(tmp_path, 1)
+    _, (lease_holder,) = leases_of(tmp_path, 1)
     assert lease_holder.holder("unit") is None
     assert lease_holder.claim("unit") is not None

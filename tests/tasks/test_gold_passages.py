@@ -69,7 +69,7 @@ def shown(environment: Environment, query: str) -> list[str]:
 
 
 def figures(question: Question, *searches: Search) -> dict[str, Any]:
-    """What an evaluation says of an episode with these searches."""
+    """Return the figures of an evaluation of one episode with these searches."""
     played = Trajectory(
         question_id=question.id,
         attempt=0,
@@ -243,11 +243,13 @@ def test_a_corpus_may_have_another_version_of_a_gold_paragraph():
     )
     exact = [*chunks, Passage(id="2", title="Lisma", text=paragraph.text.replace(". ", ".  "))]
     gold = GoldInCorpus(exact, ["Lisma"]).find(paragraph)
-    assert gold is not None and gold.text == exact[2].text, "the same text up to spaces comes first"
+    # The same text up to spaces comes first.
+    assert gold is not None
+    assert gold.text == exact[2].text
 
 
 def test_behind_an_address_titles_decide():
-    """Nobody knows the texts that are searched there."""
+    """The texts that are searched there are unknown."""
     service = GoldInCorpus([], ["Lisma"], by_title=True)
     gold = service.find(GoldPassage(title="Lisma", text="A town."))
     assert gold is not None
@@ -264,10 +266,10 @@ def test_titles_are_equal_however_their_letters_and_entities_are_written(tmp_pat
     )
     changes: dict[str, Any] = {}
     if on_disk:
-        made = index.main(
+        status = index.main(
             ["build", "--corpus", str(corpus), "--kind", "bm25", "--out", str(tmp_path / "index")]
         )
-        assert made == 0
+        assert status == 0
         changes["index"] = str(tmp_path / "index")
     decomposed = unicodedata.normalize("NFD", "Ch\u00e2teau & Caf\u00e9")
     facts = [decomposed, "Marks & Spencer"]

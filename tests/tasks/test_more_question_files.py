@@ -34,7 +34,7 @@ def trivia(answer: dict[str, Any]) -> str:
 
 
 def read(tmp_path: Path, kind: str, name: str, text: str) -> list[tuple[str, tuple[str, ...]]]:
-    """The questions of a file with their answers."""
+    """Return the questions of a file with their answers."""
     (tmp_path / name).write_text(text, encoding="utf-8")
     return [(record.text, record.answers) for record in read_open_records(tmp_path / name, kind)]
 

@@ -36,7 +36,7 @@ def build(folder: Path, **changes) -> two_wiki.TwoWiki:
 
 
 def changed(folder: Path, **changes) -> None:
-    """The second question, with these fields; None takes one out."""
+    """Return the second question with these fields; None takes one out."""
     lines = (folder / "questions.jsonl").read_text().splitlines()
     fields = {
         name: value for name, value in (json.loads(lines[1]) | changes).items() if value is not None

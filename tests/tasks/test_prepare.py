@@ -248,7 +248,7 @@ class Prepared:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Prepared:
-    """All four sets, of which one was killed first."""
+    """Return all four sets, of which one was killed first."""
     folder = tmp_path_factory.mktemp("prepared")
     official = write_official_files(folder / "official")
     killed = run(["-c", KILLED, "musique", "--from", str(official["musique"])], folder)
@@ -275,7 +275,7 @@ def prepared(tmp_path_factory) -> Prepared:
 
 @pytest.fixture
 def sets(prepared, tmp_path, monkeypatch) -> Path:
-    """A copy of the prepared sets, which is the folder of TensorFlow Datasets."""
+    """Return a copy of the prepared sets, which is the folder of TensorFlow Datasets."""
     shutil.copytree(prepared.folder / "sets", tmp_path / "sets")
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "sets"))
     monkeypatch.chdir(tmp_path)
@@ -597,9 +597,8 @@ def test_without_tensorflow_datasets_the_packages_to_install_are_said(prepared, 
         "install it with `pip install 'tensorflow~=2.20.0' 'tensorflow-datasets>=4.9.9,<5' "
         "'importlib_resources>=6'`"
     )
-    assert len(errors) == 3 and all(
-        package in error and error.endswith(install) for error in errors
-    ), ran.stderr
+    assert len(errors) == 3, ran.stderr
+    assert all(package in error and error.endswith(install) for error in errors), ran.stderr
     assert {path.name for path in tmp_path.iterdir()} <= {"sets", "cache"}
 
 

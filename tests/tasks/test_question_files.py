@@ -68,7 +68,7 @@ def lines(*records: Any) -> str:
 
 
 def only_record(tmp_path: Path, kind: str, text: str, name: str = "dev.jsonl") -> OpenRecord:
-    """The only question of a file with this content."""
+    """Return the only question of a file with this content."""
     (tmp_path / name).write_text(text, encoding="utf-8")
     (record,) = read_open_records(tmp_path / name, kind)
     return record
@@ -131,7 +131,7 @@ def test_the_same_question_twice_is_one_with_all_of_its_answers(tmp_path, kind, 
 
 
 def test_of_two_files_with_a_question_the_one_with_its_gold_passages_counts(tmp_path):
-    """HotpotQA's fullwiki file beside the distractor file, in whatever order."""
+    """HotpotQA's fullwiki file stands beside the distractor file, in either order."""
     without = hotpot(context=[["Kolm", ["Kolm is a hill."]]])
     for names in (("a.json", "b.json"), ("b.json", "a.json")):
         (tmp_path / names[0]).write_text(json.dumps([hotpot()]))
@@ -307,11 +307,9 @@ def table(*rows: list[str], delimiter: str = ",") -> str:
 @pytest.mark.parametrize("quoted", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_table_of_a_spreadsheet_is_read(tmp_path, quoted, packed):
-    text = (
-        '"Question","Answer"\r\n"Where, then?","Ghent"\r\n'
-        if quoted
-        else "Question,Answer\r\nWhere?,Ghent\r\n"
-    )
+    text = "Question,Answer\r\nWhere?,Ghent\r\n"
+    if quoted:
+        text = '"Question","Answer"\r\n"Where, then?","Ghent"\r\n'
     content = (BOM + text).encode()
     file = tmp_path / ("Bamboogle Prerelease.csv" + ".gz" * packed)
     file.write_bytes(gzip.compress(content) if packed else content)
@@ -332,7 +330,7 @@ def test_columns_stand_in_any_order(tmp_path):
 
 
 def test_a_row_with_more_cells_than_columns_is_refused(tmp_path):
-    """An answer with a comma that nobody quoted would lose its end."""
+    """An answer with an unquoted comma would lose its end."""
     with pytest.raises(
         UserError,
         match=r"a\.csv, line 3: there are more cells than columns \(\[' Belgium'\] is left over\)",
@@ -354,10 +352,7 @@ def test_triviaqa_is_read_in_any_order_of_its_fields(tmp_path, bom, indent, firs
     ordered = {name: fields[name] for name in sorted(fields, key=lambda name: name != first)}
     assert only_record(
         tmp_path, "triviaqa", bom + json.dumps(ordered, indent=indent), "dev.json"
-    ).answers == (
-        "Ann Ode",
-        "A. Ode",
-    )
+    ).answers == ("Ann Ode", "A. Ode")
 
 
 @pytest.mark.parametrize("bom", ["", BOM])

@@ -37,8 +37,10 @@ WORKS = [
 
 
 def crowded() -> TripleGraph:
-    """An entity of 48 triples. 40 of them are works whose titles are full of stop words, and come
-    first."""
+    """Return an entity of 48 triples.
+
+    40 of them are works whose titles are full of stop words, and come first.
+    """
     triples = [
         Triple(
             subject="Mara Lind",
@@ -92,8 +94,10 @@ def test_a_query_of_stop_words_alone_leaves_the_order():
 
 
 def test_words_weigh_as_their_rarity_says():
-    """By hand, N = 4: film is in 3 texts and weighs ln(1 + 1.5/3.5); prize is in 1 and weighs ln(1
-    + 3.5/1.5)."""
+    """The weights are worked out by hand, with N = 4.
+
+    Film is in 3 texts and weighs ln(1 + 1.5/3.5); prize is in 1 and weighs ln(1 + 3.5/1.5).
+    """
     texts = ["film one", "film two", "film three", "prize"]
     assert ranks(WordRanking(), "film prize", texts) == [3, 0, 1, 2]
     assert ranks(WordRanking(), "Film", texts) == [0, 1, 2, 3]

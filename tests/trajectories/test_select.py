@@ -19,7 +19,7 @@ def trajectory(
     planner: int | None = None,
     workers: tuple[Conversation, ...] = (),
 ) -> Trajectory:
-    """A planner conversation of its own for every attempt, unless `planner` says which."""
+    """Return a trajectory. Its planner conversation is its own, unless `planner` says which."""
     token = attempt if planner is None else planner
     conversations = conversation((1, 2), (token,)), *workers
     return episode(*conversations, question_id=question, attempt=attempt, reward=reward)

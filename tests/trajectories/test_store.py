@@ -79,8 +79,7 @@ def trajectory(number: int = 0, tokens: int = 6, workers: int = 2) -> Trajectory
 
 @pytest.fixture(params=["disk", "bucket"])
 def root(request, tmp_path, monkeypatch) -> RunPath:
-    """A run directory that is not there yet; every test that takes it runs on local disk and on
-    gs://."""
+    """Return a run directory that is not there yet, on local disk and on gs://."""
     if request.param == "disk":
         return tmp_path / "run"
     use(monkeypatch)
@@ -104,7 +103,7 @@ def rows() -> list[Trajectory]:
 
 
 def files(root: RunPath) -> list[str]:
-    """Everything there is below a folder."""
+    """Return everything below a folder."""
     if isinstance(root, Path):
         return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
     return list(root.objects())
@@ -117,7 +116,8 @@ def test_an_object_is_created_once_and_the_second_bytes_are_dropped(store):
     assert store.create("rounds/0001/x", b"first")
     assert not store.create("rounds/0001/x", b"second")
     assert store.read("rounds/0001/x") == b"first"
-    assert files(store.root) == ["rounds/0001/x"]  # no temporary file stays
+    # No temporary file stays.
+    assert files(store.root) == ["rounds/0001/x"]
 
 
 def test_of_many_writers_exactly_one_wins(store):
@@ -351,8 +351,10 @@ def test_a_turn_that_a_limit_cut_stays_marked(store):
 
 
 def test_a_shard_that_does_not_say_which_turns_were_cut_is_read(monkeypatch, rows):
-    """As schema version 2 wrote it: without the column, so that no turn of it counts as cut. Its
-    digest is the same."""
+    """Schema version 2 wrote it without the column, so no turn of it counts as cut.
+
+    Its digest is the same.
+    """
     before = shards.content_sha256(rows)
     schema = shards._schema()
     place = schema.get_field_index("conversations")

@@ -39,7 +39,7 @@ from mujica_jax.methods.decex.records import (
     records_of,
 )
 from mujica_jax.methods.decex.tree import Growth, Tree
-from mujica_jax.records import Question, StopReason
+from mujica_jax.records import Question, StopReason, Trajectory
 from mujica_jax.retrieval.errors import RetrievalError
 from mujica_jax.runs import sampling
 from mujica_jax.tasks.task import Material
@@ -82,7 +82,7 @@ def recalled(text: str) -> str:
 
 
 def from_memory(text: str) -> str:
-    """The same after the beginning that a tree writes."""
+    """Return the same text after the beginning that a tree writes."""
     return recalled(text).removeprefix(decex_agent.MEMORY)
 
 
@@ -95,9 +95,11 @@ BEGINNINGS = {
 
 
 class Table:
-    """Writes what follows a state, in its order, around again when it is used up. A state is named
-    by what was recalled or [found], then the sub-question to solve, then what a tree makes of it:
-    "m1>[q1]>b?<search>"."""
+    """Writes what follows a state, in its order, and begins again when it is used up.
+
+    A state is named by what was recalled or [found], then the sub-question to solve, then what a
+    tree makes of it: "m1>[q1]>b?<search>".
+    """
 
     version = 0
 
@@ -131,14 +133,14 @@ class Table:
 
 
 class Seeded(Table):
-    """The same, by the seed: what is asked again by the same seed is written again."""
+    """Writes the same table by the seed. An equal seed gives an equal text."""
 
     def place(self, place: int, seed: int) -> int:
         return seed
 
 
 class Echo(LittleWorld):
-    """A search finds its own query."""
+    """An environment in which a search finds its own query."""
 
     async def search(self, query, entity):
         await super().search(query, entity)
@@ -146,7 +148,7 @@ class Echo(LittleWorld):
 
 
 class FailsOnce(Echo):
-    """The first search for each query fails."""
+    """An environment in which the first search for each query fails."""
 
     async def search(self, query, entity):
         first = not any(query == searched for searched, _ in self.searched)
@@ -187,7 +189,7 @@ def grow(
 
 
 def pairs_of(tree: Tree) -> list[tuple]:
-    """What is preferred, the last pieces of chosen and rejected, and the two means."""
+    """Return of each pair the preference, the last pieces of both sides and the two means."""
 
     def last(conversation) -> str:
         piece = decex_agent.first_piece(
@@ -254,20 +256,8 @@ def test_a_pruned_tree_by_hand():
     leaf = tree.finished[0]
     assert leaf.reward == 1.0
     assert [search.query for search in leaf.searches] == ["q1"]
-    assert [trajectory.reward for trajectory in tree.finished[1:]] == [
-        1,
-        0,
-        0,
-        0,
-        0,
-        0,
-        1,
-        0,
-        1,
-        1,
-        0,
-        0,
-    ]
+    expected = [1, 0, 0, 0, 0, 0, 1, 0, 1, 1, 0, 0]
+    assert [trajectory.reward for trajectory in tree.finished[1:]] == expected
     rows = pyarrow.parquet.read_table(io.BytesIO(encode_nodes([tree]))).to_pylist()
     assert [tuple(row.values()) for row in rows] == [
         ("q-1", 0, None, "sub-question", "a?", [1.0, 0.0]),
@@ -287,8 +277,10 @@ def test_a_pruned_tree_by_hand():
 
 
 def test_the_leaf_is_the_path_of_the_tree_in_the_published_format():
-    """Its pieces are joined to turns: a thought with the sub-question and a search, then a thought
-    and the answer."""
+    """The pieces of a leaf are joined to turns.
+
+    They are a thought with the sub-question and a search, then a thought and the answer.
+    """
     (conversation,) = grow(Table(TURNS)).finished[0].conversations
     assert [turn.text for turn in conversation.turns if turn.role == "model"] == [
         "<think> a. So, the next sub-question is: a?\n"
@@ -301,8 +293,10 @@ def test_the_leaf_is_the_path_of_the_tree_in_the_published_format():
 
 
 def test_tokens_are_counted_once():
-    """A tree of one branch and one episode a node: all that was written, how turns began, and what
-    a search found."""
+    """The tree has one branch and one episode a node.
+
+    All that was written counts, and how turns began, and what a search found.
+    """
     table = Table(TURNS | {"": [ask("a")], "a?": [WRONG], "m1": [WRONG]})
     tree = grow(table, branches=1, rollouts=1)
     assert tree.counts["generated_tokens"] == table.written_tokens
@@ -333,8 +327,10 @@ def test_a_better_memory_at_the_threshold_is_chosen_in_the_pair_and_not_in_the_c
 
 
 def voting(stopping: int) -> Mapping[str, Sequence[str]]:
-    """Of four votes at the root, so many stop, one of them wrongly. Going on with b is worth
-    nothing."""
+    """Return turns in which `stopping` of four votes at the root stop, one of them wrongly.
+
+    Going on with b is worth nothing.
+    """
     turns = TURNS | {
         "": [*[GOLD] * (stopping - 1), WRONG, *[ask("b")] * (4 - stopping)],
         "b?": [WRONG],
@@ -379,7 +375,10 @@ def test_a_turn_that_cannot_be_read_votes_for_nothing_and_is_no_branch():
 
 
 def test_the_search_is_scored_where_memory_was_good_enough_and_not_expanded():
-    """m2 is worth 1 and q1 1/2: the pair prefers memory, and the leaf is without a search."""
+    """m2 is worth 1 and q1 is worth 1/2.
+
+    The pair prefers memory, and the leaf is without a search.
+    """
     turns = TURNS | {"m2": [GOLD], "[q1]": [GOLD, WRONG], "m2<go on>": ["\n"]}
     cheap = grow(Table(turns))
     both = grow(Table(turns), both=True)
@@ -402,16 +401,16 @@ def test_going_on_is_scored_where_the_vote_ends_the_tree_and_not_expanded():
         ("stop_over_go_on", "gold", "b?", (1.0, 0.0)),
     ]
     assert tree.leaves == 2
-    assert (tree.counts["rollouts"], tree.counts["rollouts_for_pairs"]) == (
-        2,
-        2,
-    )
+    assert tree.counts["rollouts"] == 2
+    assert tree.counts["rollouts_for_pairs"] == 2
     assert tree.counts["pruned_branches"] == 1
 
 
 def test_the_decision_that_no_sample_took_is_forced_after_the_same_thoughts():
-    """After q1 all three votes stop with 1, and going on is worth nothing; before the first step
-    nothing is forced."""
+    """After q1 all three votes stop with 1, and going on is worth nothing.
+
+    Before the first step nothing is forced.
+    """
     table = Table(
         TURNS
         | {"[q1]<go on>": [" c?\n", " d?\n", " C?\n"], "[q1]>c?": [WRONG], "[q1]>d?": [GOLD, WRONG]}
@@ -429,8 +428,10 @@ def test_the_decision_that_no_sample_took_is_forced_after_the_same_thoughts():
 
 
 def test_stopping_is_forced_where_every_sample_goes_on():
-    """After m2, which is good enough, all samples ask c, which is worth nothing; forced to stop,
-    one is right."""
+    """After m2, which is good enough, all samples ask c, which is worth nothing.
+
+    Forced to stop, one is right.
+    """
     turns = TURNS | {
         "m2": [GOLD, GOLD, ask("c"), ask("c"), ask("c")],
         "m2<stop>": [" gold </answer>", " no </answer>"],
@@ -460,7 +461,7 @@ def test_a_search_that_fails_is_no_branch_and_counted():
 
 
 def test_an_episode_that_a_failed_search_ended_enters_no_mean():
-    """Episodes that search for what fails are lost: a is worth 1 by the others."""
+    """Episodes that search for what fails are lost. The others give a its worth of 1."""
     turns = TURNS | {
         "a?": ["I need to look this up. </think>\n<search> lost </search>", GOLD],
         "": [ask("a")],
@@ -505,11 +506,10 @@ def test_a_node_whose_episodes_are_all_lost_is_not_expanded():
     lost = records_of(tree, "most", 1.0)
     whole = records_of(grow(Table(TURNS)), "most", 1.0)
     tree_figures = figures([*lost, *whole])
-    assert (
-        tree_figures["best_reward"],
-        tree_figures["leaf_share"],
-        tree_figures["retrievals"],
-    ) == (1.0, 1.0, 1.0), "of the whole tree alone"
+    # Of the whole tree alone.
+    assert tree_figures["best_reward"] == 1.0
+    assert tree_figures["leaf_share"] == 1.0
+    assert tree_figures["retrievals"] == 1.0
     assert tree_figures["questions"] == 2
     assert tree_figures["unfinished"] == 1
     assert tree_figures["retriever_failed"] == 2
@@ -539,9 +539,11 @@ class Wide(Table):
 
 
 def test_layers_grow_linearly_and_by_two_and_by_all_executions():
-    """k = 2 and T = 2. A pruned layer has 2 + 2 + 2 nodes and is followed by one state; an unpruned
-    one by 2; in a full one each sub-question has 4 executions, so 2 + 8 nodes are followed by 8
-    states."""
+    """The sizes are k = 2 and T = 2.
+
+    A pruned layer has 2 + 2 + 2 nodes and is followed by one state, an unpruned one by 2. In a full
+    one each sub-question has 4 executions, so 2 + 8 nodes are followed by 8 states.
+    """
     counts = {
         name: grow(Wide(), branches=2, expansion=name).counts
         for name in ("pruned", "unpruned", "full")
@@ -592,7 +594,9 @@ def test_a_spent_budget_keeps_what_was_made():
     assert 0 < part.leaves < whole.leaves
     assert half <= part.counts["generated_tokens"] < whole.counts["generated_tokens"]
     none = grow(Wide(), branches=2, expansion="full", budget_tokens=1)
-    assert not none.finished and none.counts["nodes"] == 10, "the first layer was begun"
+    # The first layer was begun.
+    assert not none.finished
+    assert none.counts["nodes"] == 10
     (record,) = records_of(none, "most", 1.0)
     assert record.stop_reason == StopReason.ITERATION_LIMIT
     assert record.reward == 0.0
@@ -603,8 +607,10 @@ def test_a_spent_budget_keeps_what_was_made():
 
 
 def test_the_chain_is_a_leaf_with_the_best_reward_whatever_an_episode_searched():
-    """Two leaves are right, and so are episodes with more and with fewer searches: SFT learns a
-    path of the tree."""
+    """Two leaves are right, and so are episodes with more and with fewer searches.
+
+    SFT learns a path of the tree.
+    """
     twice = "I need to look this up. </think>\n<search> more </search>"
     turns = TURNS | {
         "a?": [twice],
@@ -623,8 +629,10 @@ def test_the_chain_is_a_leaf_with_the_best_reward_whatever_an_episode_searched()
 
 
 def test_an_episode_stands_in_only_where_no_leaf_has_the_best_reward():
-    """The votes after q1 are wrong, the episodes after m2 and q1 were right: of these, most or
-    least searches."""
+    """The votes after q1 are wrong, and the episodes after m2 and q1 were right.
+
+    The chain is one of these, with most or with least searches.
+    """
     tree = grow(Table(TURNS | {"[q1]": [GOLD, GOLD, WRONG, WRONG, WRONG]}))
     most_chain = best_chain(tree, "most")
     least_chain = best_chain(tree, "least")
@@ -680,11 +688,11 @@ def test_dpo_moves_towards_what_was_chosen():
     packed = pack(sides, row_tokens=512, seed=0, pairs=True)
     reference = trainer.score(state, packed)
     rows = packed.with_columns(reference_log_probs=reference)
-    seen = []
+    metrics = []
     rates = schedule(peak=3e-3, end_value=3e-3, total_steps=8)
-    state = fit(trainer, state, rows, schedule=rates, steps=8, seed=0, on_step=seen.append).state
-    assert seen[0].loss == pytest.approx(math.log(2), abs=1e-5)
-    assert seen[-1].loss < 0.6
+    state = fit(trainer, state, rows, schedule=rates, steps=8, seed=0, on_step=metrics.append).state
+    assert metrics[0].loss == pytest.approx(math.log(2), abs=1e-5)
+    assert metrics[-1].loss < 0.6
     gains = np.where(packed.loss_mask, trainer.score(state, packed) - reference, 0.0)
     signs = np.sign(packed.columns["pairs"])
     assert (gains * signs).sum() > 1.0, "chosen turns gained on rejected ones"
@@ -837,7 +845,8 @@ def test_every_field_of_the_method_changes_what_a_run_does(config, played):
     }
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(DecexTreeConfig)}
     high = changed(config, "method", min_reward=1.0)
-    del values["retrievals"]  # the leaves of a pruned tree have one path
+    # The leaves of a pruned tree have one path.
+    del values["retrievals"]
     assert_each_changes(
         high, "method", values | {"min_reward": 2.0}, lambda c: refused_or(played, c)
     )
@@ -904,12 +913,13 @@ def test_what_is_kept_is_not_grown_again_and_what_is_lost_is_grown_to_the_same(
 
     monkeypatch.setattr(Dice, "generate", heard)
     second_run: Any = TreeRun(config, tmp_path)
-    second_run.trainer = None  # the reference was scored
+    # The reference was scored.
+    second_run.trainer = None
     assert learnt(second_run) == first
     assert len(first) == 2
     texts = {question.text for question in second_run.task.questions("train")[:6]}
-    seen = {text for text in texts if any(text in prompt for prompt in asked)}
-    assert len(seen) == (2 if lost else 0), "the second shard has two of six questions"
+    sampled_questions = {text for text in texts if any(text in prompt for prompt in asked)}
+    assert len(sampled_questions) == (2 if lost else 0), "the second shard has two of six questions"
 
 
 def test_trees_that_spend_their_budget_before_a_chain_are_told_of(config, played):
@@ -942,8 +952,10 @@ def test_trees_without_a_reward_are_answered_in_a_sentence(config, played, monke
 
 
 def test_a_second_model_writes_the_trees_of_a_run(config, played, monkeypatch):
-    """It asks and answers, always rightly from memory: its tokens are counted apart from the
-    policy's."""
+    """The second model asks and answers rightly from memory.
+
+    Its tokens are counted apart from the policy's.
+    """
 
     class Replies:
         policy_version = -1
@@ -980,9 +992,10 @@ def test_a_run_says_what_its_pairs_prefer_and_how_many_chains_are_leaves(config,
 
 def test_a_pair_that_exceeds_a_row_is_told_of(config, played):
     without_sft = changed(config, "method", sft=False)
-    told = r"[1-9]\d* of \d+ pairs exceed 300 tokens and are left out"
+    message = r"[1-9]\d* of \d+ pairs exceed 300 tokens and are left out"
     assert any(
-        re.search(told, event) for event in played(changed(without_sft, "trainer", row_tokens=300))
+        re.search(message, event)
+        for event in played(changed(without_sft, "trainer", row_tokens=300))
     )
     assert not any("pairs exceed" in event for event in played(without_sft))
 
@@ -1073,4 +1086,5 @@ def test_a_row_must_hold_both_sides_of_a_pair(config, fields, refused):
         assert refused in str(error.value)
         assert "--trainer.row-tokens 4000" in str(error.value)
     check_demonstrations(changed(asked, "trainer", row_tokens=4000))
-    check(asked)  # a finished run is evaluated all the same
+    # A finished run is evaluated all the same.
+    check(asked)

@@ -96,8 +96,10 @@ READINGS = {
 
 
 class LittleTeacher:
-    """Writes what stands for each step; `first` are replies that come before. What it read is kept,
-    step by step."""
+    """Writes the reply of each step and keeps what it read, step by step.
+
+    `first` are replies that come before.
+    """
 
     version = 3
 
@@ -118,12 +120,10 @@ class LittleTeacher:
         await asyncio.sleep(0)
         if isinstance(state, PlannerState):
             step = "turn" if params.stop_strings else "plan"
+        elif params.stop_strings == synthesis_prompts.answer_stops("sentence"):
+            step = "answer"
         else:
-            step = (
-                "answer"
-                if params.stop_strings == synthesis_prompts.answer_stops("sentence")
-                else "reading"
-            )
+            step = "reading"
         self.read.append((step, tokenizer().decode(prompt), params.seed))
         if self._first.get(step):
             return completion(self._first[step].pop(0), params.max_new_tokens)
@@ -194,8 +194,10 @@ def refusals(trajectory: Trajectory) -> dict[str, float]:
 
 
 def test_the_conversations_are_those_that_mujica_plays():
-    """Contexts are what the environment returned and the workers said; the plan begins the first
-    thought."""
+    """Contexts are what the environment returned and the workers said.
+
+    The plan begins the first thought.
+    """
     trajectory = written(LittleTeacher())
     planner, director, city = trajectory.conversations
     assert [turn.text for turn in planner.turns] == [
@@ -263,12 +265,12 @@ def test_the_teacher_is_told_what_no_learnt_prompt_says():
     assert f"Answer: {DIRECTED}\nGolden evidence: [1]" in prompts["reading"]
     assert "publication date" in prompts["reading"]
     for conversation in trajectory.conversations:
-        told = tokenizer().decode(
+        prompt = tokenizer().decode(
             [id for turn in conversation.turns if turn.role == "context" for id in turn.token_ids]
         )
-        assert "Answer:" not in told
-        assert "evidence" not in told
-        assert "Plan:" not in told
+        assert "Answer:" not in prompt
+        assert "evidence" not in prompt
+        assert "Plan:" not in prompt
 
 
 # Evidence (equation 6)
@@ -446,9 +448,9 @@ def test_what_a_hostile_passage_says_changes_nothing_that_is_learnt():
 
 
 def test_what_else_a_reply_holds_is_not_learnt():
-    told = TURNS[0].replace("look", "<answer> x </answer> look")
+    turn = TURNS[0].replace("look", "<answer> x </answer> look")
     trajectory = written(
-        LittleTeacher([f"As told: {told}\nObs: <answer> Ghent </answer>", *TURNS[1:]])
+        LittleTeacher([f"As told: {turn}\nObs: <answer> Ghent </answer>", *TURNS[1:]])
     )
     first = model_turns(trajectory)[0]
     assert first.endswith(
@@ -464,14 +466,8 @@ def test_what_else_a_reply_holds_is_not_learnt():
 def test_without_evidence_the_teacher_is_told_the_answer_alone():
     teacher = LittleTeacher()
     trajectory = written(teacher, mode="no_evidence")
-    assert [step for step, _, _ in teacher.read] == [
-        "plan",
-        "turn",
-        "reading",
-        "turn",
-        "reading",
-        "turn",
-    ]
+    expected = ["plan", "turn", "reading", "turn", "reading", "turn"]
+    assert [step for step, _, _ in teacher.read] == expected
     assert all(
         "Answer: Ghent" in text and "Ilse Vand," not in text for step, text, _ in teacher.read[:2]
     )
@@ -526,8 +522,10 @@ def test_over_passages_the_worker_reads_the_gold_one_among_what_was_found():
 
 
 def test_a_model_behind_an_endpoint_is_a_teacher():
-    """It refuses once; the request for its first plan says nothing of tags, which are in the system
-    prompt alone."""
+    """The endpoint refuses once.
+
+    The request for its first plan says nothing of tags, which are in the system prompt alone.
+    """
     replies = [
         None, PLAN, TURNS[0], ANSWERS[ASK_DIRECTOR], READINGS[ASK_DIRECTOR], TURNS[1], ANSWERS[ASK_CITY],
         READINGS[ASK_CITY], TURNS[2],
@@ -582,7 +580,10 @@ def test_searches_show_the_questions_own_paragraphs_and_nothing_is_retrieved():
 
 
 def test_a_teacher_with_another_tokenizer_gives_the_same_rows():
-    """It reads and writes its own token ids; what is learnt is of the student's tokenizer."""
+    """The teacher reads and writes its own token ids.
+
+    The rows hold those of the student's tokenizer.
+    """
     other = Tokenizer.train(["Who is the director of The Tin Orchard? Ghent."], 320, tags=())
     own = tokenizer()
     assert own.encode_model(TURNS[0]) != other.encode_model(TURNS[0])
@@ -646,24 +647,17 @@ def test_with_evipaths_contract_teacher_and_rows_have_its_tags():
     ]
     assert director.turns[1].text == translated(READINGS[ASK_DIRECTOR])
     later = [text for step, text, _ in teacher.read if step == "turn"][1]
-    assert later.rstrip().endswith("assistant") and "Candidate: [2] Ilse Vand" in later, (
-        "the teacher reads it too"
-    )
+    # The teacher reads it too.
+    assert later.rstrip().endswith("assistant")
+    assert "Candidate: [2] Ilse Vand" in later
 
 
 def test_the_teachers_conversations_are_lessons():
-    """What a model learns that is to be a teacher: the hint is read, and the accepted words are
-    learnt."""
+    """A model that is to be a teacher reads the hint and learns the accepted words."""
     teacher = LittleTeacher()
     rows = asyncio.run(synthesizer().lessons(attempt(BORN), LittleWorld(), teacher))
-    assert [row.role for row in rows] == [
-        "planner",
-        "planner",
-        "worker",
-        "worker",
-        "worker",
-        "worker",
-    ]
+    expected = ["planner", "planner", "worker", "worker", "worker", "worker"]
+    assert [row.role for row in rows] == expected
     plan, planner, answer, reading, *_ = rows
     assert plan.turns[-1].text == PLAN
     assert answer.turns[-1].text == ANSWERS[ASK_DIRECTOR]
@@ -687,7 +681,7 @@ def recipes_call_the_fake(monkeypatch):
 
 
 class LittleRun:
-    """In the place of a `Run` that only synthesises."""
+    """Stands in for a `Run` that only synthesises."""
 
     def __init__(self, folder: Path, teacher: LittleTeacher, **changes: Any) -> None:
         sampling = types.SimpleNamespace(shard_questions=1, questions_per_round=2, temperature=1.0)
@@ -697,7 +691,10 @@ class LittleRun:
         self.store = Store(folder)
         self.teacher = teacher
         self.task = types.SimpleNamespace(rule="two_wiki")
-        self.progress = self.preemption = self.counters = self.metrics = self
+        self.progress = self
+        self.preemption = self
+        self.counters = self
+        self.metrics = self
 
     def stage(self, *names: object, **figures: object) -> Any:
         return contextlib.nullcontext(types.SimpleNamespace(update=lambda *values, **figures: None))
@@ -753,10 +750,10 @@ def test_a_teacher_of_nothing_usable_is_one_sentence_and_what_was_made_is_kept(t
 def test_a_finished_synthesis_is_read_and_not_made_again(tmp_path):
     first: Any = LittleRun(tmp_path, LittleTeacher([*TURNS, *TURNS]))
     questions = [BORN, dataclasses.replace(BORN, id="q-2")]
-    made = evipath._synthesize(first, None, little_author, questions)  # pyright: ignore[reportArgumentType]
+    trajectories = evipath._synthesize(first, None, little_author, questions)  # pyright: ignore[reportArgumentType]
     second_run: Any = LittleRun(tmp_path, LittleTeacher([]))
-    assert evipath._synthesize(second_run, None, synthesizer(), questions) == made  # pyright: ignore[reportArgumentType]
-    assert [t.question_id for t in made] == ["q-1", "q-2"]
+    assert evipath._synthesize(second_run, None, synthesizer(), questions) == trajectories  # pyright: ignore[reportArgumentType]
+    assert [t.question_id for t in trajectories] == ["q-1", "q-2"]
 
 
 def three_questions() -> list[Question]:
@@ -771,12 +768,13 @@ def synthesised(run: Any) -> list[Trajectory]:
 def test_synthesis_ends_when_as_many_trajectories_are_right_as_are_wanted(tmp_path):
     wrong = "<think> so </think>\n<answer> Bruges </answer>"
     teacher = LittleTeacher([*TURNS[:2], wrong, *TURNS, *TURNS])
-    made = synthesised(LittleRun(tmp_path, teacher, mode="deductive", trajectories=1))
-    assert [(t.question_id, t.answer) for t in made] == [("q-1", "Bruges"), ("q-2", "Ghent")], (
-        "the third is not asked"
-    )
+    trajectories = synthesised(LittleRun(tmp_path, teacher, mode="deductive", trajectories=1))
+    assert [(t.question_id, t.answer) for t in trajectories] == [
+        ("q-1", "Bruges"),
+        ("q-2", "Ghent"),
+    ], "the third is not asked"
     second_run = LittleRun(tmp_path, LittleTeacher([]), mode="deductive", trajectories=1)
-    assert synthesised(second_run) == made
+    assert synthesised(second_run) == trajectories
 
 
 def test_a_synthesis_that_is_killed_goes_on_and_ends_with_the_same_trajectories(tmp_path):
@@ -883,7 +881,7 @@ def test_a_policy_from_scratch_without_a_warm_up_cannot_be_an_abductive_teacher(
 
 @pytest.mark.parametrize("mode", ["abductive", "deductive"])
 def test_the_8b_configuration_takes_the_policy_itself_as_teacher_of_both_modes(mode):
-    """By the flags of its docstring (tables 3 and 4)."""
+    """The flags of its docstring give the modes of tables 3 and 4."""
     none = [f"--method.remote.{field}" for field in ("base-url", "model", "mode", "tokenizer")]
     words = [
         "--method.teacher",

@@ -94,8 +94,10 @@ def run(folder) -> Iterator[Run]:
 
 
 def test_a_second_checkpoint_with_another_tokenizer_writes_the_trajectories(run, folder):
-    """Its weights are random: what it writes is refused with its reasons. The run's own model is
-    not asked."""
+    """The weights are random, so what the teacher writes is refused with its reasons.
+
+    The run's own model is not asked.
+    """
     author = evipath_teacher.find_author(run)()
     teacher = author.synthesizer._synthesis.teacher
     assert author.generator is not None
@@ -174,7 +176,7 @@ def test_a_teacher_reads_prompts_as_it_was_trained_unless_told_otherwise(
 
 @pytest.mark.parametrize("mode", ["abductive", "deductive"])
 def test_a_policy_from_scratch_is_taught_the_teachers_prompts_in_every_mode(mode):
-    """So that two modes that are compared begin with the same policy, and have the same teacher."""
+    """Two modes that are compared begin with the same policy and have the same teacher."""
     config = with_method(load_config("tiny_world_evipath"), mode=mode)
     check(config)
     assert is_taught(config)

@@ -75,12 +75,17 @@ def test_the_tokens_are_those_of_the_whole_text(tokenizer, texts):
 def test_a_long_text_is_not_read_to_its_end(monkeypatch):
     tokenizer = TOKENIZERS["BERT"]
     text = "abcd abc " * 10_000
-    read = []
-    whole = embedder._beginning
-    monkeypatch.setattr(embedder, "_beginning", lambda *cut: read.append(whole(*cut)) or read[-1])
+    beginnings = []
+    beginning_of = embedder._beginning
+
+    def recorded_beginning(*arguments):
+        beginnings.append(beginning_of(*arguments))
+        return beginnings[-1]
+
+    monkeypatch.setattr(embedder, "_beginning", recorded_beginning)
     (ids,) = encode_truncated(tokenizer, [text], MAX_TOKENS)
     assert ids == tokenizer.encode(text).ids
     assert len(ids) == MAX_TOKENS
-    assert sum(map(len, read)) < 20 * MAX_TOKENS
+    assert sum(map(len, beginnings)) < 20 * MAX_TOKENS
     blank = " " * 5000 + "abc"
     assert encode_truncated(tokenizer, [blank], MAX_TOKENS) == [tokenizer.encode(blank).ids]

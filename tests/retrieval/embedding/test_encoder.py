@@ -39,7 +39,8 @@ def folder(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("bert")
     model = transformers.BertModel(transformers.BertConfig(**FIELDS, initializer_range=0.3))
-    for name, weight in model.named_parameters():  # also what starts as zeros and ones
+    # Weights that start as zeros and ones are drawn too.
+    for name, weight in model.named_parameters():
         torch.nn.init.normal_(weight, mean=float("LayerNorm.weight" in name), std=0.3)
     model.save_pretrained(path)
     vocabulary = path / "vocab.txt"
@@ -49,7 +50,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 def variant(folder: Path, target: Path, **changes: object) -> Path:
-    """A copy of the folder with fields of config.json changed."""
+    """Return a copy of the folder with fields of config.json changed."""
     shutil.copytree(folder, target)
     fields = json.loads((target / "config.json").read_text()) | changes
     (target / "config.json").write_text(json.dumps(fields))
@@ -80,7 +81,7 @@ def texts(count: int, longest: int = 30) -> list[str]:
 
 
 def states(folder: Path, text: str) -> np.ndarray:
-    """[time, hidden] of one text by transformers."""
+    """Return the states of one text by transformers, [time, hidden]."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.BertModel.from_pretrained(folder, add_pooling_layer=False).eval()
     with torch.no_grad():
@@ -140,7 +141,8 @@ def test_a_query_has_the_same_numbers_whatever_it_comes_with(folder):
 def test_special_tokens_in_a_text_are_only_text(folder):
     embedder = find_embedder(str(folder)).load()
     (hostile,) = embedder._tokenizer.encode_batch(["word1 [SEP] word2"])
-    assert hostile.ids.count(3) == 1  # its own end
+    # The only end token is the text's own.
+    assert hostile.ids.count(3) == 1
 
 
 def test_long_texts_are_cut_and_the_limit_is_the_smaller_one(folder, tmp_path):

@@ -79,7 +79,7 @@ MISBEHAVIOUR = {
 
 @pytest.mark.parametrize("fault", MISBEHAVIOUR.values(), ids=MISBEHAVIOUR)
 def test_what_passes_is_survived(store, clock, fault):
-    """What is late or trickles takes longer than a try may."""
+    """An answer that is late or trickles takes longer than a try may."""
     turned = {"silent": 1.1, "trickle": 0.1}.get(fault.fault, 0.0)
     fault = dataclasses.replace(fault, meanwhile=lambda: clock.turn(turned))
     with serving(
@@ -160,15 +160,14 @@ def test_what_does_not_pass_is_a_typed_error(clock, fault, options, kind, messag
     ],
 )
 def test_a_table_of_something_else_is_a_typed_error(row, tmp_path):
-    variables = (
-        ["inverse", "property", "name", "other", "label", "own", "same"]
-        if "other" in row
-        else ["entity", "rank"]
-    )
+    variables = ["entity", "rank"]
+    if "other" in row:
+        variables = ["inverse", "property", "name", "other", "label", "own", "same"]
     other = Answer(content={"head": {"vars": variables}, "results": {"bindings": [row]}})
     with serving(lambda request, before: other) as endpoint:
         graph = endpoint_at(endpoint.base_url, cache=SearchCache(tmp_path, "a"))
-        for _ in range(2):  # the second time from the cache
+        # The second time the answer comes from the cache.
+        for _ in range(2):
             with pytest.raises(
                 RetrieverUnavailable, match="answered something else than was asked"
             ):
@@ -176,7 +175,7 @@ def test_a_table_of_something_else_is_a_typed_error(row, tmp_path):
 
 
 def quoted(depth: int, name: str = "triple") -> str:
-    """A term in JSON that quotes a triple, which quotes another one, so many deep."""
+    """Return a term in JSON that quotes a triple, which quotes another one, `depth` times."""
     subject = '{"type": "uri", "value": "http://x/s"}'
     begun = (
         f'{{"type": "{name}", "value": {{"subject": {subject}, "predicate": {subject}, "object": '
@@ -261,11 +260,9 @@ def test_requests_go_no_faster_than_allowed_and_all_wait_when_asked_to(store, cl
     paused: list[float] = []
 
     def answer(request, before):
-        return (
-            Answer(status=429, headers={"Retry-After": "0.5"})
-            if before == 2
-            else truth(store, request)
-        )
+        if before == 2:
+            return Answer(status=429, headers={"Retry-After": "0.5"})
+        return truth(store, request)
 
     async def together(graph):
         return await asyncio.gather(*(graph.triples_of(f"Q{number}") for number in range(1, 16)))

@@ -38,7 +38,7 @@ from tests.helpers.little_graph import (
 )
 from tests.helpers.paths import ROOT
 from tests.helpers.patience import HANG_SECONDS
-from tests.retrieval.text.test_bucket_corpus import every
+from tests.retrieval.text.test_bucket_corpus import FaultyRanges
 from tests.retrieval.text.test_index import Silent
 
 HEADER = "subject\trelation\tobject\tsubject_qid\tobject_qid\n"
@@ -74,10 +74,10 @@ def test_a_dump_is_found_again(tmp_path, name):
     content = write_dump(tmp_path / "plain").read_bytes()
     compressed = {".gz": gzip.compress, ".bz2": bz2.compress}.get(Path(name).suffix, bytes)(content)
     (tmp_path / name).write_bytes(compressed)
-    manifest, there = build(tmp_path / "index", spec(tmp_path / name), Silent())
+    manifest, was_there = build(tmp_path / "index", spec(tmp_path / name), Silent())
     assert manifest["kind"] == "graph"
     assert manifest["triples"] == 8
-    assert there is False
+    assert was_there is False
     graph = open_graph(tmp_path / "index")
     assert graph.version == manifest["version"]
     assert named(graph, "Q1") == FILM
@@ -117,7 +117,7 @@ def test_a_dump_in_a_bucket_is_read_as_from_the_disk(tmp_path, monkeypatch, name
     monkeypatch.setattr(graph_files, "READ_BYTES", 500)
     bucket.put("mine", f"folder/{name}", write_dump(tmp_path / name).read_bytes())
     if fault is not None:
-        bucket.faults = every(3, fault)
+        bucket.faults = FaultyRanges(3, fault)
     manifest, _ = build(tmp_path / "index", spec(f"gs://mine/folder/{name}"), Silent())
     assert manifest["triples"] == 8
     assert everything(open_graph(tmp_path / "index")) == everything(
@@ -307,8 +307,8 @@ def test_opening_and_asking_changes_nothing(copy):
 
 def test_the_same_build_again_finds_the_index_there_and_another_is_refused(copy, tmp_path):
     dump = write_dump(tmp_path / "dump.nt")
-    _, there = build(copy, spec(dump), Silent())
-    assert there
+    _, was_there = build(copy, spec(dump), Silent())
+    assert was_there
     with pytest.raises(
         UserError, match=r"was begun with languages .*'en', 'mul'.* and this build has \['de'\]"
     ):
@@ -320,7 +320,7 @@ def test_the_same_build_again_finds_the_index_there_and_another_is_refused(copy,
 
 @pytest.fixture
 def many(tmp_path) -> tuple[Path, Path]:
-    """A dump and a table, for a load of many chunks."""
+    """Return a dump and a table, for a load of many chunks."""
     lines = [
         line
         for n in range(100, 400)
@@ -357,7 +357,7 @@ raise SystemExit(index.main(sys.argv[1:]))
 
 
 def killed(folder: Path, files: tuple[Path, ...], where: str, ready) -> None:
-    """A build that is killed as soon as `ready`, or that ends where nobody waits."""
+    """Kill a build as soon as `ready`. Where `where` is "nowhere" it ends by itself."""
     arguments = ["build", "--corpus", *map(str, files), "--kind", "graph", "--out", str(folder)]
     command = [sys.executable, "-c", KILLED, where, *arguments]
     process = subprocess.Popen(
@@ -366,9 +366,8 @@ def killed(folder: Path, files: tuple[Path, ...], where: str, ready) -> None:
     try:
         deadline = time.monotonic() + HANG_SECONDS
         while where != "nowhere" and not ready():
-            assert process.poll() is None and time.monotonic() < deadline, (
-                process.stderr and process.stderr.read()
-            )
+            assert process.poll() is None, process.stderr and process.stderr.read()
+            assert time.monotonic() < deadline, process.stderr and process.stderr.read()
             time.sleep(0.005)
         if where != "nowhere":
             process.send_signal(signal.SIGKILL)
@@ -395,8 +394,8 @@ PLACES = {  # where a load is killed, by what it last said
 @pytest.mark.parametrize(
     "places", [("the dump", "closing"), pytest.param(tuple(PLACES), marks=pytest.mark.slow)]
 )
-def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
-    """SIGKILL while it reads and writes; until the end nothing can be opened."""
+def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, files, places):
+    """It gets SIGKILL while it reads and writes. Until the end nothing can be opened."""
     folder = tmp_path / "index"
 
     def so_far() -> dict:
@@ -406,7 +405,7 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
     for name in places:
         killed(
             folder,
-            many,
+            files,
             name,
             lambda name=name: (folder / "graph" / "CURRENT").exists() and PLACES[name](so_far()),
         )
@@ -414,20 +413,20 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, many, places):
         assert name == "closing" or so_far()["stage"] != "done", "the end is still to come"
         with pytest.raises(UserError, match="is half-built"):
             open_graph(folder)
-    killed(folder, many, "nowhere", None)
+    killed(folder, files, "nowhere", None)
     manifest = manifests.read_manifest(folder)
     assert not [path for name in ("bulk-*", "LOG.old.*") for path in (folder / "graph").glob(name)]
     graph = open_graph(folder)
-    whole = graph_in_memory(*many)
+    whole = graph_in_memory(*files)
     assert everything(graph) == everything(whole)
-    assert (manifest["triples"], manifest["names"]) == (8 + 300 + 300, 14 + 300), (
-        "nothing is counted twice"
-    )
+    # Nothing is counted twice.
+    assert manifest["triples"] == 8 + 300 + 300
+    assert manifest["names"] == 14 + 300
     assert named(graph, "Q2") == DIRECTOR
 
 
-def test_a_load_goes_on_from_every_chunk(tmp_path, many, monkeypatch):
-    """Interrupted after each chunk, and with the next chunk already in the store when it was."""
+def test_a_load_goes_on_from_every_chunk(tmp_path, files, monkeypatch):
+    """It is interrupted after each chunk. The next chunk is already in the store then."""
     monkeypatch.setattr(graph_index, "CHUNK_BYTES", 12_000)
     monkeypatch.setattr(graph_files, "READ_BYTES", 2000)
     write = manifests.write_json
@@ -435,7 +434,8 @@ def test_a_load_goes_on_from_every_chunk(tmp_path, many, monkeypatch):
 
     def writing(path: Path, value) -> None:
         if path.name == graph_index.PROGRESS and value["stage"] != "done":
-            if len(written) % 2:  # the chunk is there and is not said to be
+            # The chunk is in the store, and no file says so.
+            if len(written) % 2:
                 written.append(None)
                 raise KeyboardInterrupt
             write(path, value)
@@ -446,18 +446,18 @@ def test_a_load_goes_on_from_every_chunk(tmp_path, many, monkeypatch):
     monkeypatch.setattr(graph_index, "write_json", writing)
     for _ in range(300):
         try:
-            manifest, _ = build(tmp_path / "index", spec(*many), Silent())
+            manifest, _ = build(tmp_path / "index", spec(*files), Silent())
             break
         except KeyboardInterrupt:
             continue
     assert len(written) > 12
     assert manifest["triples"] == 8 + 300 + 300
     assert manifest["names"] == 14 + 300
-    assert everything(open_graph(tmp_path / "index")) == everything(graph_in_memory(*many))
+    assert everything(open_graph(tmp_path / "index")) == everything(graph_in_memory(*files))
 
 
-def test_an_estimate_is_near_what_is_built(tmp_path, many):
-    dump, _ = many
+def test_an_estimate_is_near_what_is_built(tmp_path, files):
+    dump, _ = files
     manifest, _ = build(tmp_path / "index", spec(dump), Silent())
     whole = estimate_graph(spec(dump))
     assert whole["triples"] == manifest["triples"]

@@ -65,7 +65,7 @@ def small(tmp_path, *lines: str, **choice) -> GraphStore:
 
 
 def answering(store: pyoxigraph.Store):
-    """A SPARQL endpoint over a store."""
+    """Serve a store as a SPARQL endpoint."""
 
     def answer(request, before):
         solutions = store.query(request.body["query"])
@@ -302,7 +302,8 @@ def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(
             monkeypatch.setattr(loop, "run_in_executor", remembered)
             asking = asyncio.ensure_future(patient.triples_of("Q1"))
             await asyncio.sleep(0)
-            under_way[0].exception(HANG_SECONDS)  # this holds up the event loop, as a compiler does
+            # This holds up the event loop, as a compiler does.
+            under_way[0].exception(HANG_SECONDS)
             turned_clock.turn(0.31)
             answer = await asking
             monkeypatch.setattr(loop, "run_in_executor", submit)
@@ -343,9 +344,11 @@ def test_a_table_links_what_stands_in_it_with_and_without_an_id(tmp_path):
 
 @needs_data
 def test_the_2wiki_graph_says_what_it_says_in_memory():
-    """By Q-id, up to the label an entity is called by: a store has one label for each, a table one
-    in each row. Where a row without Q-ids names a label that several entities have, in memory it is
-    shown with all of them and here with none."""
+    """Triples are compared by Q-id, up to the label of an entity.
+
+    A store has one label for each, a table one in each row. Where a row without Q-ids names a label
+    that several entities have, in memory it is shown with all of them and here with none.
+    """
     triples = read_triples(TWO_WIKI / "triples.tsv.gz")
     memory = TripleGraph(triples)
     store = graph_in_memory(TWO_WIKI / "triples.tsv.gz")

@@ -98,8 +98,10 @@ def test_a_literal_has_one_printed_form(datatype, text, printed):
 def test_the_store_prints_a_literal_as_an_endpoint_that_keeps_its_text_does(
     datatype, text, printed, tmp_path
 ):
-    """Our store normalises numbers and times before they are printed; other stores give the text of
-    the dump."""
+    """Our store normalises numbers and times before they are printed.
+
+    Other stores give the text of the dump.
+    """
     statement = f"<{WD}Q1> <{WDT}P1> {typed(datatype, text)} ."
     graph = graph_in_memory(
         write_dump(tmp_path / "dump.nt", [label("Q1", "One"), label("P1", "value"), statement])
@@ -136,7 +138,7 @@ def test_the_other_spellings_of_a_value_follow_its_printed_form(datatype, text, 
 
 
 def test_a_round_year_before_christ_has_both_readings():
-    """Wikidata shifts years by one, and centuries and decades not."""
+    """Wikidata shifts years by one, but not centuries and decades."""
     assert spellings(typed(f"{XSD}dateTime", "-7000-01-01T00:00:00Z"))[:2] == ("7000 BC", "7001 BC")
     assert spellings(typed(f"{XSD}dateTime", "-0480-01-01T00:00:00Z"))[:2] == ("481 BC", "480 BC")
     assert "43 BC" not in spellings(typed(f"{XSD}dateTime", "-0043-01-01T00:00:00Z"))

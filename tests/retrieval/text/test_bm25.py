@@ -91,12 +91,14 @@ def test_a_corpus_without_words_finds_nothing(tokeniser):
 
 @pytest.mark.parametrize("tokeniser", ["default", "elasticsearch"])
 def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
-    """The index is that of all texts at once, and its words are numbered as the corpus has them,
-    whatever Python's hashes are."""
+    """The index is that of all texts at once.
+
+    Its words are numbered as the corpus has them, whatever Python's hashes are.
+    """
     passages = [*ANIMALS, Passage(id="3", title="!", text="?")] * 3
     whole = Bm25Index(passages, tokeniser)
     sizes = []
-    told = []
+    progress = []
 
     def recorded(texts, tokeniser_name):
         sizes.append(len(texts))
@@ -105,9 +107,9 @@ def test_words_are_read_a_few_texts_at_a_time(tokeniser, monkeypatch, tmp_path):
     tokens = bm25.indexed_words
     monkeypatch.setattr(bm25, "indexed_words", recorded)
     monkeypatch.setattr(bm25, "TEXTS_AT_ONCE", 5)
-    few = Bm25Index(passages, tokeniser, told.append)
+    few = Bm25Index(passages, tokeniser, progress.append)
     assert sizes == [5, 5, 2]
-    assert told == [5, 10, 12]
+    assert progress == [5, 10, 12]
     assert few.version == whole.version
     assert few.search(["cat dog", "flies"], 12) == whole.search(["cat dog", "flies"], 12)
     few.save(tmp_path / "few")
@@ -222,5 +224,5 @@ def test_an_index_with_words_of_a_later_release_is_refused(tmp_path):
 
 
 def test_the_version_of_latin_text_is_the_one_it_had():
-    """What was searched and kept under it stays right."""
+    """Results that were kept under it stay right."""
     assert Bm25Index(ANIMALS).version == "2d969526aabc8e50"

@@ -35,14 +35,14 @@ def parquet() -> bytes:
 
 def archive() -> bytes:
     file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w:gz") as made:
+    with tarfile.open(fileobj=file, mode="w:gz") as tar:
         for number in range(2):
             content = bz2.compress(
                 b"\n".join(LINES.splitlines()[100 * number : 100 * number + 100])
             )
             member = tarfile.TarInfo(f"part_{number}.bz2")
             member.size = len(content)
-            made.addfile(member, io.BytesIO(content))
+            tar.addfile(member, io.BytesIO(content))
     return file.getvalue()
 
 

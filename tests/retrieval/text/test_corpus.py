@@ -132,7 +132,7 @@ def test_parquet_rows_are_passages_and_bad_ones_have_their_row(tmp_path):
 
 
 def abstracts(path, members):
-    """As HotpotQA's: a tar of bz2 JSON Lines, in folders."""
+    """Write abstracts as HotpotQA does: a tar of bz2 JSON Lines, in folders."""
     with tarfile.open(path, "w:bz2") as archive:
         for name, records in members.items():
             content = bz2.compress("\n".join(map(json.dumps, records)).encode())
@@ -241,9 +241,12 @@ def test_repeated_ids_that_are_skipped_cost_one_look_back(tmp_path, monkeypatch)
     path.write_text("\n".join(json.dumps(CAT | {"id": f"doc{n // 5}"}) for n in range(500)))
     readings = []
     records_of = corpus.records_of
-    monkeypatch.setattr(
-        corpus, "records_of", lambda paths: readings.append(paths) or records_of(paths)
-    )
+
+    def counted_records_of(paths):
+        readings.append(paths)
+        return records_of(paths)
+
+    monkeypatch.setattr(corpus, "records_of", counted_records_of)
     skipped = Skipped()
     assert len(list(stream_corpus([path], skipped))) == 100
     assert skipped.skipped == 400
@@ -261,10 +264,7 @@ def test_a_lone_surrogate_is_refused_or_skipped(tmp_path, field):
     ):
         read_corpus([path])
     skipped = Skipped()
-    assert [passage.title for passage in stream_corpus([path], skipped)] == [
-        "Cat",
-        "Dog",
-    ]
+    assert [passage.title for passage in stream_corpus([path], skipped)] == ["Cat", "Dog"]
     assert skipped.skipped == 1
     path.write_text(json.dumps(CAT | {field: "\U0001f600"}))
     assert getattr(read_corpus([path])[0], field) == "\U0001f600", "a whole pair is a character"
@@ -291,7 +291,7 @@ def test_an_id_of_many_digits_is_an_id(tmp_path):
 
 
 def test_an_array_in_the_array_is_refused_without_being_read_whole(tmp_path, monkeypatch):
-    """However its records are cut: what counts is where it began, not where the text breaks off."""
+    """The error names the line where it began, wherever the text breaks off."""
     monkeypatch.setattr(corpus_records, "READ_CHARACTERS", 50)
     monkeypatch.setattr(corpus_records, "MAX_RECORD_CHARACTERS", 400)
     path = tmp_path / "corpus.json"

@@ -183,10 +183,7 @@ def test_titles_that_are_equal_or_begin_alike_are_passages_of_their_own(tmp_path
     write_passages(passages, tmp_path / "passages.arrow")
     assert [
         passage.text for passage in PassageFile(tmp_path / "passages.arrow").titled(["Ann"])
-    ] == [
-        "a river",
-        "a queen",
-    ]
+    ] == ["a river", "a queen"]
 
 
 @pytest.mark.parametrize(
@@ -231,7 +228,7 @@ def test_accents_are_composed_wherever_a_text_stands(tmp_path):
 
 
 def test_an_older_index_finds_its_titles_by_every_spelling(tmp_path):
-    """Its file holds titles as the corpus wrote them."""
+    """The file of that index holds titles as the corpus wrote them."""
     written = ["Key &amp; Peele", "Cafe\u0301", "Eddie &quot;The Eagle&quot;", "Plain"]
     passages = [
         Passage(id=str(number), title=title, text="a") for number, title in enumerate(written)

@@ -28,7 +28,7 @@ def small_blocks(monkeypatch):
 @pytest.mark.parametrize("recall_target", [None, 0.9])
 @pytest.mark.parametrize("storage", ["bfloat16", "int8"])
 def test_what_numpy_finds(storage, recall_target):
-    """On a CPU approximate search is exact; what it costs a TPU in recall cannot be seen here."""
+    """On a CPU approximate search is exact. What it costs a TPU in recall cannot be seen here."""
     embeddings = compressed(VECTORS, storage)
     scores, positions = ExactSearch(embeddings, recall_target=recall_target).search(QUERIES, 7)
     expected_scores, expected = best_rows(QUERIES, embeddings.float32(), 7)

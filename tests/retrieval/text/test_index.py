@@ -81,11 +81,11 @@ def copy(built, tmp_path) -> Path:
 @pytest.mark.parametrize("storage", ["bfloat16", "int8"])
 def test_a_dense_index_finds_what_numpy_finds(tmp_path, corpus, embedder, storage):
     reporter = Silent()
-    manifest, there = indexes.build(
+    manifest, was_there = indexes.build(
         tmp_path / "index", spec(corpus, embedder, storage=storage), reporter
     )
     assert manifest["passages"] == PASSAGES
-    assert there is False
+    assert was_there is False
     assert reporter.told["embedding"][-1] == PASSAGES
     index = indexes.open_index(tmp_path / "index")
     model = find_embedder(str(embedder)).load()
@@ -112,7 +112,7 @@ def test_bm25_from_the_disk_finds_what_bm25_in_memory_finds(tmp_path, corpus, to
 
 
 def test_an_exact_index_that_does_not_fit_on_the_devices_names_index_serve(built, monkeypatch):
-    """90 rows of 16 bfloat16 numbers, padded to 128, on one device: 4,096 bytes."""
+    """90 rows of 16 bfloat16 numbers are padded to 128 on one device. They take 4,096 bytes."""
     monkeypatch.setattr(exact, "free_device_bytes", lambda: 4096)
     assert indexes.open_index(built).search(QUERIES, 1)
     monkeypatch.setattr(exact, "free_device_bytes", lambda: 4095)
@@ -149,8 +149,8 @@ def test_the_same_build_again_finds_the_index_there(copy, corpus, embedder):
     before = {
         path: path.stat().st_mtime_ns for path in copy.rglob("*") if path.name != manifests.LOCK
     }
-    manifest, there = indexes.build(copy, spec(corpus, embedder), Silent())
-    assert there
+    manifest, was_there = indexes.build(copy, spec(corpus, embedder), Silent())
+    assert was_there
     assert manifest["passages"] == PASSAGES
     assert {path: path.stat().st_mtime_ns for path in before} == before
 

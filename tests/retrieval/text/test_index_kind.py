@@ -22,13 +22,13 @@ PASSAGES = 60
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> Path:
-    """A corpus of 60 passages, its first 59, and an embedder."""
-    made = tmp_path_factory.mktemp("kinds")
-    write_corpus(made / "corpus.jsonl", PASSAGES)
-    lines = (made / "corpus.jsonl").read_text().splitlines(keepends=True)
-    (made / "fewer.jsonl").write_text("".join(lines[:-1]))
-    tiny_embedder(made / "tiny")
-    return made
+    """Return a folder with a corpus of 60 passages, its first 59, and an embedder."""
+    folder = tmp_path_factory.mktemp("kinds")
+    write_corpus(folder / "corpus.jsonl", PASSAGES)
+    lines = (folder / "corpus.jsonl").read_text().splitlines(keepends=True)
+    (folder / "fewer.jsonl").write_text("".join(lines[:-1]))
+    tiny_embedder(folder / "tiny")
+    return folder
 
 
 def words(root: Path, out: Path, *flags: str, corpus: str = "corpus.jsonl") -> list[str]:
@@ -178,11 +178,7 @@ def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, ca
     assert small["kind"] == "exact"
     assert set(small["disk_bytes"]) == {"passages", "embeddings"}
     assert large["kind"] == "scann"
-    assert set(large["disk_bytes"]) == {
-        "passages",
-        "embeddings",
-        "scann",
-    }
+    assert set(large["disk_bytes"]) == {"passages", "embeddings", "scann"}
     assert small["why"].startswith("100,000 passages: an exact")
     assert large["why"].startswith("100,001 passages: a ScaNN")
 
@@ -294,7 +290,7 @@ def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_
     questions = tmp_path / "questions.jsonl"
     assert index.main(words(root, folder, "--kind", "scann")) == 0
     questions.write_text('{"question": "word1?", "supporting_facts": ["title 1"]}\n')
-    *opened, taken = without_scann(
+    *opened, copied = without_scann(
         (MAC, ["query", "--index", str(folder), "word1"]),
         (LINUX, ["recall", "--index", str(folder), "--questions", str(questions)]),
         (ARM, ["serve", "--index", str(folder), "--port", "0"]),
@@ -319,13 +315,16 @@ def test_where_scann_is_missing_an_index_of_it_is_not_opened_and_its_embeddings_
         )
 
     # What the sentence says helps.
-    assert taken["status"] == 0
+    assert copied["status"] == 0
     assert len(indexes.open_index(tmp_path / "exact").search(["word1"], 3)[0]) == 3
 
 
 @pytest.mark.slow
 def test_a_build_that_was_begun_as_scann_stays_one_where_scann_is_missing(root, tmp_path):
-    """Without --kind too: an exact index would be another one than the machine before has begun."""
+    """It stays one without --kind too.
+
+    An exact index would be another one than the machine before has begun.
+    """
     pytest.importorskip(
         "scann", reason="ScaNN is not installed: it has wheels for Linux on x86-64 alone"
     )
@@ -349,8 +348,9 @@ print(at_start, heavy())
 
 
 def test_scann_is_not_imported_before_it_is_needed(root, tmp_path):
-    """Not by the entry points, and not by the build of an index that stays below the threshold."""
+    """Neither the entry points import it, nor the build of an index below the threshold."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-c", LOADED, *words(root, tmp_path / "index")]
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert (run.returncode, run.stdout) == (0, "set() set()\n"), run.stderr
+    assert run.returncode == 0, run.stderr
+    assert run.stdout == "set() set()\n", run.stderr

@@ -36,8 +36,10 @@ class Listed:
 
 
 def test_the_share_of_neighbours_that_are_found_is_counted_without_the_query_itself():
-    """Five numbers on a line; k is 4, so that all others are neighbours. 0 finds three of four, 1
-    all, 2 two, 3 none and 4 one: 10 of 20."""
+    """Five numbers lie on a line, and k is 4, so that all others are neighbours.
+
+    0 finds three of four, 1 all, 2 two, 3 none and 4 one: 10 of 20.
+    """
     embeddings = compressed(np.arange(1.0, 6.0, dtype=np.float32)[:, None], "bfloat16")
     search = Listed(
         [
@@ -56,7 +58,10 @@ def test_the_share_of_neighbours_that_are_found_is_counted_without_the_query_its
 
 
 def test_only_the_nearest_count(monkeypatch):
-    """Of the neighbour with the largest product each finds itself: 3 for 0 to 2, and 2 for 3."""
+    """Each finds itself beside the neighbour with the largest product.
+
+    That is 3 for 0 to 2, and 2 for 3.
+    """
     monkeypatch.setattr(recall, "NEIGHBOURS", 1)
     embeddings = compressed(np.array([[1.0], [2.0], [3.0], [4.0]], np.float32), "bfloat16")
     search = Listed([[3, 0], [1, 3], [2, 1], [3, 2]])
@@ -75,12 +80,12 @@ def test_only_the_nearest_count(monkeypatch):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A corpus, an embedder, and an exact index."""
+    """Build a corpus, an embedder, and an exact index."""
     root = tmp_path_factory.mktemp("recall")
     corpus = write_corpus(root / "corpus.jsonl", PASSAGES)
     embedder = tiny_embedder(root / "tiny")
-    made = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
-    assert index.main([*made, "--out", str(root / "exact")]) == 0
+    exact = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
+    assert index.main([*exact, "--out", str(root / "exact")]) == 0
     return root
 
 
@@ -89,7 +94,7 @@ def build(root: Path, out: Path) -> list[str]:
 
 
 def brute_force(folder: Path) -> float:
-    """All products at once, sorted; ScaNN is asked query by query."""
+    """Return the recall by all products at once, sorted. ScaNN is asked query by query."""
     vectors = np.fromfile(folder / "embeddings.bfloat16", ml_dtypes.bfloat16).astype(np.float64)
     vectors = vectors.reshape(PASSAGES, FIELDS["hidden_size"])
     products = vectors @ vectors.T
@@ -134,7 +139,7 @@ def test_the_printed_recall_is_that_of_brute_force(
 def test_an_index_without_a_recall_is_measured_when_it_is_built_again(
     built, tmp_path, capsys, before
 ):
-    """As an earlier release left it, or a hand; its version stays."""
+    """An earlier release left none. The version of the index stays."""
     assert index.main(build(built, tmp_path / "scann")) == 0
     (first,) = re.findall(LINE, capsys.readouterr().err)
     file = tmp_path / "scann" / "manifest.json"

@@ -37,7 +37,8 @@ def embeddings() -> Embeddings:
     vectors = draw.normal(size=(50, DIMENSION))[draw.integers(0, 50, ROWS)] + draw.normal(
         size=(ROWS, DIMENSION)
     )
-    vectors[:, 5] = 0  # a column without a largest value
+    # This column has no largest value.
+    vectors[:, 5] = 0
     return compressed(
         (vectors / np.linalg.norm(vectors, axis=1, keepdims=True)).astype(np.float32), "bfloat16"
     )
@@ -47,9 +48,9 @@ def embeddings() -> Embeddings:
 def test_the_files_are_those_of_scanns_own_builder(embeddings, tmp_path, monkeypatch, spherical):
     monkeypatch.setattr(scann, "CHUNK_ROWS", 1100)
     parameters = dataclasses.replace(PARAMETERS, spherical=spherical)
-    told: list[int] = []
-    ours = scann.write_scann(embeddings, parameters, tmp_path / "ours", told.append)
-    assert told == [0, 1100, 2200, ROWS]
+    progress: list[int] = []
+    ours = scann.write_scann(embeddings, parameters, tmp_path / "ours", progress.append)
+    assert progress == [0, 1100, 2200, ROWS]
     whole = package().builder(embeddings.float32(), 1, "dot_product")
     whole = whole.tree(40, 8, training_sample_size=ROWS, spherical=spherical, random_init=False)
     whole = whole.score_ah(2, anisotropic_quantization_threshold=0.2, training_sample_size=ROWS)
@@ -59,7 +60,8 @@ def test_the_files_are_those_of_scanns_own_builder(embeddings, tmp_path, monkeyp
     names = sorted(path.name for path in theirs.iterdir())
     assert sorted(path.name for path in ours.iterdir()) == names
     for name in names:
-        if name == scann.MULTIPLIERS:  # their division rounds the last bit otherwise
+        # The division of multipliers rounds the last bit otherwise.
+        if name == scann.MULTIPLIERS:
             np.testing.assert_allclose(np.load(ours / name), np.load(theirs / name), rtol=1e-6)
         elif name.endswith(".npy"):
             np.testing.assert_array_equal(
@@ -85,7 +87,7 @@ def test_what_was_learned_for_something_else_is_learned_again(embeddings, tmp_pa
 
 
 def test_a_file_has_all_its_room_before_a_row_is_written(tmp_path):
-    """A full disk is an error there, where a mapped page without room would end the process."""
+    """A full disk is an error at that point. A mapped page without room would end the process."""
     rows = np.ones((10, 1024), np.int8)
     path = tmp_path / "rows.npy"
     scann._write_rows(path, rows, 0, 1000)
@@ -96,12 +98,12 @@ def test_a_file_has_all_its_room_before_a_row_is_written(tmp_path):
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory) -> Path:
-    """An index of 1,100 passages, whose embeddings others take."""
+    """Return an index of 1,100 passages, whose embeddings others take."""
     root = tmp_path_factory.mktemp("exact")
     corpus = write_corpus(root / "corpus.jsonl", 1100)
     embedder = tiny_embedder(root / "tiny")
-    made = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
-    assert index.main([*made, "--out", str(root / "exact")]) == 0
+    build = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", str(embedder)]
+    assert index.main([*build, "--out", str(root / "exact")]) == 0
     return root / "exact"
 
 
@@ -181,8 +183,10 @@ print((kibibytes("VmHWM") - before) * 1024)
 
 @pytest.mark.slow
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    """Of rows that are not in the sample only a chunk is held: ScaNN's own builder takes four times
-    their bytes and more."""
+    """Only a chunk is held of the rows outside of the sample.
+
+    ScaNN's own builder takes four times their bytes and more.
+    """
     rows = 200_000
     dimension = 128
     draw = np.random.default_rng(0)

@@ -44,7 +44,7 @@ def search_over(
 
 @pytest.fixture(scope="module")
 def clustered() -> tuple[np.ndarray, np.ndarray]:
-    """Vectors around 60 centres, and queries beside some of them."""
+    """Return vectors around 60 centres, and queries beside some of them."""
     draw = np.random.default_rng(0)
     centres = draw.normal(size=(60, 32))
     vectors = centres[draw.integers(0, 60, ROWS)] + 0.6 * draw.normal(size=(ROWS, 32))
@@ -71,9 +71,9 @@ def test_nearly_all_of_what_numpy_finds(built, clustered):
 
 
 def test_the_files_may_be_moved(clustered, tmp_path):
-    made = write_scann(compressed(clustered[0], "bfloat16"), PARAMETERS, tmp_path / "scann")
-    before = ScannSearch.load(made, ROWS, PARAMETERS)
-    shutil.move(made, tmp_path / "moved")
+    folder = write_scann(compressed(clustered[0], "bfloat16"), PARAMETERS, tmp_path / "scann")
+    before = ScannSearch.load(folder, ROWS, PARAMETERS)
+    shutil.move(folder, tmp_path / "moved")
     after = ScannSearch.load(tmp_path / "moved", ROWS, PARAMETERS)
     for ours, theirs in zip(
         after.search(clustered[1], 7), before.search(clustered[1], 7), strict=True
@@ -102,7 +102,8 @@ def test_the_kernels_that_the_processor_has_are_used_and_find_the_same(
         for variable in allowed:
             variable.value = True
     np.testing.assert_allclose(wide[0], narrow[0], atol=1e-5)
-    assert (wide[1] == narrow[1]).mean() > 0.99  # what is equally near may change places
+    # Rows that are equally near may change places.
+    assert (wide[1] == narrow[1]).mean() > 0.99
 
 
 @pytest.mark.parametrize(
@@ -161,8 +162,10 @@ def test_parameters_follow_from_the_size(rows, leaves, searched):
 
 @pytest.fixture
 def folders(tmp_path) -> tuple[list[str], Path]:
-    """The command that builds a ScaNN index of 1,100 passages, and its directory; the embeddings
-    are those of another index."""
+    """Return the command that builds a ScaNN index of 1,100 passages, and its directory.
+
+    The embeddings are those of another index.
+    """
     corpus = write_corpus(tmp_path / "corpus.jsonl", 1100)
     embedder = str(tiny_embedder(tmp_path / "tiny"))
     exact = ["build", "--corpus", str(corpus), "--kind", "exact", "--embedder", embedder]

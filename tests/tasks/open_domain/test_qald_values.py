@@ -119,7 +119,7 @@ def write_questions(folder: Path, questions: list[dict]) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A graph that states every gold value of its one film, and questions that ask for them."""
+    """Return a graph that states every gold value of its one film, and its questions."""
     root = tmp_path_factory.mktemp("qald_values")
     questions = [question(name, [answer]) for name, (answer, *_) in GOLD.items()]
     questions += [question(name, [answer]) for name, answer in NAMELESS.items()]
@@ -158,7 +158,7 @@ def by_name(qald) -> dict[str, Question]:
 
 
 def printed_in_search(qald, asked: Question) -> set[str]:
-    """Objects of the triples that a search from the film shows."""
+    """Return the objects of the triples that a search from the film shows."""
     (film,) = asked.candidates
     materials = asyncio.run(qald.environment(asked).search("x", film))
     return {material.text.split(", ", maxsplit=2)[2] for material in materials}
@@ -172,7 +172,8 @@ def test_every_gold_value_is_what_a_search_prints(folder):
         assert questions[name].answers[0] == printed, name
         assert questions[name].answer_sets[0][0][0] == printed, name
         assert score(printed, questions[name].answers, RULE).em == 1.0, name
-        if name != "relation":  # a predicate that no statement has as its object
+        # This predicate is the object of no statement.
+        if name != "relation":
             assert printed in shown, name
 
 
@@ -258,7 +259,7 @@ def test_a_value_that_is_no_term_names_its_question(folder, tmp_path):
 
 @needs_data
 def test_every_literal_of_the_official_file_is_gold_as_a_graph_prints_it(tmp_path):
-    """The store normalises what it reads; gold is made of the text of the official file."""
+    """The store normalises what it reads. Gold is made of the text of the official file."""
     terms = []
     for _, value in official_records(DATA / "qald10"):
         (answer,) = value["answers"]

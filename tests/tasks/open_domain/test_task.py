@@ -78,8 +78,10 @@ def test_hotpotqa_as_it_comes():
 
 @needs_data
 def test_of_hotpotqa_only_questions_with_their_gold_passages_are_asked_in_the_distractor_setting():
-    """The sample comes from the fullwiki file: 92 of its 338 questions have both gold passages
-    among their ten."""
+    """The sample comes from the fullwiki file.
+
+    92 of its 338 questions have both gold passages among their ten.
+    """
     distractor = task("hotpotqa", DATA / "hotpotqa", setting="distractor")
     asked = [question for split in ("dev", "test") for question in distractor.questions(split)]
     assert len(asked) == 92
@@ -289,11 +291,8 @@ def test_a_question_in_both_files_is_not_trained_on(tmp_path):
         "nq", tmp_path, index=str(tmp_path / "index"), top_k=1, dev_percent=100
     )
     assert [q.text for q in natural_questions.questions("dev")] == ["Who is 1?"]
-    assert sorted(q.text for q in natural_questions.questions("train")) == [
-        "Who is 0?",
-        "Who is 2?",
-        "Who is 3?",
-    ]
+    expected = ["Who is 0?", "Who is 2?", "Who is 3?"]
+    assert sorted(q.text for q in natural_questions.questions("train")) == expected
     assert titles_found(natural_questions, natural_questions.questions("dev")[0], "Ann") == ["Ann"]
 
 

@@ -53,8 +53,10 @@ def labels(world: TinyWorld, part: Part) -> list[str]:
 
 
 def answer_by_reading(question: Question) -> str:
-    """The answer from the words of the question and the evidences alone, without the world's
-    templates."""
+    """Return the answer from the words of the question and the evidences alone.
+
+    The world's templates are not used.
+    """
     objects = [evidence.object for evidence in question.evidences]
     if len(question.candidates) == 1:
         return objects[-1]
@@ -71,7 +73,7 @@ def answer_by_reading(question: Question) -> str:
 
 
 def pieces(world: TinyWorld) -> Iterator[object]:
-    """What there is to see of a world, the parts that are made soonest first."""
+    """Yield the parts of a world that can be seen, those that are made soonest first."""
     for split in ("test", "dev", "train"):
         questions = world.questions(split)
         yield len(questions)
@@ -90,7 +92,8 @@ def fingerprint(world: TinyWorld) -> tuple:
 
 
 def test_it_is_a_task_over_a_graph(world):
-    task: Task = world  # a type checker compares it with the protocol
+    # A type checker compares it with the protocol.
+    task: Task = world
     assert task.name == "tiny_world"
     assert task.rule == "two_wiki"
     assert task.environment_kind == "graph"
@@ -130,7 +133,8 @@ def test_every_field_is_perturbed_above():
     changed = {
         next(iter(case)) for case in test_every_field_changes_something.pytestmark[0].args[1]
     }
-    of_passages = {"environment", "top_k"}  # demonstrations/test_mujica_text.py
+    # These are tested in demonstrations/test_mujica_text.py.
+    of_passages = {"environment", "top_k"}
     assert changed | {"kind"} | of_passages == {
         field.name for field in dataclasses.fields(TinyWorldConfig)
     }
@@ -262,7 +266,8 @@ def test_search_returns_two_to_facts_per_entity_triples_gold_not_always_first(wo
                 materials[0].text == f"{evidence.subject}, {evidence.relation}, {evidence.object}"
             )
     assert sizes == set(range(2, CONFIG.facts_per_entity + 1))
-    assert 0.1 < sum(first_places) / len(first_places) < 0.4  # about one in the number of materials
+    # This is about one in the number of materials.
+    assert 0.1 < sum(first_places) / len(first_places) < 0.4
 
 
 def test_search_shows_triples_in_both_directions(world):
@@ -270,14 +275,14 @@ def test_search_shows_triples_in_both_directions(world):
     director = question.evidences[0].object
     texts = [material.text for material in world.graph.materials(question.evidences[0].object_id)]
     assert any(text.startswith(f"{director}, ") for text in texts)
-    seen = [
+    reverse_triples = [
         material.text
         for q in world.questions("test")
         for evidence in q.evidences
         for material in world.graph.materials(evidence.object_id)
         if material.text.endswith(f", {evidence.object}")
     ]
-    assert seen
+    assert reverse_triples
 
 
 def test_nobody_has_an_unknown_key(world):
@@ -506,9 +511,9 @@ def test_common_knowledge_is_read_in_pretraining_and_asked_about_in_every_split(
     demonstrations = [question for question, _ in common.demonstrations()]
     originals = demonstrations[: CONFIG.demonstrations]
     copies = demonstrations[CONFIG.demonstrations :]
-    assert copies and not any(question.is_known for question in copies), (
-        "no document states their facts"
-    )
+    # No document states their facts.
+    assert copies
+    assert not any(question.is_known for question in copies)
     asked = {split: list(common.questions(split)) for split in ("train", "dev", "test")} | {
         "demonstration": originals
     }

@@ -38,7 +38,10 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A data folder of one question, and an index of a graph that says more of its first entity."""
+    """Return a data folder of one question.
+
+    The index of its graph says more of its first entity.
+    """
     root = tmp_path_factory.mktemp("two_wiki")
     (root / "dev.json").write_text(json.dumps([BRICKS]))
     (root / "triples.tsv").write_text(HEADER + "\n".join(ROWS))
@@ -273,8 +276,10 @@ def test_mistakes_are_one_sentence(folder, tmp_path):
 
 @needs_data
 def test_2wiki_over_an_index_of_its_graph_finds_the_evidence(tmp_path):
-    """Of half of the entities the table does not say the Q-ids, which questions have: these are
-    found by their labels."""
+    """The table lacks the Q-ids of half of the entities, which questions have.
+
+    These are found by their labels.
+    """
     triples = str(TWO_WIKI / "triples.tsv.gz")
     assert (
         index.main(
@@ -297,11 +302,12 @@ def test_2wiki_over_an_index_of_its_graph_finds_the_evidence(tmp_path):
                 texts.append({material.text for material in materials})
         return texts
 
-    here = asyncio.run(shown(searched))
-    there = asyncio.run(shown(plain))
-    assert len(here) > 200
-    assert all(here)
+    over_index = asyncio.run(shown(searched))
+    over_table = asyncio.run(shown(plain))
+    assert len(over_index) > 200
+    assert all(over_index)
     same = sum(
-        from_index == from_folder for from_index, from_folder in zip(here, there, strict=True)
+        from_index == from_folder
+        for from_index, from_folder in zip(over_index, over_table, strict=True)
     )
-    assert same > 0.9 * len(here), "others differ in how the other end is written"
+    assert same > 0.9 * len(over_index), "others differ in how the other end is written"

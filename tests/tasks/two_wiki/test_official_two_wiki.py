@@ -94,7 +94,7 @@ def record_without_answer(question_id: str) -> dict:
 
 @pytest.fixture
 def official(tmp_path) -> Path:
-    """A folder as the release has it; the test file has no answers."""
+    """Return a folder as the release has it. The test file has no answers."""
     write(tmp_path, "train.json", [record(f"t{n}") for n in range(30)])
     write(tmp_path, "dev.json", [record(f"d{n}") for n in range(40)])
     write(tmp_path, "test.json", [record_without_answer(f"h{n}") for n in range(5)])
@@ -289,8 +289,10 @@ def test_what_counts_as_gold_is_said(official):
 
 @pytest.mark.parametrize("flags", [[], ["--eval.split", "test"]])
 def test_eval_scores_as_many_questions_as_it_is_asked_for(official, flags):
-    """Sizes of the configuration's splits are for training; of an evaluation eval.questions says
-    how many."""
+    """The configuration's splits have the sizes of training.
+
+    In an evaluation eval.questions counts.
+    """
     words = ["two_wiki_text_smollm2", "--init", "smollm2", "--task.data-dir", str(official), *flags]
     for questions, expected in ((10_000, 40), (3, 3)):
         counts = []

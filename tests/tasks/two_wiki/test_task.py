@@ -123,8 +123,11 @@ def search(environment, query, entity):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A data folder of the three questions, with the triples as the real file has them: ids only
-    where the record lists them, in the record's order."""
+    """Return a data folder of the three questions.
+
+    Its triples are as in the real file: ids only where the record lists them, in the record's
+    order.
+    """
     (tmp_path / "dev.json").write_text(json.dumps(RECORDS))
     rows = ["subject\trelation\tobject\tsubject_qid\tobject_qid"]
     for record in RECORDS:
@@ -156,8 +159,10 @@ def folder(tmp_path):
 
 
 def play(question, environment) -> bool:
-    """Whether the gold chain can be walked by exact names, as a planner with perfect workers
-    would."""
+    """Return whether the gold chain can be walked by exact names.
+
+    A planner with perfect workers would walk it.
+    """
     known = {entity.id: entity for entity in question.candidates}
     for evidence in question.evidences:
         entity = known.get(evidence.subject_id)
@@ -181,7 +186,7 @@ def held_out(task):
 
 
 def world_of(task):
-    """All questions are answered in one."""
+    """Return the environment, in which all questions are answered."""
     return task.environment(all_questions(task)[0])
 
 
@@ -267,8 +272,8 @@ def test_an_index_with_prefixes_of_its_own_is_searched_with_them(folder, monkeyp
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     embedder = str(tiny_embedder(tmp_path / "embedder"))
     out = str(tmp_path / "index")
-    made = ["--corpus", str(folder / "corpus.json"), "--kind", "exact", "--embedder", embedder]
-    assert index.main(["build", *made, "--prefixes", "e5", "--out", out]) == 0
+    build = ["--corpus", str(folder / "corpus.json"), "--kind", "exact", "--embedder", embedder]
+    assert index.main(["build", *build, "--prefixes", "e5", "--out", out]) == 0
     task = two_wiki.build(
         config(folder, environment="text", top_k=1, retriever="dense", index=out, embedder=embedder)
     )
@@ -283,7 +288,7 @@ def test_an_index_with_prefixes_of_its_own_is_searched_with_them(folder, monkeyp
 
 
 def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, tmp_path):
-    """A dense one finds what its embedder finds nearest, and keeps it for the next run."""
+    """A dense index finds what its embedder finds nearest, and keeps it for the next run."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     embedder = str(tiny_embedder(tmp_path / "embedder"))
     corpus, dense, words = (str(folder / name) for name in ("corpus.json", "dense", "words"))
@@ -334,7 +339,7 @@ def test_passages_are_searched_in_the_index_that_is_named(folder, monkeypatch, t
 
 
 def test_passages_are_searched_at_the_service_that_is_named(folder):
-    """`index serve` in a process of its own finds for the task what its index finds here."""
+    """`index serve` in a process of its own finds what the task's index finds here."""
     corpus = str(folder / "corpus.json")
     words = str(folder / "words")
     assert index.main(["build", "--corpus", corpus, "--kind", "bm25", "--out", words]) == 0
@@ -352,14 +357,14 @@ def test_passages_are_searched_at_the_service_that_is_named(folder):
                     two_wiki.build, config(folder, environment="text", top_k=1, index=address)
                 )
             )
-            here = two_wiki.build(config(folder, environment="text", top_k=1, index=words))
-            assert world_of(asked).retriever.version == world_of(here).retriever.index.version
+            local_task = two_wiki.build(config(folder, environment="text", top_k=1, index=words))
+            assert world_of(asked).retriever.version == world_of(local_task).retriever.index.version
             for question in ("Who died in 1961?", "A film by Roy Del Ruth", "nothing of it"):
                 assert search(world_of(asked), question, None) == search(
-                    world_of(here), question, None
+                    world_of(local_task), question, None
                 )
             assert {question.id for question in all_questions(asked)} == {
-                question.id for question in all_questions(here)
+                question.id for question in all_questions(local_task)
             }
             with pytest.raises(
                 UserError, match=f"retriever is dense and {address} serves an index of kind bm25"
@@ -379,7 +384,7 @@ def test_passages_are_searched_at_the_service_that_is_named(folder):
 
 
 def until_well(build):
-    """The address is said a moment before the service answers there."""
+    """Wait until the service answers: its address is printed a moment before."""
     deadline = time.monotonic() + HANG_SECONDS
     while True:
         try:
@@ -531,7 +536,7 @@ def real():
 
 @pytest.fixture(scope="module")
 def demonstrations(real):
-    """Those of all questions, half of their first copies."""
+    """Return those of all questions, and half of their first copies."""
     originals = sum(follows_from_evidence(question) for question in real.questions("train"))
     return list(itertools.islice(real.demonstrations(), 3 * originals // 2))
 
@@ -572,7 +577,8 @@ def test_every_real_gold_chain_can_be_walked(real):
 @needs_data
 def test_gold_answers_follow_from_the_evidence(real):
     follows = Counter(follows_from_evidence(question) for question in all_questions(real))
-    assert follows[False] <= 3  # three comparisons of equal dates
+    # They are three comparisons of equal dates.
+    assert follows[False] <= 3
 
 
 @needs_data
@@ -613,7 +619,8 @@ def test_copies_keep_the_wording_and_change_the_names(real, copies):
             old.label == new.label
             for old, new in zip(original.candidates, copy.candidates, strict=True)
         )
-    assert unchanged < 0.01 * len(copies)  # "The Film" has no word to change
+    # "The Film" has no word to change.
+    assert unchanged < 0.01 * len(copies)
 
 
 @needs_data
@@ -646,9 +653,11 @@ def test_tokenizer_text_holds_nothing_that_only_held_out_questions_use(real):
 @needs_data
 def test_copies_are_the_same_every_time_and_quick(real, demonstrations):
     repeated = itertools.islice(real.demonstrations(), len(demonstrations))
-    start = time.process_time()  # a busy machine is no fault
+    # CPU time does not depend on how busy the machine is.
+    start = time.process_time()
     assert [question for question, _ in repeated] == [question for question, _ in demonstrations]
-    assert time.process_time() - start < 10  # half a second on an idle core
+    # An idle core takes half a second.
+    assert time.process_time() - start < 10
 
 
 @needs_data
@@ -689,8 +698,10 @@ def roomy_agent():
 
 @needs_data
 def test_demonstrations_over_passages_read_what_a_search_returned():
-    """Every answer scores EM 1, and every sentence says what stands in the passage that its worker
-    chose."""
+    """Every answer scores EM 1.
+
+    Every sentence says what stands in the passage that its worker chose.
+    """
     task = two_wiki.build(config(TWO_WIKI, environment="text", top_k=5))
     answered = 0
     for question, environment in itertools.islice(task.demonstrations(), 40):
@@ -713,7 +724,7 @@ def test_demonstrations_over_passages_read_what_a_search_returned():
 
 @needs_data
 def test_questions_whose_passages_nobody_has_are_demonstrated_over_triples():
-    """They are of the training side, and no other question is asked more or less for them."""
+    """They are of the training side. No other question is asked more or less for them."""
     plain = two_wiki.build(config(TWO_WIKI, environment="text"))
     task = two_wiki.build(config(TWO_WIKI, environment="text", triple_demonstrations=30))
     asked = {question.id for question in all_questions(plain)}
