@@ -121,8 +121,9 @@ def gerbil_macro_f1(scores: Sequence[Score], answered: Sequence[bool]) -> float:
 
 
 def supporting(found: Collection[str], gold: Collection[str]) -> Score:
-    """Return HotpotQA's score of supporting facts (`update_sp` of its script), for passages by
-    their titles. `gold` has at least one.
+    """Return HotpotQA's score of supporting facts (`update_sp` of its script).
+
+    Passages are compared by their titles. `gold` has at least one.
     """
     found_titles = set(found)
     gold_titles = set(gold)
@@ -134,8 +135,10 @@ def supporting(found: Collection[str], gold: Collection[str]) -> Score:
 def bootstrap_interval(
     values: Sequence[float], seed: int = 0, resamples: int = 1000
 ) -> tuple[float, float]:
-    """Return the 95% percentile-bootstrap interval of the mean of `values` (each 0 to 1), in
-    percent."""
+    """Return the 95% percentile-bootstrap interval of the mean of `values`, in percent.
+
+    Each value is between 0 and 1.
+    """
     if not len(values):
         raise ValueError("bootstrap_interval needs at least one value and got none")
     sample = np.asarray(values, dtype=np.float64)
@@ -182,8 +185,10 @@ def normalise_triviaqa(text: str) -> str:
 
 
 def _lower(text: str) -> str:
-    """Return lower-case text with composed letters. Lower case can decompose a letter, so it comes
-    first."""
+    """Return lower-case text with composed letters.
+
+    Lower case can decompose a letter, so it comes first.
+    """
     return unicodedata.normalize("NFC", text.lower())
 
 

@@ -1,5 +1,6 @@
-"""Checkpoints of training: parameters, optimiser state, step, and a small dictionary of the loop
-around them.
+"""Checkpoints of training: parameters, optimiser state, step and the state of the loop.
+
+The state of the loop is a small dictionary.
 
     directory/000007/arrays/      Orbax, one array a leaf
     directory/000007/about/       Orbax, JSON: the loop's dictionary
@@ -31,7 +32,7 @@ import jax
 import orbax.checkpoint as orbax
 from etils import epath
 
-from mujica_jax.errors import StoreUnavailable, UserError
+from mujica_jax.errors import StoreUnavailableError, UserError
 from mujica_jax.learning.optimizer import path_name
 from mujica_jax.runtime import distributed
 from mujica_jax.storage.io_statistics import IoStatistics
@@ -57,8 +58,10 @@ def _is_not_raised_by_finish(record: logging.LogRecord) -> bool:
 
 
 class Checkpoints:
-    """The checkpoints of one directory. Every process of a multi-host run sees the same directory
-    and calls every method."""
+    """The checkpoints of one directory.
+
+    Every process of a multi-host run sees the same directory and calls every method.
+    """
 
     def __init__(
         self, directory: str | PurePath, *, keep: int, io_statistics: IoStatistics | None = None
@@ -212,8 +215,10 @@ def _flatten(state: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _as_user_error(folder: RunPath) -> Iterator[None]:
-    """Raise errors of the disk, or of the bucket after TensorStore's last retry, as one sentence
-    for the user."""
+    """Turn errors of the disk or the bucket into one sentence for the user.
+
+    TensorStore's error after its last retry becomes a StoreUnavailableError.
+    """
     try:
         with as_user_error(folder):
             yield
@@ -221,7 +226,7 @@ def _as_user_error(folder: RunPath) -> Iterator[None]:
         _, is_of_store, reason = str(error).partition(TENSORSTORE_GAVE_UP)
         if not is_of_store:
             raise
-        raise StoreUnavailable(
+        raise StoreUnavailableError(
             f"{folder} could not be written or read, at last because of: {reason.strip()[:200]}; "
             "see that the bucket can be reached and start the same command again"
         ) from error

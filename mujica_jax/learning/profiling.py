@@ -1,5 +1,9 @@
-"""A window of training steps under JAX's profiler (`--profile.steps 20 25`), written into the run
-directory once a start.
+"""A window of training steps under JAX's profiler (`--profile.steps 20 25`).
+
+The trace is written into the run directory, once for each start of the program. It begins before
+the first step of the window is dispatched and ends when the last one is done on the device. The
+phase is the first that reaches the window, or the one that `--profile.phase` names. A phase that
+cannot show the whole window says so. docs/metrics.md says how to open the trace.
 
 The trace begins before the first step of the window is dispatched and ends when the last one is
 done on the device. The phase is the first that reaches the window, or the one that
@@ -21,8 +25,10 @@ FOLDER = "profile"
 
 
 class ProfileWindow:
-    """The window of one run. `methods.run` asks it how far it may train at a stretch, and tells it
-    before and after."""
+    """The window of one run.
+
+    `methods.run` asks it how many steps to train at a stretch, and calls it before and after.
+    """
 
     def __init__(
         self, config: ProfileConfig, directory: RunPath, say: Callable[[str], None]
@@ -60,15 +66,19 @@ class ProfileWindow:
         return min([until, *borders])
 
     def before(self, done: int) -> None:
-        """Start the trace if its first step comes next: `done` steps are made, and the next one is
-        about to be dispatched."""
+        """Start the trace if the next step is the first of the window.
+
+        `done` steps are made, and the next one is about to be dispatched.
+        """
         if self._open is not None and done == self._open[0] - 1:
             jax.profiler.start_trace(self._trace_folder())
             self._is_tracing = True
 
     def after(self, done: int, state: Any) -> None:
-        """Stop the trace after its last step: `done` steps are made, and `state` is the last one's
-        result."""
+        """Stop the trace if the window's last step is made.
+
+        `done` steps are made, and `state` is the result of the last one.
+        """
         if self._is_tracing and self._open is not None and done >= self._open[1]:
             jax.block_until_ready(state)
             self._steps = None  # A run has one trace.

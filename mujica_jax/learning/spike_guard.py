@@ -1,5 +1,4 @@
-"""Loss spikes: an update whose loss or gradient norm stands out above those before it is skipped,
-and counted.
+"""Loss spikes: skip and count updates whose loss or gradient norm stands out.
 
     skip where  x > mean + deviations * max(deviation, mean / 100)
 
@@ -26,8 +25,10 @@ MIN_DEVIATION = 0.01  # as a share of the mean
 
 
 class Spikes(NamedTuple):
-    """Statistics of the updates of a phase, and counts of the skipped ones. Each pair is (loss,
-    gradient norm)."""
+    """Statistics of the updates of a phase, and counts of the skipped ones.
+
+    Each pair is (loss, gradient norm).
+    """
 
     updates: Int[Array, ""]  # made in this phase
     mean: Float[Array, "2"]
@@ -36,7 +37,7 @@ class Spikes(NamedTuple):
     in_a_row: Int[Array, ""]  # skipped since the last update
 
 
-class TooManySpikes(UserError):
+class TooManySpikesError(UserError):
     """Update after update stands out: the run, or its threshold, is broken."""
 
 
@@ -81,10 +82,12 @@ def detect_spike(
 
 
 def raise_if_too_many(values: dict[str, Any], *, step: int, max_skips: int) -> None:
-    """Raise TooManySpikes if a step's metrics count more than `max_skips` skipped updates in a
-    row."""
+    """Raise TooManySpikesError if too many updates in a row were skipped.
+
+    `values` are the metrics of step `step`. More than `max_skips` are too many.
+    """
     if values["skipped_in_a_row"] > max_skips:
-        raise TooManySpikes(
+        raise TooManySpikesError(
             f"step {step} is number {int(values['skipped_in_a_row'])} in a row whose update was "
             f"skipped, with loss {values['loss']:.4g} and gradient norm {values['grad_norm']:.4g}, "
             f"and trainer.max_skips_in_a_row is {max_skips}: lower the learning rate or raise "

@@ -1,5 +1,6 @@
-"""The trainer: one compiled step of a loss (`learning.losses`) on packed rows, and the loop around
-it.
+"""The trainer: one compiled step of a loss on packed rows, and the loop around it.
+
+The losses are in `learning.losses`.
 
 The loop's order is fixed:
 
@@ -68,8 +69,10 @@ LossAndGradient = Callable[[nnx.State, Batch], tuple[tuple[Array, dict[str, Arra
 
 
 class TrainState(NamedTuple):
-    """All that a step changes. `Trainer.train_step` consumes it: its buffers are reused for the
-    next state."""
+    """All that a step changes.
+
+    `Trainer.train_step` consumes it: its buffers are reused for the next state.
+    """
 
     # Updates made in this phase. The schedule and the order of batches count from its start.
     step: Int[Array, ""]
@@ -107,13 +110,15 @@ class FitResult:
     input_state: dict[str, Any]  # the place in the data, for the checkpoint that holds `state`
 
 
-class NotFinite(UserError):
+class NotFiniteError(UserError):
     """The loss or the gradient is NaN or infinite."""
 
 
 class Trainer:
-    """A model on a mesh with its compiled step. It holds no weights: they live in the `TrainState`
-    that goes round."""
+    """A model on a mesh with its compiled step.
+
+    It holds no weights: they live in the `TrainState` that is passed from step to step.
+    """
 
     def __init__(
         self,
@@ -158,8 +163,10 @@ class Trainer:
         return state._replace(step=step, spikes=spikes)
 
     def abstract_state(self) -> TrainState:
-        """Return shapes, types and shardings of a state, without its arrays. A checkpoint is
-        restored into it."""
+        """Return shapes, types and shardings of a state, without its arrays.
+
+        A checkpoint is restored into it.
+        """
         return self._program.abstract_state
 
     def policy(self, state: TrainState) -> nnx.State:
@@ -191,8 +198,10 @@ class Trainer:
         return own_rows(self.config.rows_per_step, self.mesh)
 
     def lower_step(self) -> jax.stages.Lowered:
-        """Lower one update of the configured batch for the mesh, without any array. `.compile()`
-        asks for no device."""
+        """Lower one update of the configured batch for the mesh, without any array.
+
+        `.compile()` of the result needs no device.
+        """
         shape = (self.config.rows_per_step, self.config.row_tokens)
         rows = NamedSharding(self.mesh, PartitionSpec(RULES["batch"].mesh_axes))
         integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
@@ -211,8 +220,10 @@ class Trainer:
             return step.lower(self._program.abstract_state, batch, constant_rate)
 
     def score(self, state: TrainState, rows: PackedRows) -> Float[np.ndarray, "rows time"]:
-        """Return log p of every token given its prefix in its segment; 0 for padding and first
-        tokens."""
+        """Return log p of every token given its prefix in its segment.
+
+        It is 0 for padding and for the first token of a segment.
+        """
         log_probs = np.zeros(rows.tokens.shape, np.float32)
         for start in range(0, rows.num_rows, self.config.rows_per_step):
             # A last batch that is short continues with the first rows, to keep its shape.
@@ -288,7 +299,7 @@ def _read(step: int, metrics: dict[str, Array], *, max_skips: int) -> StepMetric
     """Wait for a step's metrics and check that the run may go on."""
     values: dict[str, Any] = {name: np.asarray(value).item() for name, value in metrics.items()}
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-        raise NotFinite(
+        raise NotFiniteError(
             f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the "
             "run ends before this is saved; lower the learning rate or start from another "
             "checkpoint"
@@ -399,8 +410,10 @@ def train_step(
 
 
 def _loss_and_gradient(setup: TrainStep, frozen: nnx.State, counts: Counts) -> LossAndGradient:
-    """Return the function of trained parameters and a batch, or a part of one, that gives
-    ((loss, metrics), gradient)."""
+    """Return a function that gives ((loss, metrics), gradient).
+
+    Its arguments are the trained parameters and a batch, or a part of a batch.
+    """
 
     def loss(trained: nnx.State, part: Batch) -> tuple[Array, dict[str, Array]]:
         decoder = nnx.merge(setup.graph, trained, frozen)

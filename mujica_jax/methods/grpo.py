@@ -103,10 +103,11 @@ class Rollout:
 
 
 def policy_gradient(run: Run) -> list[PhaseResult]:
-    """Run the warm-up, or evaluate the checkpoint as it is; then all rounds, and the control if it
-    is asked for.
+    """Run the warm-up and all rounds, then the control if it is asked for.
 
-    Finished rounds are read from the run directory."""
+    Without a warm-up, the checkpoint is evaluated as it is. Finished rounds are read from the run
+    directory.
+    """
     state, warmed_up, demonstrations = begin(run)
     rounds = _run_rounds(run, state)
     return with_control(run, state, demonstrations, warmed_up, rounds)

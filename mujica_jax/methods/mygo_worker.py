@@ -1,5 +1,6 @@
-"""A sampling worker: plays units of the rounds that a trainer plans in a run directory, beside any
-number of others.
+"""A sampling worker: plays units of the rounds that a trainer plans in a run directory.
+
+Any number of workers can run at the same time.
 
 It claims a unit by a lease (`storage.leases`), plays it with the policy that the round's plan
 names, and leaves its shard, which is created once and is the same whoever plays it. A worker that
@@ -74,7 +75,7 @@ class Sampler:
     def work(self) -> None:
         """Play units of work until the run is finished.
 
-        Raises Preempted when asked to end; the unit under way is free for others then."""
+        Raises PreemptedError when asked to end; the unit under way is free for others then."""
         with self._run.progress.stage("sampling for others", unit="units", live=dict) as stage:
             wait_seconds = POLL_SECONDS
             while not self._run.store.exists(SUMMARY):

@@ -1,5 +1,6 @@
-"""What methods do by plain maximum likelihood: the warm-up before them, and the equal-compute
-control beside them.
+"""What methods do by plain maximum likelihood: warm-up and equal-compute control.
+
+The warm-up comes before a method, and the control stands beside it.
 
 Warm-up: a policy that knows the format. It learns a fixed set of demonstrations: scripted ones, or
 trajectories with EM = 1 that a checkpoint samples under worked examples, without the examples

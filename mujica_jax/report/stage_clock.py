@@ -17,8 +17,11 @@ COMPILING = "compiling"
 
 
 class StageClock:
-    """Stages may be nested: the inner one has the time. Compilation is a stage of its own wherever
-    it happens."""
+    """A clock that divides the time of a program among its stages.
+
+    Stages may be nested: the inner one has the time. Compilation is a stage of its own wherever it
+    happens.
+    """
 
     def __init__(
         self,

@@ -1,5 +1,7 @@
-"""Text for terminals, files and pipes: tables without colours, and data that cannot steer a
-terminal."""
+"""Text for terminals, files and pipes.
+
+It has tables without colours, and data that cannot steer a terminal.
+"""
 
 import io
 import os

@@ -162,8 +162,11 @@ def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> d
 
 
 def scann_building_bytes(parameters: ScannParameters, rows: int, dimension: int) -> int:
-    """Memory of `write_scann`: that of training, or of writing down what was learned, and some
-    chunks."""
+    """Return the bytes of memory that `write_scann` takes.
+
+    They are those of training or of saving what was learned, whichever is larger, and of some
+    chunks.
+    """
     row = dimension * FLOAT32_BYTES
     if not parameters.leaves:
         return 2 * rows * row

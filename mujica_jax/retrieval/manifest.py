@@ -49,10 +49,9 @@ def rebuild_advice(folder: str | Path) -> str:
 
 
 def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
-    """Return the manifest after every file was compared with its checksum, unless `check` is
-    false.
+    """Return the manifest, after comparing every file with its checksum unless `check` is false.
 
-    Raises UserError naming what is missing or damaged.
+    Raises UserError that names what is missing or damaged.
     """
     if "://" in str(folder):
         raise UserError(
@@ -183,8 +182,9 @@ def commit(folder: Path, description: Mapping[str, Any]) -> dict[str, Any]:
 def add_recall(
     folder: Path, manifest: Mapping[str, Any], recall: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the measured recall into the manifest of a finished index, and return that. The version
-    stays.
+    """Write the measured recall into the manifest of a finished index, and return the manifest.
+
+    The version of the index stays.
     """
     measured = {**manifest, RECALL: dict(recall)}
     write_json(folder / MANIFEST, measured)

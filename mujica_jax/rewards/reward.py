@@ -1,5 +1,6 @@
-"""Rewards of an episode, by the names that a configuration gives them. `run_episodes` applies one
-after each episode.
+"""Rewards of an episode, by the names that a configuration gives them.
+
+`run_episodes` applies one after each episode.
 
 | name | total | best |
 |---|---|---|
@@ -14,7 +15,7 @@ answer; an episode without an answer earns nothing for it. An episode whose sear
 nothing and counts nowhere. Scores shown to users come from `metrics`, never from here.
 
 A reward may be asynchronous. Where it cannot be had (a judge does not answer), it raises
-`NoVerdict`, and the episode counts in no group, mean or threshold.
+`NoVerdictError`, and the episode counts in no group, mean or threshold.
 """
 
 import dataclasses
@@ -45,9 +46,15 @@ Parts = Callable[[Score, Trajectory], Reward | Awaitable[Reward]]
 Correctness = Callable[[Question, str | None], Awaitable[bool]]
 
 
-class NoVerdict(Exception):
-    """A reward cannot be given; the sentence says why. The environment is at fault, not the
-    policy."""
+class NoVerdictError(Exception):
+    """A reward cannot be given; the sentence says why.
+
+    The environment is at fault, not the policy.
+    """
+
+
+# The old name, for rewards that users wrote. It goes with the next release.
+NoVerdict = NoVerdictError
 
 
 def f1(answer: Score, trajectory: Trajectory) -> Reward:
@@ -85,8 +92,11 @@ REWARDS: dict[str, Parts] = {"f1": f1, "em": exact_match, "f1_format": f1_and_fo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A reward under a task's scoring rule. `best` is the best total there can be (`r_sup` in the
-    Mujica-MyGO paper): thresholds are measured against it."""
+    """A reward under a task's scoring rule.
+
+    `best` is the highest possible total (`r_sup` in the Mujica-MyGO paper): thresholds are measured
+    against it.
+    """
 
     rule: Rule
     of: Parts
@@ -113,7 +123,7 @@ class RewardFunction:
             reward = self.of(answer, trajectory)
             if inspect.isawaitable(reward):
                 reward = await reward
-        except NoVerdict:
+        except NoVerdictError:
             return trajectory.without_verdict()
         return trajectory.with_reward(self._checked(reward))
 

@@ -119,7 +119,7 @@ class Run:
     def poll(self) -> None:
         """Check whether to end; called some times a second while episodes are played.
 
-        Raises Preempted when asked to end."""
+        Raises PreemptedError when asked to end."""
         self.preemption.check()
         self.on_poll()
 

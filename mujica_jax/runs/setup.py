@@ -1,5 +1,7 @@
-"""Open a run: check the configuration against the machine and the task, make or reload the
-parts."""
+"""Open a run: check its configuration, then make or reload its parts.
+
+The configuration is checked against the machine and the task.
+"""
 
 import contextlib
 import dataclasses
@@ -15,7 +17,7 @@ from jax.sharding import Mesh
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.config.files import implementation, named_object
 from mujica_jax.config.schema import Config
-from mujica_jax.errors import RunMismatch, UserError
+from mujica_jax.errors import RunMismatchError, UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
 from mujica_jax.learning.trainer import Trainer
@@ -321,7 +323,7 @@ def check_content(store: Store, config: Config, task: Task) -> None:
 
     The first start writes them down. Rounds and evaluations of a run are about its own questions:
     with others, what it has played would be scored against answers to something else. Raises
-    RunMismatch.
+    RunMismatchError.
     """
     train_questions = task.questions("train")
     eval_questions = task.questions(config.eval.split)[: config.eval.questions]
@@ -348,7 +350,7 @@ def check_content(store: Store, config: Config, task: Task) -> None:
             or getattr(config.task, "index", None)
             or config.task.kind
         )
-        raise RunMismatch(
+        raise RunMismatchError(
             f"{store.root} was begun with other data than {place} holds now (count and checksum): "
             f"{'; '.join(differences)}; give the same data or choose another --run directory"
         )

@@ -1,5 +1,6 @@
-"""The memory of the host: how much is free, how much was used, and a setting of the C library that
-decides how fast JAX trains on a CPU.
+"""The memory of the host: how much is free, how much was used, and a setting for speed.
+
+The setting is one of the C library and decides how fast JAX trains on a CPU.
 
 XLA allocates a program's temporaries at every call. glibc hands blocks of that size straight from
 and back to the kernel, so each training step faults in and clears some 100 MB page by page:

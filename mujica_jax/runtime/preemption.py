@@ -2,7 +2,7 @@
 
 A signal raises nothing, least of all inside a library. A thread hears it, even while the main
 thread is inside a compiler and runs no Python. The next loop that polls ends the program: it saves
-its state and raises `Preempted`, which `exit_status` turns into one sentence and an exit status for
+its state and raises `PreemptedError`, which `exit_status` turns into one sentence and an exit status for
 the entry points.
 
     SIGTERM   status 0. If no loop has polled within GRACE_SECONDS (a long compilation or load,
@@ -41,9 +41,11 @@ END = 0  # no signal's number: ends the thread that listens
 ELSEWHERE = 128  # added to the number of a signal that came to another process
 
 
-class Preempted(Exception):
-    """The program ends here because it was asked to. Its text says where it was and what is
-    kept."""
+class PreemptedError(Exception):
+    """The program ends here because it was asked to.
+
+    The text says where it was and what is kept.
+    """
 
 
 class Preemption:
@@ -72,8 +74,10 @@ class Preemption:
         self._handlers: dict[int, Any] = {}
 
     def on_notice(self, number: int) -> None:
-        """End this process too: another one of the job was asked to, by the signal of this
-        number."""
+        """End this process too, because another one of the job was asked to end.
+
+        `number` is that of the signal which asked it.
+        """
         if self._handlers:
             os.write(self._writing, bytes([number + ELSEWHERE]))
         else:
@@ -101,8 +105,10 @@ class Preemption:
         return self.requested
 
     def enter(self, phase: str, *, kept: str | None = None) -> None:
-        """Begin a phase, named as the closing sentence names it. Raises Preempted if the program
-        was asked to end."""
+        """Begin a phase, named as the closing sentence names it.
+
+        Raises PreemptedError if the program was asked to end.
+        """
         self.phase = phase
         self._kept = self._default_kept if kept is None else kept
         self.check()
@@ -112,13 +118,13 @@ class Preemption:
         self._kept = kept
 
     def check(self) -> None:
-        """Raise Preempted if the program was asked to end."""
+        """Raise PreemptedError if the program was asked to end."""
         if self.requested:
             raise self.ended()
 
-    def ended(self, kept: str | None = None) -> Preempted:
+    def ended(self, kept: str | None = None) -> PreemptedError:
         """Return the exception that ends the program here."""
-        return Preempted(self._sentence(self._kept if kept is None else kept))
+        return PreemptedError(self._sentence(self._kept if kept is None else kept))
 
     def exit_status(self, program: Callable[[], object]) -> int:
         """Run the program of an entry point and return its exit status.
@@ -132,7 +138,7 @@ class Preemption:
                 print(f"error: {error}", file=sys.stderr)
                 distributed.abort(str(error), USER_ERROR)
                 return USER_ERROR
-            except Preempted as preempted:
+            except PreemptedError as preempted:
                 print(f"\n{preempted}", file=sys.stderr)
                 distributed.abort(str(preempted), self.status)
                 return self.status
@@ -230,5 +236,7 @@ class Preemption:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing. With a handler the interpreter writes the signal down, and the process goes
-    on."""
+    """Do nothing.
+
+    With a handler the interpreter writes the signal down, and the process goes on.
+    """

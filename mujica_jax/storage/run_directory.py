@@ -1,5 +1,6 @@
-"""A run directory on local disk or in a bucket: its objects by name, its files by path, and what
-both cost.
+"""A run directory on local disk or in a bucket.
+
+It gives objects by name and files by path, and counts what both cost.
 
 `local.py` is the disk, `gcs.py` and `gcs_path.py` are `gs://bucket/prefix`. Code above asks here
 and knows no difference.
@@ -83,8 +84,9 @@ def atomic_write(path: RunPath, data: bytes) -> None:
 
 
 class RunDirectory:
-    """Objects below `root`, created once and never changed. `io_statistics` sums what is written
-    and read through this object.
+    """Objects below `root`, created once and never changed.
+
+    `io_statistics` sums what is written and read through this object.
     """
 
     def __init__(self, root: str | PurePath) -> None:

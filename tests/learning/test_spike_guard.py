@@ -11,7 +11,7 @@ import pytest
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.packing import pack
-from mujica_jax.learning.spike_guard import Spikes, TooManySpikes, detect_spike, no_spikes
+from mujica_jax.learning.spike_guard import Spikes, TooManySpikesError, detect_spike, no_spikes
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from tests.helpers.packed_rows import MODEL, TRAINER, random_conversations
 
@@ -144,7 +144,7 @@ def test_a_spike_leaves_the_state_as_it_was(trainer, decoder, monkeypatch):
 def test_more_skips_in_a_row_than_allowed_end_the_run(trainer, decoder, monkeypatch):
     monkeypatch.setattr(trainer, "train_step", spiking(trainer, after_step=5))
     sentence = r"step 8 is number 3 in a row whose update was skipped.* trainer.max_skips_in_a_row is 2: lower"
-    with pytest.raises(TooManySpikes, match=sentence):
+    with pytest.raises(TooManySpikesError, match=sentence):
         fit(trainer, trainer.initial_state(decoder), ROWS, schedule=SCHEDULE, steps=12, seed=1)
 
 

@@ -16,7 +16,7 @@ from mujica_jax.learning.optimizer import decayed, schedule
 from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import (
     FitResult,
-    NotFinite,
+    NotFiniteError,
     StepMetrics,
     Trainer,
     TrainState,
@@ -142,7 +142,7 @@ def test_the_order_of_the_loop(trainer, decoder, monkeypatch):
 def test_nan_ends_the_run_before_there_is_anything_to_save(trainer, decoder):
     state = run(trainer, trainer.initial_state(decoder), 2).state
     state.params["final_norm"][...] = state.params["final_norm"][...].at[0].set(jnp.nan)
-    with pytest.raises(NotFinite, match="step 3 has loss nan"):
+    with pytest.raises(NotFiniteError, match="step 3 has loss nan"):
         run(trainer, state, 3)
 
 
@@ -156,7 +156,7 @@ def test_an_infinite_loss_or_gradient_ends_the_run_at_its_step(trainer, decoder,
 
     monkeypatch.setattr(trainer, "train_step", broken_at_step_2)
     seen: list[StepMetrics] = []
-    with pytest.raises(NotFinite, match=r"step 2 has .* inf"):
+    with pytest.raises(NotFiniteError, match=r"step 2 has .* inf"):
         run(trainer, trainer.initial_state(decoder), on_step=seen.append)
     assert [metrics.step for metrics in seen] == [1]
 

@@ -8,10 +8,10 @@ import pytest
 
 from mujica_jax.retrieval import search_cache
 from mujica_jax.retrieval.errors import (
-    RetrieverOverloaded,
-    RetrieverRefused,
-    RetrieverTimeout,
-    RetrieverUnavailable,
+    RetrieverOverloadedError,
+    RetrieverRefusedError,
+    RetrieverTimeoutError,
+    RetrieverUnavailableError,
 )
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.search_cache import SearchCache
@@ -125,7 +125,7 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
 
     first, second, third = asyncio.run(play())
     assert (first, third) == ([PASSAGES[1]], [PASSAGES[2]]) and index.batches == [["a", "bb"]]
-    assert isinstance(second, RetrieverRefused) and r"'\ud800' is no text" in str(second)
+    assert isinstance(second, RetrieverRefusedError) and r"'\ud800' is no text" in str(second)
     assert (retriever.statistics.queries, retriever.statistics.failed) == (3, 1)
     assert (
         asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]]
@@ -199,7 +199,7 @@ def test_faults_of_the_index_are_typed_and_do_not_end_the_retriever(index, fault
 
     retriever = IndexRetriever(index)
     (first, second), later = asyncio.run(play(retriever))
-    assert type(first) is type(second) is RetrieverUnavailable
+    assert type(first) is type(second) is RetrieverUnavailableError
     assert str(fault) in str(first)
     assert later == [PASSAGES[1]] and retriever.statistics.failed == 2
 
@@ -226,9 +226,9 @@ async def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(
 async def test_a_search_that_hangs_ends_at_its_deadline(index):
     index.hold.clear()
     try:
-        with pytest.raises(RetrieverTimeout, match=r"within the deadline of 0\.1 s"):
+        with pytest.raises(RetrieverTimeoutError, match=r"within the deadline of 0\.1 s"):
             await IndexRetriever(index, deadline_seconds=0.1).search("a", 1)
-        with pytest.raises(RetrieverTimeout):
+        with pytest.raises(RetrieverTimeoutError):
             await IndexRetriever(index, deadline_seconds=0.1).health()
     finally:
         index.hold.set()
@@ -241,7 +241,7 @@ async def test_a_full_line_is_refused(index):
     await index.is_searched()
     waiting += [asyncio.ensure_future(retriever.search(query, 1)) for query in ("bb", "ccc")]
     await asyncio.sleep(0)  # they wait now
-    with pytest.raises(RetrieverOverloaded, match="2 searches wait, of at most 2"):
+    with pytest.raises(RetrieverOverloadedError, match="2 searches wait, of at most 2"):
         await retriever.search("dddd", 1)
     index.hold.set()
     await asyncio.gather(*waiting)
@@ -268,5 +268,5 @@ def test_health_is_a_real_search_past_the_cache(index, tmp_path):
         health = asyncio.run(retriever.health())
     assert (health.version, health.passages, len(index.batches)) == ("version1", 10, 2)
     index.fault = OSError("gone")
-    with pytest.raises(RetrieverUnavailable):
+    with pytest.raises(RetrieverUnavailableError):
         asyncio.run(retriever.health())

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mujica_jax.runtime import distributed
-from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.preemption import PreemptedError, Preemption
 from tests.helpers.paths import ROOT
 from tests.helpers.patience import HANG_SECONDS
 from tests.helpers.whole_runs import free_port
@@ -42,7 +42,7 @@ TWO_PROCESSES = """
 import os, signal, sys, time
 from mujica_jax.runtime import distributed
 from mujica_jax.config.schema import DistributedConfig
-from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.preemption import PreemptedError, Preemption
 
 process, where = int(sys.argv[1]), sys.argv[3]
 preemption = Preemption()
@@ -66,7 +66,7 @@ def program():
             if process == 1 and step == 20:
                 os.kill(os.getpid(), signal.SIGTERM)
         preemption.check()
-    except Preempted as ended:
+    except PreemptedError as ended:
         print(f"{where} {step}; {ended}", flush=True)
         if where == "learning":
             distributed.barrier("both have said so")
@@ -79,7 +79,7 @@ THREE_PROCESSES = """
 import os, signal, sys, time
 from mujica_jax.runtime import distributed
 from mujica_jax.config.schema import DistributedConfig
-from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.preemption import PreemptedError, Preemption
 
 process, leaver = int(sys.argv[1]), int(sys.argv[3])
 hear = distributed._on_shutdown
@@ -131,7 +131,7 @@ def test_sigterm_is_told_to_whoever_polls(preemption, ends):
     signal.raise_signal(signal.SIGTERM)
     assert until(lambda: preemption.requested) and preemption.at_step()
     with pytest.raises(
-        Preempted, match=r"^preempted in warm-up: learning; all is kept; go on with: it$"
+        PreemptedError, match=r"^preempted in warm-up: learning; all is kept; go on with: it$"
     ):
         preemption.check()
     assert str(preemption.ended("step 3 is saved")).startswith(
@@ -144,7 +144,7 @@ def test_a_phase_that_is_entered_afterwards_does_not_begin(preemption):
     preemption.enter("warm-up: learning")
     signal.raise_signal(signal.SIGTERM)
     assert until(lambda: preemption.requested)
-    with pytest.raises(Preempted, match="in round 1: sampling; shards are kept;"):
+    with pytest.raises(PreemptedError, match="in round 1: sampling; shards are kept;"):
         preemption.enter("round 1: sampling", kept="shards are kept")
 
 

@@ -1,5 +1,7 @@
-"""What the trainer asks of a loss: the extra columns of a batch that it needs, and loss and metrics
-of a decoder on a batch.
+"""The interface between the trainer and a loss.
+
+A loss names the extra columns that it needs in a batch. It returns loss and metrics of a decoder on
+a batch.
 
 A loss is a frozen dataclass of its hyper-parameters: equal ones share a compiled step. Most are
 functions of the log-probabilities of the trained tokens and give `of` alone; one that needs more of
@@ -36,15 +38,19 @@ class Loss:
         return ()
 
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
-        """Count what sums are divided by, in the whole batch; `trained_tokens` is among the
-        counts."""
+        """Count what sums are divided by, in the whole batch.
+
+        `trained_tokens` is always among the counts.
+        """
         return {"trained_tokens": jnp.sum(jnp.asarray(batch.loss_mask), dtype=jnp.int32)}
 
     def of(
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
     ) -> LossAndMetrics:
-        """Return loss and metrics, from the log-probabilities of the trained tokens (0
-        elsewhere)."""
+        """Return loss and metrics.
+
+        `log_probs` are the log-probabilities of the trained tokens, and 0 elsewhere.
+        """
         raise NotImplementedError
 
     def __call__(

@@ -1,5 +1,7 @@
-"""DecEx-RAG: a search tree for each question, maximum likelihood on the best chains, then DPO on
-the executions and decisions that the trees scored (section 2.3 and appendix A.2 of the paper).
+"""DecEx-RAG: a search tree for each question, fine-tuning on its best chains, then DPO.
+
+The fine-tuning is maximum likelihood. DPO learns from the executions and decisions that the trees
+scored (section 2.3 and appendix A.2 of the paper).
 
 The phases: a warm-up, or the checkpoint as it is where `warmup.steps` is 0; `trees`, all of the
 run's questions from that policy, a shard at a time; `sft`; `dpo`, whose reference is the policy

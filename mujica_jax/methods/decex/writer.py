@@ -84,8 +84,7 @@ _REASONING_TAG = re.compile(r"</?(?:reasoning|think)>", re.IGNORECASE)
 
 
 class TreeWriter:
-    """Implements `Policy`: writes the second model's turns in the trained policy's format and
-    tokens."""
+    """A `Policy` that writes a second model's turns in the trained policy's format and tokens."""
 
     def __init__(
         self, model: Policy, model_tokenizer: Tokenizer, policy_tokenizer: Tokenizer, version: int

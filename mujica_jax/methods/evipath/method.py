@@ -1,5 +1,6 @@
-"""EviPath: learn trajectories that a teacher writes backwards from answer and evidence ("From
-Evidence to Trajectory").
+"""EviPath: learn trajectories that a teacher writes backwards from answer and evidence.
+
+The paper is "From Evidence to Trajectory".
 
     warm-up     optional; of 0 steps, what the run starts from is evaluated as it is
     synthesis   one trajectory a question (`methods/evipath/synthesis.py`), kept if it answers the question

@@ -48,8 +48,9 @@ class EmbedderFolder:
 
     @functools.cached_property
     def version(self) -> str:
-        """A hash of everything an embedding depends on: weights, tokenizer, sizes, pooling,
-        prefixes. 1.3 GB of weights take a second.
+        """A hash of weights, tokenizer, sizes, pooling and prefixes, on which an embedding depends.
+
+        Hashing 1.3 GB of weights takes a second.
         """
         settings = json.dumps(dataclasses.asdict(self.config), sort_keys=True)
         digest = hashlib.sha256(settings.encode())
@@ -132,8 +133,9 @@ def find_folder(name: str) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    """Return the folder of an embedder in the local Hugging Face cache, downloaded if it must
-    be.
+    """Return the folder of an embedder in the local Hugging Face cache.
+
+    It is downloaded if it is not there. Raises UserError if that fails.
     """
     import httpx
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

@@ -1,8 +1,10 @@
-"""Files of a knowledge graph, read in pieces and never whole: tables (`tables.py`) and N-Triples
-(`dumps.py`), plain, `.gz` or `.bz2`, local or in a bucket; and what of them is kept.
+"""Files of a knowledge graph, read in pieces and never whole.
 
-A line that cannot be read is refused with file and line, or left out and counted where the caller
-asks for that.
+They are tables (`tables.py`) or N-Triples (`dumps.py`), plain, `.gz` or `.bz2`, local or in a
+bucket. `GraphSpec` and `Loaded` say which of their statements are kept and how far they were read.
+
+A line that cannot be read is refused with file and line, or left out and counted if the caller asks
+for that.
 """
 
 import codecs

@@ -28,8 +28,10 @@ from mujica_jax.retrieval.graph.values import readable, value_in_text
 
 
 class Table:
-    """Quads of tab-separated rows, for one graph. Names of all rows are put there before the first
-    statement."""
+    """The quads of a table of tab-separated rows, for one graph.
+
+    The names of all rows are stored before the first statement.
+    """
 
     def __init__(self, store: Store, path: str, skip: bool, counts: Counts) -> None:
         self._store = store
@@ -187,8 +189,9 @@ def _row(place: str, line: bytes) -> Triple:
 
 
 def _searched_labels(iri: Any, text: str) -> list[Quad]:
-    """Return the quads under which a name is found up to case, spacing and a closing
-    parenthesis.
+    """Return the quads by which a name is found without its exact spelling.
+
+    Case, spacing and a closing parenthesis do not matter then.
     """
     full_name = normalise_label(text)
     names = {full_name, without_parenthesis(full_name)} - {""}

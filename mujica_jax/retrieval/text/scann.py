@@ -1,5 +1,6 @@
-"""Maximum-inner-product search by ScaNN (Guo et al., 2020), on the host: a tree of partitions,
-asymmetric hashing, exact reordering.
+"""Maximum-inner-product search by ScaNN (Guo et al., 2020), on the host.
+
+It uses a tree of partitions, asymmetric hashing and exact reordering.
 
 Of every query the nearest partitions are scored by four-bit hashes of two dimensions each, and the
 best of these again by vectors of eight bits. The parameters follow from the size of the corpus and
@@ -57,7 +58,7 @@ REQUIREMENT = "scann==1.4.2"  # as requirements.txt has it
 MAX_REASON = 200  # characters of an import error that are shown
 
 
-class ScannMissing(UserError):
+class ScannMissingError(UserError):
     """ScaNN cannot be imported here.
 
     `reason` names the platform and the error without saying what to do.
@@ -121,8 +122,9 @@ class ScannSearch:
 
     @classmethod
     def load(cls, folder: Path, rows: int, parameters: ScannParameters) -> "ScannSearch":
-        """Load an index without the package's own loader, which would read a pickle that lies
-        there.
+        """Load an index without the package's own loader.
+
+        That loader would read a pickle that lies in the folder.
         """
         scann = package()
         try:
@@ -252,8 +254,9 @@ def _serialize(searcher: Any, folder: Path) -> None:
 
 
 def package() -> Any:
-    """Return the module with ScaNN's builder and searchers. Raise ScannMissing where it cannot be
-    imported.
+    """Return the module with ScaNN's builder and searchers.
+
+    Raises ScannMissingError if it cannot be imported.
     """
     # TensorFlow reports GPUs and instructions that it does not find.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -262,7 +265,7 @@ def package() -> Any:
     # Not only ImportError: beside another TensorFlow it fails with an error of TensorFlow's own.
     except Exception as error:
         message = " ".join(str(error).split())[:MAX_REASON]
-        raise ScannMissing(f"ScaNN cannot be imported on {_platform()} ({message})") from error
+        raise ScannMissingError(f"ScaNN cannot be imported on {_platform()} ({message})") from error
 
     for kernels in usable_kernels():
         kernels_allowed(scann_ops_pybind, kernels).value = True
@@ -278,8 +281,9 @@ def _platform() -> str:
 
 
 def _where_scann_works() -> str:
-    """Say what makes ScaNN available: a package on a platform that has wheels, and that platform
-    elsewhere.
+    """Return what the user can do to have ScaNN.
+
+    A platform that has wheels needs a package. On any other platform there is no ScaNN.
     """
     if platform.system() == "Linux" and platform.machine() == "x86_64":
         return f"install ScaNN (`pip install {REQUIREMENT} 'tensorflow~=2.20.0'`)"

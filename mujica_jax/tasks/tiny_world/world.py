@@ -1,5 +1,6 @@
-"""The tiny world: a generated encyclopaedia with the question kinds of 2WikiMultihopQA, needing no
-download.
+"""The tiny world: a generated encyclopaedia with the question kinds of 2WikiMultihopQA.
+
+It needs no download.
 
 It has four parts without a common entity (`facts.py`): train, demonstrations, dev and test. Their
 names share words and no full name (`names.py`). Each question is a template (`questions.py`) filled

@@ -1,5 +1,6 @@
-"""2WikiMultihopQA records as their files hold them: official `dev.json` and `train.json`, and the
-smaller files made from them.
+"""2WikiMultihopQA records as their files hold them.
+
+The files are the official `dev.json` and `train.json`, and the smaller files made from them.
 
 One question can stand in several files with different fields (evidences here, aliases there); they
 are merged by id. The name of a file says to which official split its questions belong: `train*` or

@@ -1,5 +1,6 @@
-"""2WikiMultihopQA (Ho et al., 2020) as a task: questions over its knowledge graph or over a corpus
-of passages.
+"""2WikiMultihopQA (Ho et al., 2020) as a task.
+
+Its questions are asked over its knowledge graph or over a corpus of passages.
 
 - `environment="graph"` (2Wiki-KG): every question with evidences. Its candidates are the topic
   entities that the question itself names, under the graph's labels, in the order of the question. A
