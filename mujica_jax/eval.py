@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0: done, or ended by SIGTERM with its parts kept. 2: a mistake of the user's. 130: interrupted.
     """
-    preemption = Preemption(kept="what was evaluated is kept")
+    preemption = Preemption(kept_text="what was evaluated is kept")
     preemption.then = "the same command goes on"
 
     def program() -> None:
@@ -138,20 +138,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             judge = open_endpoint(options.judge, policy.out)
 
         # Imported here: a mistake in the arguments is answered before JAX has started.
-        from mujica_jax.runs.evaluate import evaluate
+        from mujica_jax.runs.evaluate import Models, evaluate, show_answer
 
-        evaluate(
-            configs,
-            policy,
-            preemption,
-            worker=worker,
-            judge=judge,
-            samples=options.samples if options.sampled else 0,
-            beside=options.beside,
-            plot=options.plot,
-            ask=options.ask,
-            note=other_agent(words),
-        )
+        models = Models(policy=policy, worker=worker, judge=judge)
+        note = other_agent(words)
+        if options.ask is not None:
+            show_answer(configs[0], models, preemption, options.ask, note=note)
+        else:
+            evaluate(
+                configs,
+                models,
+                preemption,
+                samples=options.samples if options.sampled else 0,
+                beside=options.beside,
+                plot=options.plot,
+                note=note,
+            )
         distributed.finish()
 
     return preemption.exit_status(program)

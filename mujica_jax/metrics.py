@@ -120,16 +120,16 @@ def gerbil_macro_f1(scores: Sequence[Score], answered: Sequence[bool]) -> float:
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
-def supporting(found: Collection[str], gold: Collection[str]) -> Score:
+def supporting(titles: Collection[str], gold_titles: Collection[str]) -> Score:
     """Return HotpotQA's score of supporting facts (`update_sp` of its script).
 
-    Passages are compared by their titles. `gold` has at least one.
+    Passages are compared by their titles. `gold_titles` has at least one.
     """
-    found_titles = set(found)
-    gold_titles = set(gold)
-    em = float(found_titles == gold_titles)
-    shared = len(found_titles & gold_titles)
-    return _overlap(em, shared, len(found_titles), len(gold_titles))
+    distinct_titles = set(titles)
+    distinct_gold = set(gold_titles)
+    em = float(distinct_titles == distinct_gold)
+    shared = len(distinct_titles & distinct_gold)
+    return _overlap(em, shared, len(distinct_titles), len(distinct_gold))
 
 
 def bootstrap_interval(

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0: the run is finished or this worker was asked to end. 2: a mistake of the user's. 130: Ctrl-C.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    preemption = Preemption(kept="finished units are kept")
+    preemption = Preemption(kept_text="finished units are kept")
 
     def program() -> None:
         options = override(SampleArguments(run=tyro.MISSING), words, prog=PROGRAM)

@@ -11,17 +11,6 @@ Several processes share a batch as the mesh lays out its rows (`models.sharding.
 process reads only its own rows, and the batch of a step is the same for any number of processes.
 The rows lie in memory and a batch is a few look-ups in them, so nothing is prefetched. Called by
 `learning.trainer.fit`. Grain is imported on first use, because it takes 0.5 s.
-
-Element n of the dataset is the batch of step n, or this process's rows of it, as a pure function of
-(seed, n): the epochs' shuffles stand one after the other, and step n takes the n-th `rows_per_step`
-of them. Grain's own `shuffle().repeat().batch()` would shuffle by another rule; the order here is
-the one that every published number was made with, and any step of it can be reached without those
-before. Grain keeps the place in it, by the protocol that its other data sources have.
-
-Several processes share a batch as the mesh lays its rows out (`models.sharding.own_rows`): each
-reads its own rows alone, and the batch of a step is the same whatever their number. The rows lie in
-memory and a batch is a few look-ups in them, so nothing is prefetched. Called by
-`learning.trainer.fit`. Grain is imported on first use: it takes 0.5 s.
 """
 
 import sys
@@ -89,7 +78,8 @@ class Batches:
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue where `get_state` was called, over the same rows.
 
-        Raises UserError for other rows, whose steps hold other samples."""
+        Raises UserError for other rows, because their steps hold other samples.
+        """
         if state["order"] != self._order:
             raise UserError(
                 f"the checkpoint was at a place in {_words(state['order'])}, and this run has "
@@ -98,8 +88,13 @@ class Batches:
             )
         self._iterator.set_state(state["place"])
 
+    @property
+    def next_step(self) -> int:
+        """The step whose batch comes next."""
+        return self._iterator.get_state()["next_index"]
+
     def seek(self, step: int) -> None:
-        """Go to the batch of a step, where no state was kept."""
+        """Go to the batch of a step, without a saved state."""
         self._iterator.set_state({"next_index": step})
 
 

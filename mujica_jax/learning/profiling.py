@@ -4,11 +4,6 @@ The trace is written into the run directory, once for each start of the program.
 the first step of the window is dispatched and ends when the last one is done on the device. The
 phase is the first that reaches the window, or the one that `--profile.phase` names. A phase that
 cannot show the whole window says so. docs/metrics.md says how to open the trace.
-
-The trace begins before the first step of the window is dispatched and ends when the last one is
-done on the device. The phase is the first that reaches the window, or the one that
-`--profile.phase` names; a phase that cannot show the window whole says so. docs/metrics.md says how
-to open what is written.
 """
 
 import contextlib

@@ -5,10 +5,6 @@ numbers that are there already: nothing here waits for a device. Called by the m
 that are logged. Floating-point operations are counted by formula, without those that are
 recomputed:
 
-Host arithmetic on numbers that are there already: nothing here waits for a device. Called by the
-methods for steps that are logged. Floating-point operations are counted by formula and without what
-is recomputed:
-
     slots x 6 x weights of the layers
     + trained tokens x 6 x weights of the head
     + 12 x layers x heads x head_dim x sum over conversations of length x (length + 1) / 2

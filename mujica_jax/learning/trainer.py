@@ -13,7 +13,8 @@ The loop's order is fixed:
 
 The metrics of the last step are read before `fit` returns, and no batch is drawn beyond it: what it
 returns is never broken and may be saved. A run restored from there continues with exactly the
-batches it would have seen. Where to save, a caller cuts the phase into stretches.
+batches it would have seen. The caller decides when to save by calling `fit` for a few steps at a
+time.
 
 The step is compiled once a process for each (rows, row_tokens), shared by all phases and all
 trainers of one model and loss: the learning-rate schedule is an argument. Parameters, optimiser
@@ -91,15 +92,15 @@ class StepMetrics:
     # Updates of this phase that were spikes and were not made (`learning.spike_guard`).
     skipped: int = 0
     # The metrics of the loss itself, by name.
-    of_loss: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    loss_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def values(self) -> dict[str, float | int]:
         """Return all but the step, under the names that the training log has."""
         values = {}
         for name, value in vars(self).items():
-            if name not in ("step", "of_loss"):
+            if name not in ("step", "loss_metrics"):
                 values[name] = value
-        return values | dict(self.of_loss)
+        return values | dict(self.loss_metrics)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -219,6 +220,22 @@ class Trainer:
             step: Any = self._program.train_step
             return step.lower(self._program.abstract_state, batch, constant_rate)
 
+    def batches(self, rows: PackedRows, *, seed: int, step: int = 0) -> Batches:
+        """Return this process's batches of a fit over `rows`, beginning with the one of `step`.
+
+        `seed` shuffles the rows. After a restart, `Batches.set_state` goes to the place that a
+        checkpoint names. Raises UserError if there are no rows.
+        """
+        batches = Batches(
+            rows,
+            self.config.rows_per_step,
+            seed=seed,
+            own=self.own_rows(),
+            columns=self.loss.columns,
+        )
+        batches.seek(step)
+        return batches
+
     def score(self, state: TrainState, rows: PackedRows) -> Float[np.ndarray, "rows time"]:
         """Return log p of every token given its prefix in its segment.
 
@@ -241,32 +258,23 @@ class Trainer:
 def fit(
     trainer: Trainer,
     state: TrainState,
-    rows: PackedRows,
+    batches: Batches,
     *,
     schedule: Schedule,
     steps: int,
-    seed: int,
-    input_state: dict[str, Any] | None = None,
     on_step: Callable[[StepMetrics], None] = lambda metrics: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> FitResult:
-    """Train from `state.step` until `steps` updates are made in this phase, or `should_stop` ends
-    the loop.
+    """Train from `state.step` until `steps` updates are made in this phase.
 
-    `input_state` is what the checkpoint of `state` says about the place in the data; without one it
-    is the place of `state.step`. `on_step` sees every step once, in order."""
-    batches = Batches(
-        rows,
-        trainer.config.rows_per_step,
-        seed=seed,
-        own=trainer.own_rows(),
-        columns=trainer.loss.columns,
-    )
+    `batches` are those of `Trainer.batches`; the batch of `state.step` must come next. `on_step`
+    sees every step once, in order. `should_stop` is asked before each step and ends the loop.
+    """
     steps_done = int(state.step)
-    if input_state is None:
-        batches.seek(steps_done)
-    else:
-        batches.set_state(input_state)
+    assert batches.next_step == steps_done, (
+        f"the batch of step {batches.next_step} comes next and the state has made {steps_done} "
+        "steps: make the batches with step=int(state.step)"
+    )
 
     max_skips = trainer.config.max_skips_in_a_row
     stopped = False
@@ -316,7 +324,7 @@ def _read(step: int, metrics: dict[str, Array], *, max_skips: int) -> StepMetric
         learning_rate=values.pop("learning_rate"),
         trained_tokens=values.pop("trained_tokens"),
         skipped=values.pop("skipped", 0),
-        of_loss=values,
+        loss_metrics=values,
     )
 
 

@@ -240,7 +240,7 @@ def _sample_round(
         }
         run.store.write_plan(number, plan)
     name = f"round {number}: sampling"
-    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)
     use_policy(run, state, number - 1)
 
     # Sample as many questions as groups are missing, until the batch is full.

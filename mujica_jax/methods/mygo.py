@@ -218,7 +218,7 @@ def sample_round(
 
     shards = plan_round(run, number, version, previous_k)
     name = f"round {number}: sampling"
-    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)
     # A finished run is left alone by workers: what is damaged there is sampled here.
     has_workers = run.config.sampling.workers == "external" and not run.store.exists(SUMMARY)
     if has_workers:

@@ -201,7 +201,7 @@ class Sampler:
                 continue
             start_time = time.monotonic()
             self._run.preemption.enter(
-                f"round {number}: sampling unit {unit.index}", kept="finished units are kept"
+                f"round {number}: sampling unit {unit.index}", kept_text="finished units are kept"
             )
             self._run.on_poll = lease.renew
             try:

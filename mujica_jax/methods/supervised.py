@@ -312,7 +312,7 @@ def _few_shot(run: Run) -> Played:
     The examples are taken out of what is kept."""
     config = run.config
     name = f"{WARM_UP.name}: sampling with worked examples"
-    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)
     use_policy(run, run.initial_state, WARM_UP.step)
     few_shot_agent = make_agent(dataclasses.replace(config.agent, prompt="few_shot"), run.tokenizer)
     num_wanted = config.warmup.few_shot_trajectories

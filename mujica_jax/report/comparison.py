@@ -112,7 +112,7 @@ def markdown(result_rows: Sequence[dict[str, Any]]) -> str:
 
 def table(result_rows: Sequence[dict[str, Any]]) -> Table:
     """Return the table for the console."""
-    return text_table(HEADINGS, map(cells, result_rows), left=2, wrap=True)
+    return text_table(HEADINGS, map(cells, result_rows), left_columns=2, wrap=True)
 
 
 def draw(result_rows: Sequence[dict[str, Any]]) -> bytes:

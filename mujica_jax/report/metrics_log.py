@@ -53,9 +53,9 @@ class MetricsLog:
         directory: RunPath,
         io_statistics: IoStatistics | None = None,
         config: MetricsConfig | None = None,
-        about: Mapping[str, Any] | None = None,
+        run_config: Mapping[str, Any] | None = None,
     ) -> None:
-        """`about` is the run's configuration, for those who show it beside the curves."""
+        """Open the files. `run_config` is shown beside the curves at Weights & Biases."""
         config = MetricsConfig() if config is None else config
         self._directory = directory
         self._has_tensorboard = config.tensorboard
@@ -71,7 +71,7 @@ class MetricsLog:
         self._tensorboard: _TensorBoard | None = None
         self._wandb: WandbLog | None = None
         if config.wandb != "off":
-            self._wandb = WandbLog(config, directory, about or {})
+            self._wandb = WandbLog(config, directory, run_config or {})
 
     def has(self, phase: str, step: int) -> bool:
         """Return whether this step, or a later one of its phase, is written."""
@@ -161,8 +161,10 @@ def import_wandb(config: MetricsConfig) -> Any:
 class WandbLog:
     """One run at Weights & Biases, or its files in the run directory."""
 
-    def __init__(self, config: MetricsConfig, directory: RunPath, about: Mapping[str, Any]) -> None:
-        """`about` is the run's configuration, which is shown beside its curves."""
+    def __init__(
+        self, config: MetricsConfig, directory: RunPath, run_config: Mapping[str, Any]
+    ) -> None:
+        """Start the run, or continue it. `run_config` is shown beside its curves."""
         wandb = import_wandb(config)
         mode = os.environ.get(WANDB_MODE, config.wandb)
         # wandb keeps its files on local disk.
@@ -182,7 +184,7 @@ class WandbLog:
                 dir=str(local_directory or Path()),
                 mode=mode,
                 resume="allow",
-                config=dict(about),
+                config=dict(run_config),
                 settings=wandb.Settings(console="off", silent=True),
             )
         except (wandb.Error, ValueError) as error:

@@ -38,15 +38,15 @@ class PhaseRow:
     seconds: float  # the phase and its evaluation
 
 
-def summary_dict(phases: Sequence[PhaseRow], **about: Any) -> dict[str, Any]:
-    """Return the content of `summary.json`: what the run is, its phases, and their seconds.
+def summary_dict(phases: Sequence[PhaseRow], **run_facts: Any) -> dict[str, Any]:
+    """Return the content of `summary.json`: `run_facts`, the phases, and their seconds.
 
     The seconds of a phase are those of the start that finished it. Numbers are rounded to two
     decimals. `PhaseRow(**phase)` takes a phase back.
     """
     rows = tuple(dataclasses.asdict(phase) for phase in phases)
     seconds = sum(phase.seconds for phase in phases)
-    return rounded({**about, "phases": rows, "seconds": seconds})
+    return rounded({**run_facts, "phases": rows, "seconds": seconds})
 
 
 def closing_table(phases: Sequence[PhaseRow]) -> Table:

@@ -99,9 +99,10 @@ class RewardFunction:
     """
 
     rule: Rule
-    of: Parts
+    compute: Parts
     best: float = 1.0
-    of_round: Callable[[int], Parts] | None = None  # of a reward that changes while a method trains
+    # Returns the function of a round, for a reward that changes while a method trains.
+    compute_in_round: Callable[[int], Parts] | None = None
     judge: Correctness | None = None  # says what is right, in place of an exact match
 
     def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
@@ -109,7 +110,7 @@ class RewardFunction:
         assert self.judge is None, "a judge has to be waited for: use `rewarded`"
         if trajectory.is_environment_fault:
             return Reward(total=0.0)
-        return self._checked(self.of(self._score(trajectory, question), trajectory))
+        return self._checked(self.compute(self._score(trajectory, question), trajectory))
 
     async def rewarded(self, trajectory: Trajectory, question: Question) -> Trajectory:
         """Return the episode with its reward, or marked as one without a verdict."""
@@ -120,7 +121,7 @@ class RewardFunction:
             if self.judge is not None:
                 is_right = await self.judge(question, trajectory.final_answer)
                 answer = dataclasses.replace(answer, em=float(is_right))
-            reward = self.of(answer, trajectory)
+            reward = self.compute(answer, trajectory)
             if inspect.isawaitable(reward):
                 reward = await reward
         except NoVerdictError:
@@ -135,7 +136,7 @@ class RewardFunction:
         is_reward = isinstance(reward, Reward) and isinstance(reward.parts, Mapping)
         numbers = [reward.total, *reward.parts.values()] if is_reward else [None]
         if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
-            name = getattr(self.of, "__name__", self.of)
+            name = getattr(self.compute, "__name__", self.compute)
             raise UserError(
                 f"the reward {name} gave {reward!r}; it must return a Reward of finite numbers"
             )
@@ -143,9 +144,9 @@ class RewardFunction:
 
     def at(self, round_number: int) -> "RewardFunction":
         """Return the reward of a round."""
-        if self.of_round is None:
+        if self.compute_in_round is None:
             return self
-        return dataclasses.replace(self, of=self.of_round(round_number))
+        return dataclasses.replace(self, compute=self.compute_in_round(round_number))
 
 
 def find_reward(
@@ -176,7 +177,8 @@ def find_reward(
 
     if name == STAGED:
         return _staged(rule, staged, similarity, judge)
-    return RewardFunction(rule=rule, of=judged if name == JUDGE else REWARDS[name], judge=judge)
+    compute = judged if name == JUDGE else REWARDS[name]
+    return RewardFunction(rule=rule, compute=compute, judge=judge)
 
 
 def _staged(
@@ -184,10 +186,10 @@ def _staged(
 ) -> RewardFunction:
     """Return the reward `staged`, whose stage depends on the round."""
 
-    def of_round(round_number: int) -> Parts:
+    def compute_in_round(round_number: int) -> Parts:
         stage = 1 if round_number < config.stage_two_round else 2
 
-        def of(answer: Score, trajectory: Trajectory) -> Reward:
+        def compute(answer: Score, trajectory: Trajectory) -> Reward:
             return staged_reward(
                 answer,
                 trajectory,
@@ -197,12 +199,12 @@ def _staged(
                 similarity=similarity,
             )
 
-        return of
+        return compute
 
     return RewardFunction(
         rule=rule,
-        of=of_round(0),
+        compute=compute_in_round(0),
         best=best_reward(config),
-        of_round=of_round,
+        compute_in_round=compute_in_round,
         judge=judge,
     )

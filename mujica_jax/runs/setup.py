@@ -34,7 +34,7 @@ from mujica_jax.runs.judge import open_judge
 from mujica_jax.runs.lead import trainer_lease
 from mujica_jax.runs.model import StartingModel, decoder_config, new_model, open_model
 from mujica_jax.runs.parts import check_prompts, make_reward, open_adapter
-from mujica_jax.runs.run import Run
+from mujica_jax.runs.run import Reports, Run
 from mujica_jax.runtime import distributed, provenance
 from mujica_jax.runtime.chips import chip_of
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
@@ -85,7 +85,9 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     with (
         trainer_lease(store, preemption),
         _open_metrics(config, store) as metrics,
-        _build(start, config, store, progress, metrics, preemption) as run,
+        _build(
+            start, config, store, Reports(progress=progress, metrics=metrics), preemption
+        ) as run,
     ):
         yield run
 
@@ -141,8 +143,7 @@ def _build(
     start: _Start,
     config: Config,
     store: Store,
-    progress: Progress,
-    metrics: MetricsLog | NoMetrics,
+    reports: Reports,
     preemption: Preemption,
 ) -> Iterator[Run]:
     """Make the parts of the run, and close them at its end."""
@@ -153,8 +154,7 @@ def _build(
         store=store,
         task=start.task,
         model=dataclasses.replace(model, load=functools.partial(model.load, mesh)),
-        progress=progress,
-        metrics=metrics,
+        reports=reports,
         preemption=preemption,
         reserved_bytes=start.reserved_bytes,
     )
@@ -235,8 +235,7 @@ def open_sampling(config: Config, store: Store, preemption: Preemption, progress
         store=store,
         task=task,
         model=dataclasses.replace(model, load=functools.partial(model.load, None)),
-        progress=progress,
-        metrics=NoMetrics(),
+        reports=Reports(progress=progress, metrics=NoMetrics()),
         preemption=preemption,
     )
 

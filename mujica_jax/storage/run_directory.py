@@ -151,12 +151,12 @@ class RunDirectory:
         )
 
     def commit_folder(
-        self, name: str, write: Callable[[Path], None], about: Mapping[str, Any]
+        self, name: str, write: Callable[[Path], None], details: Mapping[str, Any]
     ) -> bool:
-        """Call `write` with an empty local folder and keep what it left there.
+        """Call `write` with an empty local folder, and store the files that it writes there.
 
-        COMMITTED, written last, has the list of files and `about`. One process of a run does this.
-        Return False, without calling `write`, if the folder is committed already.
+        COMMITTED, written last, has the list of files and `details`. One process of a run does
+        this. Return False, without calling `write`, if the folder is committed already.
         """
         folder = self.root / name
         if self.exists(f"{name}/{COMMITTED}"):
@@ -167,7 +167,7 @@ class RunDirectory:
                 files = describe_folder(folder)
             else:
                 files = _upload(folder, write)
-            is_committed = create(folder / COMMITTED, json_bytes({**about, "files": files}))
+            is_committed = create(folder / COMMITTED, json_bytes({**details, "files": files}))
         if is_committed:
             self.io_statistics.add_bytes("write", sum(file["bytes"] for file in files))
         return is_committed

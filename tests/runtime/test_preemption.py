@@ -116,7 +116,9 @@ def ends() -> list[int]:
 
 @pytest.fixture
 def preemption(ends):
-    with Preemption(kept="all is kept", end=ends.append, grace_seconds=HANG_SECONDS) as listening:
+    with Preemption(
+        kept_text="all is kept", end=ends.append, grace_seconds=HANG_SECONDS
+    ) as listening:
         listening.then = "go on with: it"
         yield listening
 
@@ -145,7 +147,7 @@ def test_a_phase_that_is_entered_afterwards_does_not_begin(preemption):
     signal.raise_signal(signal.SIGTERM)
     assert until(lambda: preemption.requested)
     with pytest.raises(PreemptedError, match="in round 1: sampling; shards are kept;"):
-        preemption.enter("round 1: sampling", kept="shards are kept")
+        preemption.enter("round 1: sampling", kept_text="shards are kept")
 
 
 def test_ctrl_c_ends_with_130_and_a_second_one_at_once(preemption, ends, capsys):
@@ -178,7 +180,7 @@ def test_before_anything_began_the_end_comes_at_once(preemption, ends, capsys, n
 
 def test_where_nobody_polls_the_process_ends_after_the_grace_time(ends, capsys):
     with Preemption(end=ends.append, grace_seconds=0.05) as preemption:
-        preemption.enter("warm-up: learning", kept="step 7 is kept")
+        preemption.enter("warm-up: learning", kept_text="step 7 is kept")
         preemption.keeps("step 9 is kept")
         signal.raise_signal(signal.SIGTERM)
         assert until(lambda: bool(ends)) and ends == [0]
@@ -312,7 +314,7 @@ def test_an_interrupt_in_all_processes_at_once_is_no_second_one(preemption, ends
 
 def test_a_process_that_is_ended_in_the_middle_tells_the_others(ends, others):
     with Preemption(end=ends.append, grace_seconds=0.05) as preemption:
-        preemption.enter("round 1: sampling", kept="shards are kept")
+        preemption.enter("round 1: sampling", kept_text="shards are kept")
         signal.raise_signal(signal.SIGTERM)
         assert until(lambda: bool(ends))
     assert others.left == [("preempted in round 1: sampling; shards are kept", 0)]

@@ -117,7 +117,7 @@ def _expand(run: Run, state: PhaseState) -> list[Trajectory]:
     endpoint = None
     if config.remote.base_url is not None:
         endpoint = open_endpoint(config.remote, run.store.root)
-    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)
     use_policy(run, state, WARM_UP.step)
 
     entries: list[ShardEntry] = []
@@ -201,11 +201,13 @@ def _grow_shard(
         async def with_reward(trajectory: Trajectory) -> Trajectory:
             return trajectory.with_reward(run.reward(trajectory, question))
 
-        growth = Growth(
-            agent,
+        root = agent.begin(
             sampling.attempt(run, question, 0, ROUND),
             run.task.environment(question),
             EnginePolicy(run.generator),
+        )
+        growth = Growth(
+            root,
             config,
             reward=with_reward,
             gate=gate,

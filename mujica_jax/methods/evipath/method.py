@@ -229,7 +229,7 @@ def _synthesize(
             question_ids.append([question.id for question in shard])
         plan = {"policy_version": 0, "shards": question_ids, "mode": config.mode}
         run.store.write_plan(number, plan)
-    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)
     if config.teacher == "policy":
         use_policy(run, state, 0)
     author = open_author()

@@ -284,14 +284,11 @@ def encode_truncated(
 ) -> list[list[int]]:
     """Return the ids of each text, which the tokenizer cuts at `max_tokens`.
 
-    A text may be as long as a book, so as a rule only its beginning is read.
-
-    A text may be as long as a book, so only its beginning is read.
-
-    What is read ends in front of a space, and is the whole text where that gives fewer tokens than
-    the limit. So the ids are those of the whole text for every tokenizer that begins again behind a
-    space, as BERT's do. One whose tokens reach across spaces can give others near the end, of a
-    text of more than CHARACTERS_A_TOKEN * max_tokens characters.
+    A text may be as long as a book, so only its beginning is read, up to a space. The whole text is
+    read if the beginning gives fewer tokens than the limit. So the ids are those of the whole text
+    for every tokenizer that begins again behind a space, as BERT's do. A tokenizer whose tokens
+    reach across spaces can give other ids near the end of a text that has more than
+    CHARACTERS_A_TOKEN * max_tokens characters.
     """
     beginnings = [_beginning(text, CHARACTERS_A_TOKEN * max_tokens) for text in texts]
     encoded = [entry.ids for entry in tokenizer.encode_batch(beginnings)]

@@ -148,13 +148,16 @@ class ScannSearch:
         if not len(queries):
             return np.empty((0, k), np.float32), np.empty((0, k), np.int64)
 
-        search_options = {"final_num_neighbors": k}
+        num_candidates = None  # without partitions all rows are scored
+        leaves_searched = None
         if self.parameters.leaves:
-            candidates = max(self.parameters.reordered, REORDERED_OF_K * k)
-            search_options["pre_reorder_num_neighbors"] = min(self._rows, candidates)
-            search_options["leaves_to_search"] = self.parameters.leaves_searched
+            num_candidates = min(self._rows, max(self.parameters.reordered, REORDERED_OF_K * k))
+            leaves_searched = self.parameters.leaves_searched
         positions, products = self._searcher.search_batched_parallel(
-            np.ascontiguousarray(queries, np.float32), **search_options
+            np.ascontiguousarray(queries, np.float32),
+            final_num_neighbors=k,
+            pre_reorder_num_neighbors=num_candidates,
+            leaves_to_search=leaves_searched,
         )
 
         # Behind its results ScaNN fills a row with products that are not finite.

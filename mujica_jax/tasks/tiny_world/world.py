@@ -338,7 +338,7 @@ def _question(part: WorldPart, number: int, plan: Plan) -> Question:
     evidences = _evidences(part, plan)
     return Question(
         id=id,
-        text=template.wordings[plan.wording].format(**topic_of_letter),
+        text=template.wordings[plan.wording].format_map(topic_of_letter),
         answers=(template.answer(topics, ends),),
         # Only graphs read the candidates.
         candidates=tuple(_entity(part, topic) for topic in plan.topics),

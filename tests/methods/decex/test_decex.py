@@ -171,10 +171,7 @@ def grow(
 
     async def growing() -> Tree:
         growth = Growth(
-            agent,
-            attempt(QUESTION),
-            world or Echo(kind="text"),
-            policy,
+            agent.begin(attempt(QUESTION), world or Echo(kind="text"), policy),
             dataclasses.replace(METHOD if both else CHEAP, **changes),
             reward=reward,
             gate=asyncio.Semaphore(4),
@@ -648,7 +645,8 @@ def test_dpo_moves_towards_what_was_chosen():
     reference = trainer.score(state, packed)
     rows, seen = packed.with_columns(reference_log_probs=reference), []
     rates = schedule(peak=3e-3, end_value=3e-3, total_steps=8)
-    state = fit(trainer, state, rows, schedule=rates, steps=8, seed=0, on_step=seen.append).state
+    batches = trainer.batches(rows, seed=0)
+    state = fit(trainer, state, batches, schedule=rates, steps=8, on_step=seen.append).state
     assert seen[0].loss == pytest.approx(math.log(2), abs=1e-5) and seen[-1].loss < 0.6
     gains = np.where(packed.loss_mask, trainer.score(state, packed) - reference, 0.0)
     signs = np.sign(packed.columns["pairs"])
