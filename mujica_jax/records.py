@@ -194,7 +194,7 @@ class Search:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reward:
-    """What an episode earned: the number that a method compares, and what it is made of."""
+    """The reward of an episode: the number that a method compares, and its parts."""
 
     total: float
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)

@@ -66,7 +66,11 @@ class Checkpoints:
     def __init__(
         self, directory: str | PurePath, *, keep: int, io_statistics: IoStatistics | None = None
     ) -> None:
-        """`io_statistics` gets the seconds and bytes of every save and restore."""
+        """Open a directory, and remove torn checkpoints.
+
+        `keep` is the number of checkpoints that stay. `io_statistics` gets the seconds and bytes of
+        every save and restore.
+        """
         assert keep >= 1, "keep at least one checkpoint"
         path = run_path(directory)
         self.directory: RunPath = path.absolute() if isinstance(path, Path) else path

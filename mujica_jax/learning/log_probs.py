@@ -58,7 +58,7 @@ class _ChunkScores(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass needs of the forward pass."""
+    """The values of the forward pass that the backward pass needs."""
 
     table: Float[Array, "vocab part"] | None  # None if the head is frozen
     whole_table: Float[Array, "vocab hidden"]

@@ -162,7 +162,7 @@ def _transformation_names(params: Any) -> Any:
 def _matrix_dimensions(
     path: jax.tree_util.KeyPath, kernel: Array
 ) -> optax.contrib.MuonDimensionNumbers:
-    """Say which dimensions of a kernel are inputs and which outputs; the first one is the layer."""
+    """Return which dimensions of a kernel are inputs and which outputs; the first is the layer."""
     is_output_kernel = path_name(path).endswith("output_kernel")
     first_output = kernel.ndim - 1 if is_output_kernel else 2
     return optax.contrib.MuonDimensionNumbers(

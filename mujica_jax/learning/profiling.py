@@ -81,7 +81,7 @@ class ProfileWindow:
             self._stop("traced")
 
     def close(self) -> None:
-        """Say at the end of a run if the window never came."""
+        """Print at the end of a run if the window never came."""
         if self._steps is not None:
             where = "no phase" if self._phase is None else f"no phase {self._phase}"
             self._say(

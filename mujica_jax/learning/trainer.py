@@ -330,7 +330,7 @@ def _read(step: int, metrics: dict[str, Array], *, max_skips: int) -> StepMetric
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainStep:
-    """What an update of one model needs beside its state, its batch and its schedule."""
+    """The parts of an update of one model, besides its state, its batch and its schedule."""
 
     config: TrainerConfig
     loss: Loss

@@ -433,7 +433,7 @@ def next_attempts(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What a round keeps."""
+    """The trajectories that a round keeps for learning."""
 
     trajectories: list[Trajectory]
     rows: list[Conversation]  # their conversations, as far as they fit a training row

@@ -37,7 +37,7 @@ LOOKS_A_LEASE = 4  # how often leases of others are read while one lasts
 
 @dataclasses.dataclass
 class SamplerStatistics:
-    """What a worker has done so far."""
+    """Counts of what a worker has done so far."""
 
     units: int = 0
     trajectories: int = 0
@@ -105,7 +105,7 @@ class Sampler:
             number += 1
 
     def _work_on(self, number: int) -> bool:
-        """Play one unit of this round, if there is one that nobody plays."""
+        """Play one unit of this round, if there is one that no other worker plays."""
         store = self._run.store
         plan = store.read_json(f"rounds/{number:04d}/plan.json")
         version = plan["policy_version"]

@@ -1,4 +1,4 @@
-"""What methods do by plain maximum likelihood: warm-up and equal-compute control.
+"""Plain maximum likelihood around a method: its warm-up and its equal-compute control.
 
 The warm-up comes before a method, and the control stands beside it.
 
@@ -64,7 +64,7 @@ MoreRows = Callable[[], Sequence[Conversation]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demonstrations:
-    """What the warm-up learnt from."""
+    """The demonstrations that the warm-up learnt from."""
 
     rows: list[Conversation]  # all of it
     rewarded: list[Conversation]  # the rows of those trajectories that earned the best reward
@@ -145,7 +145,7 @@ def begin(
 
 
 def _has_demonstrations(run: Run) -> bool:
-    """Whether a script plays some demonstrations."""
+    """Return whether a script plays some demonstrations."""
     if not has_script(run.config):
         return False
     return isinstance(run.task, FromScratchTask) and any(run.task.demonstrations())

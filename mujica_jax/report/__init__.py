@@ -1,4 +1,4 @@
-"""What a user sees of a run.
+"""The output of a run, as a user sees it.
 
 Nothing here computes a score. Percentages are percent (0 to 100), times are seconds.
 """

@@ -29,7 +29,7 @@ class StageClock:
         compiled: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`compiled` gives the seconds that compiling has taken so far."""
+        """Start the clock. `compiled` gives the seconds that compiling has taken so far."""
         self._compiled = compiled
         self._clock = clock
         self._open_stages = [OTHER]

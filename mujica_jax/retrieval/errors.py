@@ -31,7 +31,7 @@ class RetrieverRefusedError(RetrievalError):
 
 @contextlib.contextmanager
 def as_retrieval_errors() -> Iterator[None]:
-    """Raise the errors of a request to another host as those of a search."""
+    """Turn the errors of a request to another host into errors of a search."""
     try:
         yield
     except DeadlineExceeded as error:

@@ -1,4 +1,4 @@
-"""What an index will take, before it is built: bytes on disk, in memory and on devices.
+"""The size of an index before it is built: bytes on disk, in memory and on devices.
 
 Dense indexes are counted from the sizes of their arrays. Words and triples are counted in a sample,
 which is indexed; Wikidata's dumps begin with the entities that say most, so that of them the figure
@@ -96,7 +96,7 @@ def estimate_corpus(
 
 
 def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -> dict[str, Any]:
-    """Return what an index of so many passages takes, if they are like those of the sample.
+    """Return what an index of this many passages takes, if they are like those of the sample.
 
     `disk_bytes` by file; `building_bytes` of memory beside the program and the embedder's weights;
     `searching_bytes` (of kind exact on the devices together).

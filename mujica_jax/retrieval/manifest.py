@@ -44,7 +44,10 @@ ABOUT_CONTENT = ("format", "version", "files")
 
 
 def rebuild_advice(folder: str | Path) -> str:
-    """Say what to do about a damaged directory: a build would take it for what it says it is."""
+    """Return what to do about a damaged index.
+
+    The directory has to go first: a build would believe what its files say.
+    """
     return f"remove {folder} and build the index again"
 
 

@@ -1,6 +1,6 @@
-"""What an environment searches passages with, and the retriever over an index of this process.
+"""The interface by which environments search passages, and the retriever over a local index.
 
-Results are kept on disk where a cache is given. A remote retriever (`client.py`) has the same
+Results are stored on disk if a cache is given. A remote retriever (`client.py`) has the same
 interface.
 """
 

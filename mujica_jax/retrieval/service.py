@@ -62,7 +62,7 @@ MEANINGS = {
 
 
 class BadRequestError(Exception):
-    """What the client did wrong, in one sentence."""
+    """A mistake of the client's, in one sentence."""
 
     def __init__(self, sentence: str, status: int = 400) -> None:
         super().__init__(sentence)

@@ -71,7 +71,7 @@ class Models:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Session:
-    """What all configurations of one evaluation share."""
+    """The opened models and other parts that all configurations of one evaluation share."""
 
     policy: Checkpoint | Endpoint
     worker: Checkpoint | None

@@ -56,12 +56,12 @@ class JudgeLostError(UserError):
 
 
 class VerdictStore(Protocol):
-    """What judges said, by a key that covers everything they read."""
+    """A store of judges' replies, by a key that covers everything they read."""
 
     def read(self, key: str) -> str | None: ...
 
     def write(self, key: str, reply: str) -> str:
-        """Keep a reply and return the one that is kept: the first."""
+        """Store a reply, unless there is one already, and return the stored one."""
         ...
 
 

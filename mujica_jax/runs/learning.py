@@ -33,7 +33,7 @@ STEPS_A_STRETCH = 25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningPlan:
-    """How a phase learns: its updates, its learning rates (`optimizer.schedule`) and its loss."""
+    """The plan of a phase: its updates, its learning rates (`optimizer.schedule`) and its loss."""
 
     steps: int  # updates
     peak: float
@@ -223,7 +223,7 @@ class _Saves:
         self.saved_step = result.steps
 
     def _is_due(self, result: FitResult) -> bool:
-        """Whether to save now. The first process decides for all."""
+        """Return whether to save now. The first process decides for all."""
         is_due = result.stopped or result.steps == self._steps
         if not is_due:
             save_seconds = self._save_seconds or max(

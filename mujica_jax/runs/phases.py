@@ -49,7 +49,7 @@ class PhaseResult:
 
 @dataclasses.dataclass(kw_only=True)
 class PhaseCost:
-    """What a phase sampled and learnt, and when it began."""
+    """The samples and the learning of a phase, and the time when it began."""
 
     start_time: float  # by `time.monotonic`
     trajectories: int = 0  # sampled

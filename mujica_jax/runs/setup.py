@@ -94,7 +94,7 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Start:
-    """What a configuration was checked against."""
+    """The parts that a configuration was checked against."""
 
     task: Task
     mesh: Mesh
@@ -356,7 +356,7 @@ def check_content(store: Store, config: Config, task: Task) -> None:
 
 
 def _reads_own_paragraphs(config: Config) -> bool:
-    """Whether training reads the paragraphs that come with its questions.
+    """Return whether training reads the paragraphs that come with its questions.
 
     They are what is searched, or EviPath's pool."""
     is_distractor = getattr(config.task, "setting", None) == "distractor"

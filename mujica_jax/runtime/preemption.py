@@ -49,7 +49,7 @@ class PreemptedError(Exception):
 
 
 class Preemption:
-    """Whether this process was asked to end. A context manager: signals are heard inside it."""
+    """A request to end this process. A context manager: signals are heard inside it."""
 
     def __init__(
         self,

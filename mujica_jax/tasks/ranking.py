@@ -63,7 +63,7 @@ class WordRanking:
     """
 
     def __init__(self, language: str = "en") -> None:
-        """`language` is the queries' language. They may also be in English, as the prompts are."""
+        """Rank queries in `language`. They may also be in English, as the prompts are."""
         self._language = language
 
     async def __call__(self, query: str, texts: Sequence[str]) -> list[int]:

@@ -1,4 +1,4 @@
-"""What is learnt of sampled trajectories: MyGO's selection, and the groups that GRPO compares.
+"""Selection of what is learnt: MyGO's rule, and the groups that GRPO compares.
 
 **MyGO.** After each batch of questions the threshold rises with the policy,
 

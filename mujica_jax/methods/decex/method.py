@@ -291,7 +291,7 @@ def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Conversatio
 
 
 def _trains_both_sides(pair: Sequence[Conversation]) -> bool:
-    """Whether each side of a pair has a token to learn."""
+    """Return whether each side of a pair has a token to learn."""
     return all(any(side.loss_mask) for side in pair)
 
 

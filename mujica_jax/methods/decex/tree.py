@@ -75,7 +75,7 @@ COUNTS = (  # docs/metrics.md
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tree:
-    """What the search left."""
+    """The result of a search."""
 
     # With rewards: the leaves of the tree first, then what was played from its nodes.
     finished: tuple[Trajectory, ...]
@@ -401,12 +401,12 @@ class Growth:
 
 
 def _stops(chain: Chain) -> bool:
-    """Whether a chain has ended with a final answer."""
+    """Return whether a chain has ended with a final answer."""
     return chain.outcome is not None and chain.outcome[1] is StopReason.ANSWERED
 
 
 def _is_lost(chain: Chain) -> bool:
-    """Whether a search failed. Then the chain's reward says nothing about the policy."""
+    """Return whether a search failed. Then the chain's reward says nothing about the policy."""
     return chain.outcome is not None and chain.outcome[1] is StopReason.RETRIEVER_FAILED
 
 

@@ -89,7 +89,7 @@ class TreeWriter:
     def __init__(
         self, model: Policy, model_tokenizer: Tokenizer, policy_tokenizer: Tokenizer, version: int
     ) -> None:
-        """`version` is the version of the policy whose trees are written."""
+        """Let the second model write trees for the policy of this version."""
         self._model = model
         self._model_tokenizer = model_tokenizer
         self._policy_tokenizer = policy_tokenizer

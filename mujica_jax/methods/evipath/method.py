@@ -76,7 +76,7 @@ TUNED = {"both": (PLANNER, WORKER), "planner": (PLANNER,), "executor": (WORKER,)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Selection:
-    """What a synthesis made, and what of it is learnt."""
+    """The trajectories of a synthesis, and the rows that are learnt of them."""
 
     trajectories: list[Trajectory]  # all
     right_trajectories: list[Trajectory]  # that answer their question

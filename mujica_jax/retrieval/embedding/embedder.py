@@ -55,7 +55,7 @@ PREFIXES: Mapping[str, tuple[str, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedderConfig:
-    """How token states become an embedding."""
+    """The way from token states to an embedding."""
 
     pooling: Pooling
     normalised: bool  # to length 1, so that a dot product is a cosine
@@ -299,7 +299,7 @@ def encode_truncated(
 
 
 def _beginning(text: str, characters: int) -> str:
-    """Return at least so many characters, up to the end of a word."""
+    """Return at least this many characters, up to the end of a word."""
     if len(text) <= characters:
         return text
     word_end = END_OF_WORD.search(text, characters)

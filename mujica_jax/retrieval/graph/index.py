@@ -43,7 +43,7 @@ CHUNK_READ_BYTES = 2**30  # of all lines, chosen or not
 
 @dataclasses.dataclass
 class Loaded(Counts):
-    """How far the files are read. Tables are read twice, for names and for statements."""
+    """The progress of a load. Tables are read twice, for names and for statements."""
 
     stage: Literal["names", "statements", "done"] = "names"
     file: int = 0

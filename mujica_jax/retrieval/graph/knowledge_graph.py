@@ -114,8 +114,9 @@ class KnowledgeGraph(Counted, abc.ABC):
     async def find(self, name: str) -> list[str]:
         """Return the keys of the entities with this Q-id, IRI or name, the likeliest first.
 
-        A name is a label or else an alias. In files that name entities without Q-ids, case, spacing
-        and a closing parenthesis do not matter. Raises RetrievalError.
+        A name is a label, or an alias if no label matches. In files that name entities without
+        Q-ids, case, spacing and a closing parenthesis do not matter if nothing else matches. Raises
+        RetrievalError.
         """
         entity = sparql.entity_iri(name)
         if entity is None:

@@ -111,7 +111,7 @@ class Table:
         return None
 
     def _is_called(self, iri: Any, name: str) -> bool:
-        """Tell whether a label or an alias is this name, up to case and spacing."""
+        """Return whether a label or an alias is this name, up to case and spacing."""
         texts = (*self._texts(iri, sparql.LABEL), *self._texts(iri, sparql.ALIAS))
         return any(normalise_label(text) == name for text in texts)
 

@@ -214,7 +214,7 @@ def _in_usual_form(text: str) -> str:
 
 
 def _has_runs(text: str) -> bool:
-    """Tell whether a text has a run of characters of a script without spaces."""
+    """Return whether a text has a run of characters of a script without spaces."""
     return not text.isascii() and _run_of_characters.search(_in_usual_form(text)) is not None
 
 

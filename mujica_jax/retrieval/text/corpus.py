@@ -66,7 +66,7 @@ class Passage:
 
 
 class Index(Protocol):
-    """What a retriever searches: `encode`, then `search_encoded`; `search` does both."""
+    """An index that a retriever searches: `encode`, then `search_encoded`; `search` does both."""
 
     passages: Sequence[Passage]
     version: str
@@ -295,7 +295,7 @@ def _title_and_text(record: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _is_blank(value: object) -> bool:
-    """Tell whether a record leaves a field out. Tables without a value hold NaN there."""
+    """Return whether a record leaves a field out. Tables without a value hold NaN there."""
     if isinstance(value, float):
         return math.isnan(value)
     return value is None or value == [] or (isinstance(value, str) and not value.strip())

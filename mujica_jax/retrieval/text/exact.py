@@ -109,7 +109,7 @@ def free_device_bytes() -> int | None:
 
 
 def device_bytes(rows: int, row_bytes: int, devices: int) -> int:
-    """Return the bytes that rows of this size take on each of so many devices, with padding."""
+    """Return the bytes that rows of this size take on each of the devices, with padding."""
     return layout(rows, devices)[1] // devices * row_bytes
 
 

@@ -67,7 +67,7 @@ DENSE_PLAN = ("corpus", "skip", "embedder", "prefixes", "embedder_version", "dim
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexSpec:
-    """What an index is made of."""
+    """The sources and the settings of an index."""
 
     kind: Kind
     corpus: tuple[str, ...] = ()

@@ -74,7 +74,7 @@ class ScannMissingError(UserError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScannParameters:
-    """What an index is built with."""
+    """The parameters that an index is built with."""
 
     leaves: int  # partitions; 0: all rows are scored, without hashes
     leaves_searched: int
@@ -87,7 +87,7 @@ class ScannParameters:
 
 
 def parameters_for(rows: int, *, of_length_1: bool) -> ScannParameters:
-    """Return the parameters for a corpus of so many rows.
+    """Return the parameters for a corpus with this many rows.
 
     It has about sqrt(rows) partitions of sqrt(rows) rows. A search looks into three tenths of them,
     or into more where these would hold fewer than MIN_ROWS_SCORED rows.

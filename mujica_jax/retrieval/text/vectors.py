@@ -65,7 +65,7 @@ class Embeddings:
         return vectors * self.scales[rows, None]
 
     def of_length_1(self) -> bool:
-        """Tell whether the first rows have length 1, up to the rounding of bfloat16."""
+        """Return whether the first rows have length 1, up to the rounding of bfloat16."""
         lengths = np.linalg.norm(self.float32(0, 1000), axis=1)
         return bool((np.abs(lengths - 1) < 0.01).all())
 

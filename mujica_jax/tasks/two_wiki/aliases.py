@@ -103,5 +103,5 @@ def _read_line(line: object, place: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _are_texts(names: object) -> TypeGuard[list[str]]:
-    """Whether this is a list of texts."""
+    """Return whether this is a list of texts."""
     return isinstance(names, list) and all(isinstance(name, str) for name in names)

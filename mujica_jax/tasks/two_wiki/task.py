@@ -100,7 +100,7 @@ PRETRAINING_YEARS = (1000, 2020)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Environments:
-    """Where questions are answered, and where demonstrations are played."""
+    """The environments in which questions are answered and demonstrations are played."""
 
     searched: Environment
     # By id, where questions are answered whose passages `searched` lacks.
@@ -111,7 +111,7 @@ class Environments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remarks:
-    """What a task says about its questions."""
+    """A task's remarks about its questions."""
 
     left_out: Sequence[str]  # ids of questions that cannot be asked
     notes: Sequence[str]  # sentences for the user
@@ -136,7 +136,7 @@ class TwoWiki:
         remarks: Remarks,
         demonstrated: Sequence[Question] = (),
     ) -> None:
-        """`demonstrated` are questions for demonstrations alone."""
+        """Join the parts of the task. `demonstrated` are questions for demonstrations alone."""
         self.config = config
         self.left_out = remarks.left_out
         self.notes = tuple(remarks.notes)
