@@ -1,22 +1,19 @@
 """Checkpoints of training: parameters, optimiser state, step and the state of the loop.
 
-The state of the loop is a small dictionary.
-
     directory/000007/arrays/      Orbax, one array a leaf
-    directory/000007/about/       Orbax, JSON: the loop's dictionary
+    directory/000007/about/       Orbax, JSON: the state of the loop, a small dictionary
     directory/000007/COMMITTED    size and checksum of every file of the two, written after them
 
-Orbax's `CheckpointManager` numbers, writes in the background and removes all but the last `keep`.
-COMMITTED is ours, because Orbax restores most flipped bits without a word: a checkpoint without it,
-or whose files are not what it lists, is ignored, and the one before it is used. The checksums are
-SHA-256 on local disk, in a bucket the CRC32C that the service keeps of what it has stored, for
-which nothing is read.
+Orbax's `CheckpointManager` numbers the checkpoints, writes them in the background and removes all
+but the last `keep`. COMMITTED is ours, because Orbax restores most flipped bits without an error. A
+checkpoint without COMMITTED, or whose files differ from its list, is ignored, and the one before it
+is used. The checksums are SHA-256 on local disk. In a bucket they are the CRC32C that the service
+keeps of what it has stored, for which nothing is read.
 
-A save holds the loop while the arrays are copied to the host. (On CPU there is no copy: a step does
-not reuse a buffer that the writer still looks at.) One save is under way at a time: the next one, a
-restore, `finish` and the end of a `with` block wait for it and raise what went wrong in it. Called
-by the methods around `learning.trainer.fit`. This file is imported with the first phase that is
-trained: Orbax takes 0.3 s.
+A save stops the loop while the arrays are copied to the host. (On CPU there is no copy: a step does
+not reuse a buffer that the writer still looks at.) Only one save is under way at a time. The next
+save, a restore, `finish` and the end of a `with` block wait for it and raise its error, if any.
+Called by the methods around `learning.trainer.fit`.
 """
 
 import contextlib

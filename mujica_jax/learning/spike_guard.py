@@ -3,14 +3,15 @@
     skip where  x > mean + deviations * max(deviation, mean / 100)
 
 Here x is the loss, or the gradient norm before clipping. Mean and standard deviation are over the
-updates of this phase that were made: of all of them until there are `window`, from then on with
-weights that fade by 1 / window an update. Before there are `window` nothing is skipped, as what is
-usual is unknown. The floor of a hundredth keeps a loss that hardly moves from looking wild.
+updates that this phase has made. Until there are `window` of them they weigh the same; after that,
+weights fade by 1 / window an update. Before there are `window` updates nothing is skipped, because
+the usual values are not known yet. Because of the floor of a hundredth, a loss that hardly moves
+has no spikes.
 
-A skipped update leaves parameters, moments and statistics as they were, bit for bit; the step
-counts, so the next batch and the next learning rate come. All of it happens inside the compiled
-step (`learning.trainer`): the host reads the counts with the step's other metrics and ends the run
-after too many in a row, where not a batch but the run is broken.
+A skipped update leaves parameters, moments and statistics as they were, bit for bit. The step
+counts, so the next batch and the next learning rate follow. All of it happens inside the compiled
+step (`learning.trainer`). The host reads the counts with the step's other metrics. After too many
+skips in a row it ends the run, because then the run is broken and not a batch.
 """
 
 from typing import Any, NamedTuple

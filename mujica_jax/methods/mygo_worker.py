@@ -1,11 +1,9 @@
 """A sampling worker: plays units of the rounds that a trainer plans in a run directory.
 
-Any number of workers can run at the same time.
-
-It claims a unit by a lease (`storage.leases`), plays it with the policy that the round's plan
-names, and leaves its shard, which is created once and is the same whoever plays it. A worker that
-is gone lets its lease expire, and another one takes the unit over. Workers come and go at any time
-and know nothing of each other but what the run directory says. The trainer runs with
+It claims a unit by a lease (`storage.leases`) and plays it with the policy that the round's plan
+names. It leaves a shard, which is created once and is the same whoever plays the unit. If a worker
+dies, its lease expires and another worker takes the unit. Any number of workers may come and go at
+any time; they know of each other only what the run directory says. The trainer runs with
 `--sampling.workers external` and waits for the shards.
 """
 

@@ -1,17 +1,15 @@
 """Plain maximum likelihood around a method: its warm-up and its equal-compute control.
 
-The warm-up comes before a method, and the control stands beside it.
+Warm-up: it makes a policy that knows the format. The policy learns a fixed set of demonstrations.
+They are scripted, or they are trajectories with EM = 1 that a checkpoint samples under worked
+examples, learnt without the examples (appendix D.3 of the Mujica-MyGO paper). A model from scratch
+first learns plain text about the training side of the task, in place of pre-training.
 
-Warm-up: a policy that knows the format. It learns a fixed set of demonstrations: scripted ones, or
-trajectories with EM = 1 that a checkpoint samples under worked examples, without the examples
-(appendix D.3 of the Mujica-MyGO paper). A model from scratch first learns plain text about the
-training side of the task, in place of pre-training.
-
-Control: what a method's computation gives when it is spent on the warm-up's own demonstrations.
-From the warmed-up state, training goes on over the same rows with the method's learning rates,
-until as many floating-point operations are spent as the method used for sampling and learning
-together. A token that goes forward counts one, a trained slot three (the backward pass costs twice
-the forward).
+Control: it shows what a method's computation gives when it is spent on the warm-up's own
+demonstrations. From the warmed-up state, training goes on over the same rows with the method's
+learning rates. It ends when it has spent as many floating-point operations as the method used for
+sampling and learning together. A token that goes forward counts one, a trained slot three (the
+backward pass costs twice the forward).
 """
 
 import asyncio

@@ -1,10 +1,10 @@
 """The retriever of another host: `service.py` behind the interface of a local index.
 
-Queries that arrive together go there as one request, the same query at the same time only once. A
-request is sent again after transient errors (a busy or failing server, a broken connection, an
-attempt without answer, an answer that is no JSON or not the one asked for). A request that is too
-large for the service, or whose answer is, is sent in two halves. What the service refuses otherwise
-is not sent again.
+Queries that arrive together are sent as one request. The same query is sent only once at a time. A
+request is sent again after a transient error: a busy or failing server, a broken connection, an
+attempt without an answer, or an answer that is no JSON or does not fit the request. A request that
+is too large for the service, or whose answer is too large, is sent in two halves. A request that
+the service refuses for another reason is not sent again.
 """
 
 import random

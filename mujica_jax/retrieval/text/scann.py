@@ -1,17 +1,15 @@
 """Maximum-inner-product search by ScaNN (Guo et al., 2020), on the host.
 
-It uses a tree of partitions, asymmetric hashing and exact reordering.
+ScaNN uses a tree of partitions, asymmetric hashing and exact reordering. For each query it scores
+the nearest partitions by four-bit hashes of two dimensions each, and the best of these again by
+vectors of eight bits. The parameters follow from the size of the corpus and stand in the index's
+manifest. A small corpus is scored whole. A saved index is loaded without building anything.
 
-Of every query the nearest partitions are scored by four-bit hashes of two dimensions each, and the
-best of these again by vectors of eight bits. The parameters follow from the size of the corpus and
-stand in the index's manifest; a small corpus is scored whole. A saved index is loaded without
-building anything.
-
-Its files are written in chunks, so that the embeddings of a corpus are never in memory as a whole.
-ScaNN's own builder takes float32 of all rows and copies them: four times the bytes of bfloat16 and
-more. Here it is given a sample, and partitions and codebook come of that. Under these it then
-assigns and hashes chunk after chunk, as it does with all rows at once, and what it finds is put
-together in the files that its loader reads; a test compares them with those of its own builder.
+The files are written in chunks, so the embeddings of a corpus are never in memory as a whole.
+ScaNN's own builder takes float32 of all rows and copies them, which is more than four times the
+bytes of bfloat16. Here it gets a sample and learns partitions and codebook from it. It then assigns
+and hashes chunk after chunk, as it does with all rows at once. The results are joined in the files
+that its loader reads. A test compares them with those of its own builder.
 
     FOLDER/trained/          what ScaNN learned from the sample
     FOLDER/trained.json      written after it: the parameters
@@ -19,10 +17,10 @@ together in the files that its loader reads; a test compares them with those of 
                              datapoint_to_token.npy [rows] int32, the partition;
                              int8_dataset.npy [rows, dimension], round(x * multiplier);
                              and the trained files
-    FOLDER/hashed.json       how many rows are there: a killed build goes on behind them
+    FOLDER/hashed.json       how many rows are done: a killed build continues after them
 
-The most memory is taken by the sample, a few times in float32. ScaNN has wheels for Linux on x86-64
-alone. It is imported when it is used: it brings TensorFlow.
+The sample takes the most memory, a few times its size in float32. ScaNN has wheels only for Linux
+on x86-64. It is imported when it is used, because it brings TensorFlow.
 """
 
 import ctypes
