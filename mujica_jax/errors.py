@@ -1,5 +1,7 @@
-"""Errors a user can cause: an entry point prints the sentence and exits with 2. Others keep their
-traceback."""
+"""Errors a user can cause.
+
+An entry point prints their sentence and exits with 2. All other errors keep their traceback.
+"""
 
 import difflib
 from collections.abc import Collection
@@ -13,13 +15,15 @@ class StoreError(UserError):
     """A run directory or one of its objects is not what its manifest says."""
 
 
-class RunMismatch(UserError):
+class RunMismatchError(UserError):
     """The run directory belongs to another configuration."""
 
 
-class StoreUnavailable(UserError):
-    """A store did not answer within its deadline. Its objects are unknown, so none counts as
-    damaged."""
+class StoreUnavailableError(UserError):
+    """A store did not answer within its deadline.
+
+    Its objects are unknown, so none counts as damaged.
+    """
 
 
 def nearest(name: str, known: Collection[str]) -> str:

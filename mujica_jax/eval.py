@@ -63,8 +63,10 @@ HELP_CONFIG = "tiny_world"  # its values are the defaults that --help shows with
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvalArguments:
-    """Evaluate a policy on held-out questions. The sections are those of a configuration that
-    matter to it."""
+    """Evaluate a policy on held-out questions.
+
+    The sections are those of a configuration that matter to it.
+    """
 
     # A run directory (local or gs://BUCKET/PREFIX). With a configuration's name also a Hugging Face
     # directory, a GGUF file, or smollm2.
@@ -104,9 +106,11 @@ class EvalArguments:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 done, or ended by SIGTERM with its parts kept; 2 a mistake of the
-    user's; 130 interrupted."""
-    preemption = Preemption(kept="what was evaluated is kept")
+    """Run the program and return its exit status.
+
+    0: done, or ended by SIGTERM with its parts kept. 2: a mistake of the user's. 130: interrupted.
+    """
+    preemption = Preemption(kept_text="what was evaluated is kept")
     preemption.then = "the same command goes on"
 
     def program() -> None:
@@ -134,20 +138,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             judge = open_endpoint(options.judge, policy.out)
 
         # Imported here: a mistake in the arguments is answered before JAX has started.
-        from mujica_jax.runs.evaluate import evaluate
+        from mujica_jax.runs.evaluate import Models, evaluate, show_answer
 
-        evaluate(
-            configs,
-            policy,
-            preemption,
-            worker=worker,
-            judge=judge,
-            samples=options.samples if options.sampled else 0,
-            beside=options.beside,
-            plot=options.plot,
-            ask=options.ask,
-            note=other_agent(words),
-        )
+        models = Models(policy=policy, worker=worker, judge=judge)
+        note = other_agent(words)
+        if options.ask is not None:
+            show_answer(configs[0], models, preemption, options.ask, note=note)
+        else:
+            evaluate(
+                configs,
+                models,
+                preemption,
+                samples=options.samples if options.sampled else 0,
+                beside=options.beside,
+                plot=options.plot,
+                note=note,
+            )
         distributed.finish()
 
     return preemption.exit_status(program)
@@ -253,8 +259,10 @@ def _check_files_differ(configs: Sequence[Config]) -> None:
 
 
 def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
-    """Return the arguments of `[CONFIG] --checkpoint DIR [flags]`, and the whole configuration
-    under them."""
+    """Return the arguments of `[CONFIG] --checkpoint DIR [flags]`, and the whole configuration.
+
+    The flags change the sections of the configuration.
+    """
     # These words decide which configuration the other flags change.
     words = init_as_checkpoint(arguments)
     name = take_file(words)
@@ -301,8 +309,10 @@ def command_line(arguments: Sequence[str]) -> tuple[EvalArguments, Config]:
 def _check_endpoint(
     words: Sequence[str], *, name: str | None, checkpoint: str | None, remote_url: str | None
 ) -> None:
-    """Check that an endpoint comes with a configuration, without a checkpoint and with an
-    address."""
+    """Check the flags of an endpoint.
+
+    It comes with a configuration, without a checkpoint and with an address. Raises UserError.
+    """
     if remote_url is not None and (name is None or checkpoint is not None):
         raise UserError(
             f"--remote.base-url is {remote_url}: an endpoint is evaluated under a configuration "
@@ -317,8 +327,10 @@ def _check_endpoint(
 
 
 def _base_config(words: Sequence[str], *, name: str | None, checkpoint: str | None) -> Config:
-    """Return the configuration that the flags change: the named one, or that of the run which
-    trained the policy."""
+    """Return the configuration that the flags change.
+
+    It is the named one, or that of the run which trained the policy.
+    """
     adapter = _flag_value(words, "--adapter")
     if name is None and adapter is not None:
         return _config_left_in(
@@ -344,16 +356,20 @@ def _base_config(words: Sequence[str], *, name: str | None, checkpoint: str | No
 
 
 def uncapped(task: schema.TaskConfig) -> schema.TaskConfig:
-    """Return the task without its caps on held-out questions: eval.questions decides how many are
-    asked, or a flag."""
+    """Return the task without its caps on held-out questions.
+
+    `eval.questions`, or a flag, decides how many are asked.
+    """
     if not isinstance(task, schema.TwoWikiConfig):
         return task
     return dataclasses.replace(task, dev_questions=None, test_questions=None)
 
 
 def other_agent(arguments: Sequence[str]) -> str | None:
-    """Return a line for the user if the named configuration has another agent than the policy
-    plays."""
+    """Return a line for the user if the configuration names another agent than the policy plays.
+
+    None if it names the same agent, or if no configuration is named.
+    """
     words = init_as_checkpoint(arguments)
     name = take_file(words)
     trained_agent = _trained_agent(words)
@@ -393,10 +409,11 @@ def _trained_agent(words: Sequence[str]) -> AgentConfig | None:
 
 
 def _folder_of_run(checkpoint: str | None, adapter: str | None) -> RunPath | None:
-    """Return the folder with the configuration that a policy was trained by: a run's own, or an
-    adapter's.
+    """Return the folder with the configuration that a policy was trained by.
 
-    The model of one policy, RUN/policies/N/model, belongs to RUN."""
+    It is a run's own folder or an adapter's. The model of one policy, RUN/policies/N/model, belongs
+    to RUN.
+    """
     folders = [run_path(name) for name in (adapter, checkpoint) if name is not None]
     for folder in tuple(folders):
         is_local_model = isinstance(folder, Path) and folder.name == "model"

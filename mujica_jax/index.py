@@ -144,7 +144,7 @@ def _build_passages(arguments: argparse.Namespace, progress: Progress) -> None:
 
 
 def _print_left_out(manifest: dict[str, Any], unit: str, progress: Progress) -> None:
-    """Say how many lines or passages were left out, if any."""
+    """Print how many lines or passages were left out, if any."""
     if manifest["skipped"]:
         progress.line(
             f"{manifest['skipped']:,} {unit} were left out; the first one: "
@@ -153,7 +153,7 @@ def _print_left_out(manifest: dict[str, Any], unit: str, progress: Progress) -> 
 
 
 def _index_sentence(folder: str, content: str, manifest: dict[str, Any], was_there: bool) -> str:
-    """Say what an index holds, and which version it is."""
+    """Return a sentence about the content and the version of an index."""
     sentence = f"{folder}: {content}, version {manifest['version']}"
     if was_there:
         sentence += " (was there already)"
@@ -161,7 +161,7 @@ def _index_sentence(folder: str, content: str, manifest: dict[str, Any], was_the
 
 
 def _recall_sentence(recall: dict[str, Any]) -> str:
-    """Say how much of what exact search finds a ScaNN index finds."""
+    """Return a sentence about the share of exact search's results that a ScaNN index finds."""
     if "unmeasured" in recall:
         return f"recall beside exact search was not measured: {recall['unmeasured']}"
     return (

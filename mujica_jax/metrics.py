@@ -120,22 +120,25 @@ def gerbil_macro_f1(scores: Sequence[Score], answered: Sequence[bool]) -> float:
     return 2 * precision * recall / (precision + recall) if precision + recall else 0.0
 
 
-def supporting(found: Collection[str], gold: Collection[str]) -> Score:
-    """Return HotpotQA's score of supporting facts (`update_sp` of its script), for passages by
-    their titles. `gold` has at least one.
+def supporting(titles: Collection[str], gold_titles: Collection[str]) -> Score:
+    """Return HotpotQA's score of supporting facts (`update_sp` of its script).
+
+    Passages are compared by their titles. `gold_titles` has at least one.
     """
-    found_titles = set(found)
-    gold_titles = set(gold)
-    em = float(found_titles == gold_titles)
-    shared = len(found_titles & gold_titles)
-    return _overlap(em, shared, len(found_titles), len(gold_titles))
+    distinct_titles = set(titles)
+    distinct_gold = set(gold_titles)
+    em = float(distinct_titles == distinct_gold)
+    shared = len(distinct_titles & distinct_gold)
+    return _overlap(em, shared, len(distinct_titles), len(distinct_gold))
 
 
 def bootstrap_interval(
     values: Sequence[float], seed: int = 0, resamples: int = 1000
 ) -> tuple[float, float]:
-    """Return the 95% percentile-bootstrap interval of the mean of `values` (each 0 to 1), in
-    percent."""
+    """Return the 95% percentile-bootstrap interval of the mean of `values`, in percent.
+
+    Each value is between 0 and 1.
+    """
     if not len(values):
         raise ValueError("bootstrap_interval needs at least one value and got none")
     sample = np.asarray(values, dtype=np.float64)
@@ -182,8 +185,10 @@ def normalise_triviaqa(text: str) -> str:
 
 
 def _lower(text: str) -> str:
-    """Return lower-case text with composed letters. Lower case can decompose a letter, so it comes
-    first."""
+    """Return lower-case text with composed letters.
+
+    Lower case can decompose a letter, so it comes first.
+    """
     return unicodedata.normalize("NFC", text.lower())
 
 

@@ -15,8 +15,10 @@ TurnRole = Literal["context", "model"]
 
 
 class StopReason(enum.StrEnum):
-    """Why an episode ended. Only ANSWERED carries an answer that can be scored; all others score
-    zero."""
+    """Why an episode ended.
+
+    Only ANSWERED carries an answer that can be scored; all others score zero.
+    """
 
     ANSWERED = "answered"  # the agent closed with an <answer> tag
     NO_ACTION = "no_action"  # a turn held neither a search nor an answer that the parser accepts
@@ -41,8 +43,10 @@ JUDGE_FAILED = "judge_failed"  # in the counts of a trajectory on which the judg
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Entity:
-    """A node that a graph task offers as candidate. `id` is the graph's key (a Q-id or the label
-    itself)."""
+    """A node that a graph task offers as candidate.
+
+    `id` is the graph's key (a Q-id or the label itself).
+    """
 
     id: str
     label: str
@@ -116,8 +120,9 @@ class Question:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A run of tokens with one author: `context` came from templates, users and retrievers, `model`
-    was sampled.
+    """A run of tokens with one author.
+
+    A `context` turn came from templates, users and retrievers; a `model` turn was sampled.
 
     `logprobs` (one float a token, float32, under the unmodified policy) exist for model turns that
     an engine sampled. `trained` says whether maximum likelihood learns the tokens. `cut` marks a
@@ -159,8 +164,10 @@ class Conversation:
         return [turn.trained for turn in self.turns for _ in turn.token_ids]
 
     def with_cut_turns_trained(self) -> "Conversation":
-        """Return the conversation as a policy gradient learns it: a turn that a length limit cut is
-        trained too."""
+        """Return the conversation as a policy gradient learns it.
+
+        A turn that a length limit cut is trained too.
+        """
         turns = [
             dataclasses.replace(turn, trained=True, cut=False) if turn.cut else turn
             for turn in self.turns
@@ -170,8 +177,10 @@ class Conversation:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Search:
-    """One sub-question of the planner with what came back: the node of the graph that a reader
-    sees."""
+    """One sub-question of the planner with its result.
+
+    A reader sees it as a node of the graph of sub-questions.
+    """
 
     iteration: int
     query: str
@@ -185,7 +194,7 @@ class Search:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reward:
-    """What an episode earned: the number that a method compares, and what it is made of."""
+    """The reward of an episode: the number that a method compares, and its parts."""
 
     total: float
     parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -193,8 +202,10 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Trajectory:
-    """One episode. The agent leaves it without a reward; `run_episodes` adds that
-    (`with_reward`)."""
+    """One episode.
+
+    The agent leaves it without a reward; `run_episodes` adds that (`with_reward`).
+    """
 
     question_id: str
     attempt: int
@@ -223,8 +234,10 @@ class Trajectory:
 
     @property
     def is_rewarded(self) -> bool:
-        """Whether `reward` is what the policy earned. Training leaves the other episodes out: a
-        search or the judge failed."""
+        """Whether `reward` is what the policy earned.
+
+        It is not if a search or the judge failed; training leaves such an episode out.
+        """
         return not self.is_environment_fault and JUDGE_FAILED not in self.counts
 
     def with_reward(self, reward: Reward) -> "Trajectory":

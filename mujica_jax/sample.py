@@ -1,5 +1,6 @@
-"""Sample for a run that a trainer leads: one of any number of workers, on any hosts, that come and
-go as they like.
+"""Sample for a run that a trainer leads.
+
+This is one of any number of workers, on any hosts, that come and go as they like.
 
     python -m mujica_jax.train CONFIG --run gs://BUCKET/PREFIX --sampling.workers external
     python -m mujica_jax.sample --run gs://BUCKET/PREFIX
@@ -47,10 +48,12 @@ class SampleArguments:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit status: 0 the run is finished or this worker was asked to end, 2 a mistake of
-    the user's, 130 Ctrl-C."""
+    """Run the program and return its exit status.
+
+    0: the run is finished or this worker was asked to end. 2: a mistake of the user's. 130: Ctrl-C.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    preemption = Preemption(kept="finished units are kept")
+    preemption = Preemption(kept_text="finished units are kept")
 
     def program() -> None:
         options = override(SampleArguments(run=tyro.MISSING), words, prog=PROGRAM)

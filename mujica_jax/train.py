@@ -29,8 +29,10 @@ DEFAULT_CONFIG = "tiny_world"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Return the exit status: 0 done or preempted and resumable, 2 a mistake of the user's, 130
-    interrupted and resumable."""
+    """Run the program and return its exit status.
+
+    0: done, or preempted and resumable. 2: a mistake of the user's. 130: interrupted and resumable.
+    """
     words = list(sys.argv[1:] if arguments is None else arguments)
     preemption = Preemption()
 

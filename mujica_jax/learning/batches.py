@@ -1,16 +1,16 @@
-"""Batches of packed rows, in an order that a checkpoint can continue: a Grain dataset and its
-iterator.
+"""Batches of packed rows as a Grain iterator, whose order a checkpoint can continue.
 
-Element n of the dataset is the batch of step n, or this process's rows of it, as a pure function of
-(seed, n): the epochs' shuffles stand one after the other, and step n takes the n-th `rows_per_step`
-of them. Grain's own `shuffle().repeat().batch()` would shuffle by another rule; the order here is
-the one that every published number was made with, and any step of it can be reached without those
-before. Grain keeps the place in it, by the protocol that its other data sources have.
+Element n of the dataset is the batch of step n, or this process's rows of it. It is a pure function
+of (seed, n): the epochs' shuffles stand one after the other, and step n takes the n-th
+`rows_per_step` rows of them. Grain's own `shuffle().repeat().batch()` shuffles by another rule. The
+order here is the one that every published number was made with, and any step of it can be reached
+without the steps before. Grain stores the place in the order, by the protocol of its other data
+sources.
 
-Several processes share a batch as the mesh lays its rows out (`models.sharding.own_rows`): each
-reads its own rows alone, and the batch of a step is the same whatever their number. The rows lie in
-memory and a batch is a few look-ups in them, so nothing is prefetched. Called by
-`learning.trainer.fit`. Grain is imported on first use: it takes 0.5 s.
+Several processes share a batch as the mesh lays out its rows (`models.sharding.own_rows`). Each
+process reads only its own rows, and the batch of a step is the same for any number of processes.
+The rows lie in memory and a batch is a few look-ups in them, so nothing is prefetched. Called by
+`learning.trainer.fit`. Grain is imported on first use, because it takes 0.5 s.
 """
 
 import sys
@@ -25,8 +25,10 @@ from mujica_jax.learning.packing import Batch, PackedRows
 
 
 class Batches:
-    """An endless iterator over the batches of one fit. Its state is JSON and goes into the
-    checkpoint beside the training state."""
+    """An endless iterator over the batches of one fit.
+
+    Its state is JSON and goes into the checkpoint beside the training state.
+    """
 
     def __init__(
         self,
@@ -40,7 +42,9 @@ class Batches:
         """Make batches of these rows.
 
         `own` are the places, among the `rows_per_step` rows of a batch, that this process brings
-        (default: all). `columns` are those that a batch has."""
+        (default: all). `columns` names the extra columns of a batch. Raises UserError if there are
+        no rows.
+        """
         import grain
 
         if not rows.num_rows:
@@ -74,7 +78,8 @@ class Batches:
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue where `get_state` was called, over the same rows.
 
-        Raises UserError for other rows, whose steps hold other samples."""
+        Raises UserError for other rows, because their steps hold other samples.
+        """
         if state["order"] != self._order:
             raise UserError(
                 f"the checkpoint was at a place in {_words(state['order'])}, and this run has "
@@ -83,8 +88,13 @@ class Batches:
             )
         self._iterator.set_state(state["place"])
 
+    @property
+    def next_step(self) -> int:
+        """The step whose batch comes next."""
+        return self._iterator.get_state()["next_index"]
+
     def seek(self, step: int) -> None:
-        """Go to the batch of a step, where no state was kept."""
+        """Go to the batch of a step, without a saved state."""
         self._iterator.set_state({"next_index": step})
 
 

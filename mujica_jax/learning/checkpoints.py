@@ -1,21 +1,19 @@
-"""Checkpoints of training: parameters, optimiser state, step, and a small dictionary of the loop
-around them.
+"""Checkpoints of training: parameters, optimiser state, step and the state of the loop.
 
     directory/000007/arrays/      Orbax, one array a leaf
-    directory/000007/about/       Orbax, JSON: the loop's dictionary
+    directory/000007/about/       Orbax, JSON: the state of the loop, a small dictionary
     directory/000007/COMMITTED    size and checksum of every file of the two, written after them
 
-Orbax's `CheckpointManager` numbers, writes in the background and removes all but the last `keep`.
-COMMITTED is ours, because Orbax restores most flipped bits without a word: a checkpoint without it,
-or whose files are not what it lists, is ignored, and the one before it is used. The checksums are
-SHA-256 on local disk, in a bucket the CRC32C that the service keeps of what it has stored, for
-which nothing is read.
+Orbax's `CheckpointManager` numbers the checkpoints, writes them in the background and removes all
+but the last `keep`. COMMITTED is ours, because Orbax restores most flipped bits without an error. A
+checkpoint without COMMITTED, or whose files differ from its list, is ignored, and the one before it
+is used. The checksums are SHA-256 on local disk. In a bucket they are the CRC32C that the service
+keeps of what it has stored, for which nothing is read.
 
-A save holds the loop while the arrays are copied to the host. (On CPU there is no copy: a step does
-not reuse a buffer that the writer still looks at.) One save is under way at a time: the next one, a
-restore, `finish` and the end of a `with` block wait for it and raise what went wrong in it. Called
-by the methods around `learning.trainer.fit`. This file is imported with the first phase that is
-trained: Orbax takes 0.3 s.
+A save stops the loop while the arrays are copied to the host. (On CPU there is no copy: a step does
+not reuse a buffer that the writer still looks at.) Only one save is under way at a time. The next
+save, a restore, `finish` and the end of a `with` block wait for it and raise its error, if any.
+Called by the methods around `learning.trainer.fit`.
 """
 
 import contextlib
@@ -31,7 +29,7 @@ import jax
 import orbax.checkpoint as orbax
 from etils import epath
 
-from mujica_jax.errors import StoreUnavailable, UserError
+from mujica_jax.errors import StoreUnavailableError, UserError
 from mujica_jax.learning.optimizer import path_name
 from mujica_jax.runtime import distributed
 from mujica_jax.storage.io_statistics import IoStatistics
@@ -57,13 +55,19 @@ def _is_not_raised_by_finish(record: logging.LogRecord) -> bool:
 
 
 class Checkpoints:
-    """The checkpoints of one directory. Every process of a multi-host run sees the same directory
-    and calls every method."""
+    """The checkpoints of one directory.
+
+    Every process of a multi-host run sees the same directory and calls every method.
+    """
 
     def __init__(
         self, directory: str | PurePath, *, keep: int, io_statistics: IoStatistics | None = None
     ) -> None:
-        """`io_statistics` gets the seconds and bytes of every save and restore."""
+        """Open a directory, and remove torn checkpoints.
+
+        `keep` is the number of checkpoints that stay. `io_statistics` gets the seconds and bytes of
+        every save and restore.
+        """
         assert keep >= 1, "keep at least one checkpoint"
         path = run_path(directory)
         self.directory: RunPath = path.absolute() if isinstance(path, Path) else path
@@ -212,8 +216,10 @@ def _flatten(state: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _as_user_error(folder: RunPath) -> Iterator[None]:
-    """Raise errors of the disk, or of the bucket after TensorStore's last retry, as one sentence
-    for the user."""
+    """Turn errors of the disk or the bucket into one sentence for the user.
+
+    TensorStore's error after its last retry becomes a StoreUnavailableError.
+    """
     try:
         with as_user_error(folder):
             yield
@@ -221,7 +227,7 @@ def _as_user_error(folder: RunPath) -> Iterator[None]:
         _, is_of_store, reason = str(error).partition(TENSORSTORE_GAVE_UP)
         if not is_of_store:
             raise
-        raise StoreUnavailable(
+        raise StoreUnavailableError(
             f"{folder} could not be written or read, at last because of: {reason.strip()[:200]}; "
             "see that the bucket can be reached and start the same command again"
         ) from error

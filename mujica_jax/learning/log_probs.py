@@ -58,7 +58,7 @@ class _ChunkScores(NamedTuple):
 
 
 class _Residuals(NamedTuple):
-    """What the backward pass needs of the forward pass."""
+    """The values of the forward pass that the backward pass needs."""
 
     table: Float[Array, "vocab part"] | None  # None if the head is frozen
     whole_table: Float[Array, "vocab hidden"]
@@ -256,8 +256,10 @@ def _scan_chunks(
     *,
     with_gradient: bool,
 ) -> _ChunkScores:
-    """Score all chunks of (hidden states, targets, mask). `with_gradient` asks for d log p /
-    d hidden."""
+    """Score all chunks of (hidden states, targets, mask).
+
+    With `with_gradient` the scores also hold d log p / d hidden.
+    """
 
     def score_chunk(chunk: tuple[Array, Array, Array]) -> _ChunkScores:
         hidden, targets, mask = chunk
@@ -346,10 +348,11 @@ def _scores_and_residuals(
 def _gradients_of_scores(
     mode: Mode, residuals: _Residuals, upstream: tuple[Any, Any]
 ) -> tuple[Array | None, ...]:
-    """Return the gradients of the table, the hidden states, the targets and the mask, of which the
-    last two have none.
+    """Return the gradients of the table, the hidden states, the targets and the mask.
 
-    `upstream` holds the gradients u and v of `_score_chunks`."""
+    Targets and mask have none, and a frozen table has none. `upstream` holds the gradients u and v
+    of `_score_chunks`.
+    """
     log_prob_weights = _with_zeros(upstream[0])
     normalizer_weights = _with_zeros(upstream[1])
 

@@ -1,5 +1,4 @@
-"""AdamW or Muon with a cosine learning rate, global-norm clipping, and weight decay on matrices
-only.
+"""AdamW or Muon, with a cosine learning rate, global-norm clipping and weight decay.
 
     gradient  := gradient * min(1, clip_norm / |gradient|)
     direction := Adam(gradient) + weight_decay * parameter
@@ -38,11 +37,12 @@ MUON_UPDATE_RMS = 0.2  # of Adam's directions, measured where Muon was scaled up
 
 
 class Schedule(NamedTuple):
-    """Linear from 0 to `peak` over `warmup_steps`, then a stretch of half a cosine from `peak` to
-    `end_value` until `total_steps`.
+    """A learning rate that rises linearly and then follows a stretch of half a cosine.
 
-    `begin` and `end` say which stretch: 0 is the peak of the cosine, 1 its end, where the rate
-    stays."""
+    It rises from 0 to `peak` over `warmup_steps`, then falls towards `end_value` until
+    `total_steps`. `begin` and `end` name the stretch: 0 is the peak of the cosine, 1 its end, where
+    the rate stays.
+    """
 
     peak: np.float32 | Float[Array, ""]
     end_value: np.float32 | Float[Array, ""]
@@ -60,8 +60,11 @@ def schedule(
     warmup_steps: int = 0,
     stretch: tuple[float, float] = (0.0, 1.0),
 ) -> Schedule:
-    """Return a checked schedule for one phase of training; `stretch` is its part of a cosine that
-    several phases share."""
+    """Return a checked schedule for one phase of training.
+
+    `stretch` is the phase's part of a cosine that several phases share, from 0 (its peak) to 1 (its
+    end). Raises UserError if the rates or the warm-up steps do not fit.
+    """
     if not 0 <= end_value <= peak:
         raise UserError(
             f"the learning rate goes from {peak} down to {end_value}: give an end between 0 and "
@@ -107,8 +110,10 @@ def learning_rate(schedule: Schedule, step: int | Int[Array, ""]) -> Float[Array
 
 
 def make_optimizer(config: TrainerConfig) -> optax.GradientTransformation:
-    """Return clipping, direction and decay. Its updates still want to be multiplied by minus the
-    learning rate."""
+    """Return clipping, direction and decay as one Optax transformation.
+
+    The caller multiplies its updates by minus the learning rate.
+    """
     direction = optax.scale_by_adam(
         b1=config.b1, b2=config.b2, mu_dtype=jnp.dtype(config.first_moment_dtype)
     )
@@ -144,8 +149,11 @@ def _muon(config: TrainerConfig) -> optax.GradientTransformation:
 
 
 def _transformation_names(params: Any) -> Any:
-    """Name the transformation of each parameter: Muon for the matrices of the layers, by the names
-    of `models.layers`."""
+    """Return the name of each parameter's transformation.
+
+    It is "muon" for the matrices of the layers, known by the names of `models.layers`, and "adamw"
+    for all other parameters.
+    """
     return jax.tree.map_with_path(
         lambda path, _: "muon" if path_name(path).endswith("_kernel") else "adamw", params
     )
@@ -154,7 +162,7 @@ def _transformation_names(params: Any) -> Any:
 def _matrix_dimensions(
     path: jax.tree_util.KeyPath, kernel: Array
 ) -> optax.contrib.MuonDimensionNumbers:
-    """Say which dimensions of a kernel are inputs and which outputs; the first one is the layer."""
+    """Return which dimensions of a kernel are inputs and which outputs; the first is the layer."""
     is_output_kernel = path_name(path).endswith("output_kernel")
     first_output = kernel.ndim - 1 if is_output_kernel else 2
     return optax.contrib.MuonDimensionNumbers(

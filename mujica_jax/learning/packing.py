@@ -36,8 +36,10 @@ WINDOW_CONVERSATIONS = 1024
 
 
 class Batch(NamedTuple):
-    """What one training step or one scoring call sees. A pytree of arrays, on the host or on the
-    mesh."""
+    """The input of one training step or one scoring call.
+
+    It is a pytree of arrays, on the host or on the mesh.
+    """
 
     tokens: Int[np.ndarray | Array, "rows time"]
     # 0 is padding, 1.. number the conversations of a row
@@ -147,8 +149,11 @@ def pack(
 
 
 def _pair_numbers(rows: list[list[int]], *, pairs: int) -> list[int]:
-    """Return the column `pairs`: n for the chosen conversation of a row's n-th pair, -n for the
-    rejected one."""
+    """Return the column `pairs`, with two numbers for each pair.
+
+    They are n for the chosen conversation of a row's n-th pair, and -n for the rejected one. `rows`
+    holds the indexes of each row's pairs.
+    """
     number_in_row = [0] * pairs
     for row in rows:
         for number, pair in enumerate(row, start=1):
@@ -207,8 +212,10 @@ def _assign(
     row_tokens: int,
     order: Int[np.ndarray, "conversations"],
 ) -> list[list[int]]:
-    """Return the indexes of each row's conversations: first-fit decreasing in each window of
-    `order`."""
+    """Return the indexes of each row's conversations.
+
+    They are packed first-fit decreasing in each window of `order`.
+    """
     rows: list[list[int]] = []
     for start in range(0, len(order), WINDOW_CONVERSATIONS):
         # The longest come first. A stable sort keeps the shuffled order among equal lengths.

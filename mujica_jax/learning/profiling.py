@@ -1,10 +1,9 @@
-"""A window of training steps under JAX's profiler (`--profile.steps 20 25`), written into the run
-directory once a start.
+"""A window of training steps under JAX's profiler (`--profile.steps 20 25`).
 
-The trace begins before the first step of the window is dispatched and ends when the last one is
-done on the device. The phase is the first that reaches the window, or the one that
-`--profile.phase` names; a phase that cannot show the window whole says so. docs/metrics.md says how
-to open what is written.
+The trace is written into the run directory, once for each start of the program. It begins before
+the first step of the window is dispatched and ends when the last one is done on the device. The
+phase is the first that reaches the window, or the one that `--profile.phase` names. A phase that
+cannot show the whole window says so. docs/metrics.md says how to open the trace.
 """
 
 import contextlib
@@ -21,8 +20,10 @@ FOLDER = "profile"
 
 
 class ProfileWindow:
-    """The window of one run. `methods.run` asks it how far it may train at a stretch, and tells it
-    before and after."""
+    """The window of one run.
+
+    `methods.run` asks it how many steps to train at a stretch, and calls it before and after.
+    """
 
     def __init__(
         self, config: ProfileConfig, directory: RunPath, say: Callable[[str], None]
@@ -60,15 +61,19 @@ class ProfileWindow:
         return min([until, *borders])
 
     def before(self, done: int) -> None:
-        """Start the trace if its first step comes next: `done` steps are made, and the next one is
-        about to be dispatched."""
+        """Start the trace if the next step is the first of the window.
+
+        `done` steps are made, and the next one is about to be dispatched.
+        """
         if self._open is not None and done == self._open[0] - 1:
             jax.profiler.start_trace(self._trace_folder())
             self._is_tracing = True
 
     def after(self, done: int, state: Any) -> None:
-        """Stop the trace after its last step: `done` steps are made, and `state` is the last one's
-        result."""
+        """Stop the trace if the window's last step is made.
+
+        `done` steps are made, and `state` is the result of the last one.
+        """
         if self._is_tracing and self._open is not None and done >= self._open[1]:
             jax.block_until_ready(state)
             self._steps = None  # A run has one trace.
@@ -76,7 +81,7 @@ class ProfileWindow:
             self._stop("traced")
 
     def close(self) -> None:
-        """Say at the end of a run if the window never came."""
+        """Print at the end of a run if the window never came."""
         if self._steps is not None:
             where = "no phase" if self._phase is None else f"no phase {self._phase}"
             self._say(

@@ -1,17 +1,17 @@
-"""Loss spikes: an update whose loss or gradient norm stands out above those before it is skipped,
-and counted.
+"""Loss spikes: skip and count updates whose loss or gradient norm stands out.
 
     skip where  x > mean + deviations * max(deviation, mean / 100)
 
 Here x is the loss, or the gradient norm before clipping. Mean and standard deviation are over the
-updates of this phase that were made: of all of them until there are `window`, from then on with
-weights that fade by 1 / window an update. Before there are `window` nothing is skipped, as what is
-usual is unknown. The floor of a hundredth keeps a loss that hardly moves from looking wild.
+updates that this phase has made. Until there are `window` of them they weigh the same; after that,
+weights fade by 1 / window an update. Before there are `window` updates nothing is skipped, because
+the usual values are not known yet. Because of the floor of a hundredth, a loss that hardly moves
+has no spikes.
 
-A skipped update leaves parameters, moments and statistics as they were, bit for bit; the step
-counts, so the next batch and the next learning rate come. All of it happens inside the compiled
-step (`learning.trainer`): the host reads the counts with the step's other metrics and ends the run
-after too many in a row, where not a batch but the run is broken.
+A skipped update leaves parameters, moments and statistics as they were, bit for bit. The step
+counts, so the next batch and the next learning rate follow. All of it happens inside the compiled
+step (`learning.trainer`). The host reads the counts with the step's other metrics. After too many
+skips in a row it ends the run, because then the run is broken and not a batch.
 """
 
 from typing import Any, NamedTuple
@@ -26,8 +26,10 @@ MIN_DEVIATION = 0.01  # as a share of the mean
 
 
 class Spikes(NamedTuple):
-    """Statistics of the updates of a phase, and counts of the skipped ones. Each pair is (loss,
-    gradient norm)."""
+    """Statistics of the updates of a phase, and counts of the skipped ones.
+
+    Each pair is (loss, gradient norm).
+    """
 
     updates: Int[Array, ""]  # made in this phase
     mean: Float[Array, "2"]
@@ -36,7 +38,7 @@ class Spikes(NamedTuple):
     in_a_row: Int[Array, ""]  # skipped since the last update
 
 
-class TooManySpikes(UserError):
+class TooManySpikesError(UserError):
     """Update after update stands out: the run, or its threshold, is broken."""
 
 
@@ -81,10 +83,12 @@ def detect_spike(
 
 
 def raise_if_too_many(values: dict[str, Any], *, step: int, max_skips: int) -> None:
-    """Raise TooManySpikes if a step's metrics count more than `max_skips` skipped updates in a
-    row."""
+    """Raise TooManySpikesError if too many updates in a row were skipped.
+
+    `values` are the metrics of step `step`. More than `max_skips` are too many.
+    """
     if values["skipped_in_a_row"] > max_skips:
-        raise TooManySpikes(
+        raise TooManySpikesError(
             f"step {step} is number {int(values['skipped_in_a_row'])} in a row whose update was "
             f"skipped, with loss {values['loss']:.4g} and gradient norm {values['grad_norm']:.4g}, "
             f"and trainer.max_skips_in_a_row is {max_skips}: lower the learning rate or raise "

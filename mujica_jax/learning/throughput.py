@@ -1,9 +1,9 @@
-"""What is told of a training step beside what the step itself computes: its speed, its share of the
-machine's peak, its memory.
+"""Figures of a training step that the step itself does not compute: speed and memory.
 
-Host arithmetic on numbers that are there already: nothing here waits for a device. Called by the
-methods for steps that are logged. Floating-point operations are counted by formula and without what
-is recomputed:
+The speed is also given as a share of the machine's peak. All of this is arithmetic on the host, on
+numbers that are there already: nothing here waits for a device. Called by the methods for steps
+that are logged. Floating-point operations are counted by formula, without those that are
+recomputed:
 
     slots x 6 x weights of the layers
     + trained tokens x 6 x weights of the head
@@ -37,14 +37,18 @@ FROZEN = 4.0
 
 
 class Throughput:
-    """Figures of one phase's steps. Tokens and operations of a step are those of the average step
-    over the phase's rows."""
+    """Figures of one phase's steps.
+
+    Tokens and operations of a step are those of the average step over the phase's rows.
+    """
 
     def __init__(
         self, trainer: Trainer, rows: PackedRows, *, done: int, seconds: Callable[[], float]
     ) -> None:
-        """`done` steps were made before; `seconds` gives what learning has taken so far, without
-        compiling and saving."""
+        """Start to measure after `done` steps.
+
+        `seconds` returns the seconds that learning has taken so far, without compiling and saving.
+        """
         config = trainer.config
         self._devices = trainer.mesh.size
 
@@ -93,8 +97,10 @@ class Throughput:
 
 
 def memory() -> dict[str, float | int]:
-    """Return the peak of memory so far: of this process, and of its fullest device if devices
-    report it."""
+    """Return the peak of memory so far, in bytes.
+
+    The figures are of this process, and of its fullest device if devices report theirs.
+    """
     figures: dict[str, float | int] = {"host_peak_bytes": peak_bytes()}
     device_peaks = []
     for device in jax.local_devices():
@@ -114,8 +120,11 @@ def training_flops(
     pairs: float | int,
     lora_rank: int = 0,
 ) -> float:
-    """Return the operations of one step over these slots, padding included; `pairs` is the number
-    that `attended_pairs` counts."""
+    """Return the floating-point operations of one step.
+
+    `slots` counts all places of its rows, padding included; `pairs` is the number that
+    `attended_pairs` counts. A `lora_rank` above 0 means that only adapters are trained.
+    """
     matrices = projections(model)
     flops_per_weight = FROZEN if lora_rank else TRAINED
     layer_flops = flops_per_weight * sum(math.prod(weight.shape) for weight in matrices)
@@ -129,8 +138,10 @@ def training_flops(
 
 
 def attended_pairs(segment_ids: Int[np.ndarray, "rows time"]) -> int:
-    """Count the pairs of a token and one that it attends to, itself included, in the conversations
-    of all rows; 0 marks padding."""
+    """Count the pairs of a token and a token that it attends to, itself included.
+
+    `segment_ids` number the conversations of each row, and 0 marks padding.
+    """
     total = 0
     for row in segment_ids:
         lengths = np.bincount(row[row > 0])

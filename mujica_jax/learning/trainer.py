@@ -1,5 +1,6 @@
-"""The trainer: one compiled step of a loss (`learning.losses`) on packed rows, and the loop around
-it.
+"""The trainer: one compiled step of a loss on packed rows, and the loop around it.
+
+The losses are in `learning.losses`.
 
 The loop's order is fixed:
 
@@ -12,7 +13,8 @@ The loop's order is fixed:
 
 The metrics of the last step are read before `fit` returns, and no batch is drawn beyond it: what it
 returns is never broken and may be saved. A run restored from there continues with exactly the
-batches it would have seen. Where to save, a caller cuts the phase into stretches.
+batches it would have seen. The caller decides when to save by calling `fit` for a few steps at a
+time.
 
 The step is compiled once a process for each (rows, row_tokens), shared by all phases and all
 trainers of one model and loss: the learning-rate schedule is an argument. Parameters, optimiser
@@ -68,8 +70,10 @@ LossAndGradient = Callable[[nnx.State, Batch], tuple[tuple[Array, dict[str, Arra
 
 
 class TrainState(NamedTuple):
-    """All that a step changes. `Trainer.train_step` consumes it: its buffers are reused for the
-    next state."""
+    """All that a step changes.
+
+    `Trainer.train_step` consumes it: its buffers are reused for the next state.
+    """
 
     # Updates made in this phase. The schedule and the order of batches count from its start.
     step: Int[Array, ""]
@@ -88,15 +92,15 @@ class StepMetrics:
     # Updates of this phase that were spikes and were not made (`learning.spike_guard`).
     skipped: int = 0
     # The metrics of the loss itself, by name.
-    of_loss: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    loss_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def values(self) -> dict[str, float | int]:
         """Return all but the step, under the names that the training log has."""
         values = {}
         for name, value in vars(self).items():
-            if name not in ("step", "of_loss"):
+            if name not in ("step", "loss_metrics"):
                 values[name] = value
-        return values | dict(self.of_loss)
+        return values | dict(self.loss_metrics)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,13 +111,15 @@ class FitResult:
     input_state: dict[str, Any]  # the place in the data, for the checkpoint that holds `state`
 
 
-class NotFinite(UserError):
+class NotFiniteError(UserError):
     """The loss or the gradient is NaN or infinite."""
 
 
 class Trainer:
-    """A model on a mesh with its compiled step. It holds no weights: they live in the `TrainState`
-    that goes round."""
+    """A model on a mesh with its compiled step.
+
+    It holds no weights: they live in the `TrainState` that is passed from step to step.
+    """
 
     def __init__(
         self,
@@ -158,8 +164,10 @@ class Trainer:
         return state._replace(step=step, spikes=spikes)
 
     def abstract_state(self) -> TrainState:
-        """Return shapes, types and shardings of a state, without its arrays. A checkpoint is
-        restored into it."""
+        """Return shapes, types and shardings of a state, without its arrays.
+
+        A checkpoint is restored into it.
+        """
         return self._program.abstract_state
 
     def policy(self, state: TrainState) -> nnx.State:
@@ -191,8 +199,10 @@ class Trainer:
         return own_rows(self.config.rows_per_step, self.mesh)
 
     def lower_step(self) -> jax.stages.Lowered:
-        """Lower one update of the configured batch for the mesh, without any array. `.compile()`
-        asks for no device."""
+        """Lower one update of the configured batch for the mesh, without any array.
+
+        `.compile()` of the result needs no device.
+        """
         shape = (self.config.rows_per_step, self.config.row_tokens)
         rows = NamedSharding(self.mesh, PartitionSpec(RULES["batch"].mesh_axes))
         integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
@@ -210,9 +220,27 @@ class Trainer:
             step: Any = self._program.train_step
             return step.lower(self._program.abstract_state, batch, constant_rate)
 
+    def batches(self, rows: PackedRows, *, seed: int, step: int = 0) -> Batches:
+        """Return this process's batches of a fit over `rows`, beginning with the one of `step`.
+
+        `seed` shuffles the rows. After a restart, `Batches.set_state` goes to the place that a
+        checkpoint names. Raises UserError if there are no rows.
+        """
+        batches = Batches(
+            rows,
+            self.config.rows_per_step,
+            seed=seed,
+            own=self.own_rows(),
+            columns=self.loss.columns,
+        )
+        batches.seek(step)
+        return batches
+
     def score(self, state: TrainState, rows: PackedRows) -> Float[np.ndarray, "rows time"]:
-        """Return log p of every token given its prefix in its segment; 0 for padding and first
-        tokens."""
+        """Return log p of every token given its prefix in its segment.
+
+        It is 0 for padding and for the first token of a segment.
+        """
         log_probs = np.zeros(rows.tokens.shape, np.float32)
         for start in range(0, rows.num_rows, self.config.rows_per_step):
             # A last batch that is short continues with the first rows, to keep its shape.
@@ -230,32 +258,23 @@ class Trainer:
 def fit(
     trainer: Trainer,
     state: TrainState,
-    rows: PackedRows,
+    batches: Batches,
     *,
     schedule: Schedule,
     steps: int,
-    seed: int,
-    input_state: dict[str, Any] | None = None,
     on_step: Callable[[StepMetrics], None] = lambda metrics: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> FitResult:
-    """Train from `state.step` until `steps` updates are made in this phase, or `should_stop` ends
-    the loop.
+    """Train from `state.step` until `steps` updates are made in this phase.
 
-    `input_state` is what the checkpoint of `state` says about the place in the data; without one it
-    is the place of `state.step`. `on_step` sees every step once, in order."""
-    batches = Batches(
-        rows,
-        trainer.config.rows_per_step,
-        seed=seed,
-        own=trainer.own_rows(),
-        columns=trainer.loss.columns,
-    )
+    `batches` are those of `Trainer.batches`; the batch of `state.step` must come next. `on_step`
+    sees every step once, in order. `should_stop` is asked before each step and ends the loop.
+    """
     steps_done = int(state.step)
-    if input_state is None:
-        batches.seek(steps_done)
-    else:
-        batches.set_state(input_state)
+    assert batches.next_step == steps_done, (
+        f"the batch of step {batches.next_step} comes next and the state has made {steps_done} "
+        "steps: make the batches with step=int(state.step)"
+    )
 
     max_skips = trainer.config.max_skips_in_a_row
     stopped = False
@@ -288,7 +307,7 @@ def _read(step: int, metrics: dict[str, Array], *, max_skips: int) -> StepMetric
     """Wait for a step's metrics and check that the run may go on."""
     values: dict[str, Any] = {name: np.asarray(value).item() for name, value in metrics.items()}
     if not (math.isfinite(values["loss"]) and math.isfinite(values["grad_norm"])):
-        raise NotFinite(
+        raise NotFiniteError(
             f"step {step} has loss {values['loss']} and gradient norm {values['grad_norm']}: the "
             "run ends before this is saved; lower the learning rate or start from another "
             "checkpoint"
@@ -305,13 +324,13 @@ def _read(step: int, metrics: dict[str, Array], *, max_skips: int) -> StepMetric
         learning_rate=values.pop("learning_rate"),
         trained_tokens=values.pop("trained_tokens"),
         skipped=values.pop("skipped", 0),
-        of_loss=values,
+        loss_metrics=values,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainStep:
-    """What an update of one model needs beside its state, its batch and its schedule."""
+    """The parts of an update of one model, besides its state, its batch and its schedule."""
 
     config: TrainerConfig
     loss: Loss
@@ -399,8 +418,10 @@ def train_step(
 
 
 def _loss_and_gradient(setup: TrainStep, frozen: nnx.State, counts: Counts) -> LossAndGradient:
-    """Return the function of trained parameters and a batch, or a part of one, that gives
-    ((loss, metrics), gradient)."""
+    """Return a function that gives ((loss, metrics), gradient).
+
+    Its arguments are the trained parameters and a batch, or a part of a batch.
+    """
 
     def loss(trained: nnx.State, part: Batch) -> tuple[Array, dict[str, Array]]:
         decoder = nnx.merge(setup.graph, trained, frozen)

@@ -81,7 +81,7 @@ POLICY_GRADIENT = "policy_gradient"  # lines of metrics.jsonl
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearntRound:
-    """What a round left: `LEARNT.json`."""
+    """The record of a learnt round: `LEARNT.json`."""
 
     questions: int  # sampled: the next round begins behind them
     trajectories: int
@@ -93,7 +93,7 @@ class LearntRound:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """What a round sampled, ready for learning."""
+    """The samples of a round, ready for learning."""
 
     trajectories: list[Trajectory]
     groups: list[Group]  # all that were sampled
@@ -103,10 +103,11 @@ class Rollout:
 
 
 def policy_gradient(run: Run) -> list[PhaseResult]:
-    """Run the warm-up, or evaluate the checkpoint as it is; then all rounds, and the control if it
-    is asked for.
+    """Run the warm-up and all rounds, then the control if it is asked for.
 
-    Finished rounds are read from the run directory."""
+    Without a warm-up, the checkpoint is evaluated as it is. Finished rounds are read from the run
+    directory.
+    """
     state, warmed_up, demonstrations = begin(run)
     rounds = _run_rounds(run, state)
     return with_control(run, state, demonstrations, warmed_up, rounds)
@@ -217,9 +218,10 @@ def _end_file(number: int) -> str:
 def _sample_round(
     run: Run, state: PhaseState, number: int, first_question: int
 ) -> list[Trajectory]:
-    """Return all trajectories of a round, with those of groups that teach nothing.
+    """Return all trajectories of a round, including those of groups that teach nothing.
 
-    They are sampled, or read where an earlier start sampled them."""
+    They are sampled, or read where an earlier start sampled them.
+    """
     finished = sampling.finished_round(run, number)
     if finished is not None:
         return finished.trajectories
@@ -239,7 +241,7 @@ def _sample_round(
         }
         run.store.write_plan(number, plan)
     name = f"round {number}: sampling"
-    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)
     use_policy(run, state, number - 1)
 
     # Sample as many questions as groups are missing, until the batch is full.
@@ -377,7 +379,7 @@ def compared_groups(
 
 
 def is_learnt(config: PolicyGradientConfig, group: Group) -> bool:
-    """Whether a group is learnt: under dynamic sampling only if it teaches something."""
+    """Return whether a group is learnt: under dynamic sampling only if it teaches something."""
     return group.teaches if config.dynamic_sampling else group.is_comparable
 
 

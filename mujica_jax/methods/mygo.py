@@ -218,7 +218,7 @@ def sample_round(
 
     shards = plan_round(run, number, version, previous_k)
     name = f"round {number}: sampling"
-    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)
     # A finished run is left alone by workers: what is damaged there is sampled here.
     has_workers = run.config.sampling.workers == "external" and not run.store.exists(SUMMARY)
     if has_workers:
@@ -433,7 +433,7 @@ def next_attempts(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What a round keeps."""
+    """The trajectories that a round keeps for learning."""
 
     trajectories: list[Trajectory]
     rows: list[Conversation]  # their conversations, as far as they fit a training row

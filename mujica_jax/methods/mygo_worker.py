@@ -1,10 +1,9 @@
-"""A sampling worker: plays units of the rounds that a trainer plans in a run directory, beside any
-number of others.
+"""A sampling worker: plays units of the rounds that a trainer plans in a run directory.
 
-It claims a unit by a lease (`storage.leases`), plays it with the policy that the round's plan
-names, and leaves its shard, which is created once and is the same whoever plays it. A worker that
-is gone lets its lease expire, and another one takes the unit over. Workers come and go at any time
-and know nothing of each other but what the run directory says. The trainer runs with
+It claims a unit by a lease (`storage.leases`) and plays it with the policy that the round's plan
+names. It leaves a shard, which is created once and is the same whoever plays the unit. If a worker
+dies, its lease expires and another worker takes the unit. Any number of workers may come and go at
+any time; they know of each other only what the run directory says. The trainer runs with
 `--sampling.workers external` and waits for the shards.
 """
 
@@ -36,7 +35,7 @@ LOOKS_A_LEASE = 4  # how often leases of others are read while one lasts
 
 @dataclasses.dataclass
 class SamplerStatistics:
-    """What a worker has done so far."""
+    """Counts of what a worker has done so far."""
 
     units: int = 0
     trajectories: int = 0
@@ -74,7 +73,7 @@ class Sampler:
     def work(self) -> None:
         """Play units of work until the run is finished.
 
-        Raises Preempted when asked to end; the unit under way is free for others then."""
+        Raises PreemptedError when asked to end; the unit under way is free for others then."""
         with self._run.progress.stage("sampling for others", unit="units", live=dict) as stage:
             wait_seconds = POLL_SECONDS
             while not self._run.store.exists(SUMMARY):
@@ -104,7 +103,7 @@ class Sampler:
             number += 1
 
     def _work_on(self, number: int) -> bool:
-        """Play one unit of this round, if there is one that nobody plays."""
+        """Play one unit of this round, if there is one that no other worker plays."""
         store = self._run.store
         plan = store.read_json(f"rounds/{number:04d}/plan.json")
         version = plan["policy_version"]
@@ -200,7 +199,7 @@ class Sampler:
                 continue
             start_time = time.monotonic()
             self._run.preemption.enter(
-                f"round {number}: sampling unit {unit.index}", kept="finished units are kept"
+                f"round {number}: sampling unit {unit.index}", kept_text="finished units are kept"
             )
             self._run.on_poll = lease.renew
             try:

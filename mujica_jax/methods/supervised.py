@@ -1,16 +1,15 @@
-"""What methods do by plain maximum likelihood: the warm-up before them, and the equal-compute
-control beside them.
+"""Plain maximum likelihood around a method: its warm-up and its equal-compute control.
 
-Warm-up: a policy that knows the format. It learns a fixed set of demonstrations: scripted ones, or
-trajectories with EM = 1 that a checkpoint samples under worked examples, without the examples
-(appendix D.3 of the Mujica-MyGO paper). A model from scratch first learns plain text about the
-training side of the task, in place of pre-training.
+Warm-up: it makes a policy that knows the format. The policy learns a fixed set of demonstrations.
+They are scripted, or they are trajectories with EM = 1 that a checkpoint samples under worked
+examples, learnt without the examples (appendix D.3 of the Mujica-MyGO paper). A model from scratch
+first learns plain text about the training side of the task, in place of pre-training.
 
-Control: what a method's computation gives when it is spent on the warm-up's own demonstrations.
-From the warmed-up state, training goes on over the same rows with the method's learning rates,
-until as many floating-point operations are spent as the method used for sampling and learning
-together. A token that goes forward counts one, a trained slot three (the backward pass costs twice
-the forward).
+Control: it shows what a method's computation gives when it is spent on the warm-up's own
+demonstrations. From the warmed-up state, training goes on over the same rows with the method's
+learning rates. It ends when it has spent as many floating-point operations as the method used for
+sampling and learning together. A token that goes forward counts one, a trained slot three (the
+backward pass costs twice the forward).
 """
 
 import asyncio
@@ -63,7 +62,7 @@ MoreRows = Callable[[], Sequence[Conversation]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Demonstrations:
-    """What the warm-up learnt from."""
+    """The demonstrations that the warm-up learnt from."""
 
     rows: list[Conversation]  # all of it
     rewarded: list[Conversation]  # the rows of those trajectories that earned the best reward
@@ -144,7 +143,7 @@ def begin(
 
 
 def _has_demonstrations(run: Run) -> bool:
-    """Whether a script plays some demonstrations."""
+    """Return whether a script plays some demonstrations."""
     if not has_script(run.config):
         return False
     return isinstance(run.task, FromScratchTask) and any(run.task.demonstrations())
@@ -311,7 +310,7 @@ def _few_shot(run: Run) -> Played:
     The examples are taken out of what is kept."""
     config = run.config
     name = f"{WARM_UP.name}: sampling with worked examples"
-    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)
     use_policy(run, run.initial_state, WARM_UP.step)
     few_shot_agent = make_agent(dataclasses.replace(config.agent, prompt="few_shot"), run.tokenizer)
     num_wanted = config.warmup.few_shot_trajectories

@@ -1,5 +1,7 @@
-"""What a user sees of a run. It computes no score: percentages are percent here (0 to 100), times
-are seconds."""
+"""The output of a run, as a user sees it.
+
+Nothing here computes a score. Percentages are percent (0 to 100), times are seconds.
+"""
 
 from mujica_jax.report.metrics_log import MetricsLog, NoMetrics
 from mujica_jax.report.progress import Progress

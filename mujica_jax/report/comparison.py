@@ -1,6 +1,8 @@
-"""Agents and tasks side by side: a table for the console and as Markdown, JSON, and a picture of
-the scores. And two policies on the same questions, by the predictions that `eval` wrote of the
-first."""
+"""Agents and tasks side by side, and two policies on the same questions.
+
+Agents and tasks are compared in a table for the console and as Markdown, in JSON, and in a picture
+of the scores. Two policies are compared by the predictions that `eval` wrote of the first one.
+"""
 
 import dataclasses
 import io
@@ -110,7 +112,7 @@ def markdown(result_rows: Sequence[dict[str, Any]]) -> str:
 
 def table(result_rows: Sequence[dict[str, Any]]) -> Table:
     """Return the table for the console."""
-    return text_table(HEADINGS, map(cells, result_rows), left=2, wrap=True)
+    return text_table(HEADINGS, map(cells, result_rows), left_columns=2, wrap=True)
 
 
 def draw(result_rows: Sequence[dict[str, Any]]) -> bytes:
@@ -182,10 +184,11 @@ def check_same_questions(
 
 
 def differences(earlier: QuestionScores, scores: QuestionScores) -> dict[str, Any]:
-    """Return how much higher each score is than the earlier one, in percent, with its 95% bootstrap
-    interval, paired over the questions.
+    """Return how much higher each score is than the earlier one, in percent.
 
-    Scores that only one of them has are left out, and so are questions at which a search failed."""
+    Each difference comes with its 95% bootstrap interval, paired over the questions. Scores that
+    only one of the two has are left out, and so are questions at which a search failed.
+    """
     result: dict[str, Any] = {}
     for name in SCORE_LABELS:
         pairs = []

@@ -1,5 +1,6 @@
-"""The metrics of a run: `metrics.jsonl`, TensorBoard, Weights & Biases. A resume counts nothing
-twice.
+"""The metrics of a run, in `metrics.jsonl`, TensorBoard and Weights & Biases.
+
+A resume counts nothing twice.
 
 Weights & Biases is an optional package, imported when a run asks for it. Every phase has its own
 count of steps there, as in the file. A run directory is one run there: a restart finds the
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mujica_jax.config.schema import MetricsConfig
-from mujica_jax.errors import StoreError, StoreUnavailable, UserError
+from mujica_jax.errors import StoreError, StoreUnavailableError, UserError
 from mujica_jax.runtime.extras import import_extra
 from mujica_jax.storage.io_statistics import IoStatistics
 from mujica_jax.storage.local import as_user_error
@@ -34,8 +35,9 @@ WANDB_MODE = "WANDB_MODE"  # wandb's own variable, which counts before the confi
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`, one object a line, and the numbers among its values to a
-    TensorBoard file beside it.
+    """A log of metrics in `metrics.jsonl`, one object a line, and in a TensorBoard file beside it.
+
+    The TensorBoard file has the numbers among the values of a line.
 
     A line is {"phase", "step", "time", ...values}. (phase, step) is its key: a resumed run that
     repeats a step finds it in the file and writes nothing. Within a phase steps rise. A last line
@@ -51,9 +53,9 @@ class MetricsLog:
         directory: RunPath,
         io_statistics: IoStatistics | None = None,
         config: MetricsConfig | None = None,
-        about: Mapping[str, Any] | None = None,
+        run_config: Mapping[str, Any] | None = None,
     ) -> None:
-        """`about` is the run's configuration, for those who show it beside the curves."""
+        """Open the files. `run_config` is shown beside the curves at Weights & Biases."""
         config = MetricsConfig() if config is None else config
         self._directory = directory
         self._has_tensorboard = config.tensorboard
@@ -69,7 +71,7 @@ class MetricsLog:
         self._tensorboard: _TensorBoard | None = None
         self._wandb: WandbLog | None = None
         if config.wandb != "off":
-            self._wandb = WandbLog(config, directory, about or {})
+            self._wandb = WandbLog(config, directory, run_config or {})
 
     def has(self, phase: str, step: int) -> bool:
         """Return whether this step, or a later one of its phase, is written."""
@@ -118,7 +120,7 @@ class MetricsLog:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A store that did not answer has been waited for long enough.
-        if kind is not StoreUnavailable:
+        if kind is not StoreUnavailableError:
             self.close()
 
     def _write_tensorboard(self, line: dict[str, Any]) -> None:
@@ -159,8 +161,10 @@ def import_wandb(config: MetricsConfig) -> Any:
 class WandbLog:
     """One run at Weights & Biases, or its files in the run directory."""
 
-    def __init__(self, config: MetricsConfig, directory: RunPath, about: Mapping[str, Any]) -> None:
-        """`about` is the run's configuration, which is shown beside its curves."""
+    def __init__(
+        self, config: MetricsConfig, directory: RunPath, run_config: Mapping[str, Any]
+    ) -> None:
+        """Start the run, or continue it. `run_config` is shown beside its curves."""
         wandb = import_wandb(config)
         mode = os.environ.get(WANDB_MODE, config.wandb)
         # wandb keeps its files on local disk.
@@ -180,7 +184,7 @@ class WandbLog:
                 dir=str(local_directory or Path()),
                 mode=mode,
                 resume="allow",
-                config=dict(about),
+                config=dict(run_config),
                 settings=wandb.Settings(console="off", silent=True),
             )
         except (wandb.Error, ValueError) as error:
@@ -191,8 +195,11 @@ class WandbLog:
         self._phases: set[str] = set()
 
     def add(self, line: Mapping[str, Any], scalars: Mapping[str, float], number: int) -> None:
-        """Add one line. `number` counts the lines of the run, also those of earlier starts: wandb
-        drops a line whose number does not rise."""
+        """Add one line.
+
+        `number` counts the lines of the run, also those of earlier starts: wandb drops a line whose
+        number does not rise.
+        """
         phase = line["phase"]
         if phase not in self._phases:
             self._phases.add(phase)
@@ -231,8 +238,10 @@ class _TensorBoard:
         self._file.close()
 
     def _write(self, **fields: Any) -> None:
-        """Write one event, framed as in TFRecord files: length, its checksum, data, their
-        checksum."""
+        """Write one event, framed as in TFRecord files.
+
+        The frame is: length, its checksum, data, their checksum.
+        """
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue] - made at run time
         from tensorboardX.record_writer import masked_crc32c
 

@@ -1,5 +1,7 @@
-"""Progress of a stage: a live display on a terminal, one plain line every few seconds anywhere
-else."""
+"""Progress of a stage: a live display on a terminal, and plain lines anywhere else.
+
+There is one plain line every few seconds.
+"""
 
 import contextlib
 import io

@@ -1,5 +1,4 @@
-"""The end of a run: its phases as a table and as `summary.json`, and one solved question as a
-tree."""
+"""The end of a run: a table of its phases, `summary.json`, and one solved question as a tree."""
 
 import dataclasses
 import itertools
@@ -16,8 +15,10 @@ from mujica_jax.report.text import text_table, visible
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseRow:
-    """One row of the closing table: what a phase cost and how the policy after it scores on
-    held-out questions."""
+    """One row of the closing table.
+
+    It says what a phase cost and how the policy after it scores on held-out questions.
+    """
 
     name: str
     em: float  # greedy decoding, percent
@@ -37,22 +38,23 @@ class PhaseRow:
     seconds: float  # the phase and its evaluation
 
 
-def summary_dict(phases: Sequence[PhaseRow], **about: Any) -> dict[str, Any]:
-    """Return the content of `summary.json`: what the run is, its phases, and their seconds.
+def summary_dict(phases: Sequence[PhaseRow], **run_facts: Any) -> dict[str, Any]:
+    """Return the content of `summary.json`: `run_facts`, the phases, and their seconds.
 
     The seconds of a phase are those of the start that finished it. Numbers are rounded to two
     decimals. `PhaseRow(**phase)` takes a phase back.
     """
     rows = tuple(dataclasses.asdict(phase) for phase in phases)
     seconds = sum(phase.seconds for phase in phases)
-    return rounded({**about, "phases": rows, "seconds": seconds})
+    return rounded({**run_facts, "phases": rows, "seconds": seconds})
 
 
 def closing_table(phases: Sequence[PhaseRow]) -> Table:
-    """Return a table with a row a phase: scores in percent, greedy unless called sampled, and
-    searches a question.
+    """Return a table with a row for each phase.
 
-    If searches failed in an evaluation, a last column counts the episodes that are left out."""
+    Scores are in percent, and greedy unless called sampled; searches are per question. If searches
+    failed in an evaluation, a last column counts the episodes that are left out.
+    """
     headings = [
         "phase",
         "EM",

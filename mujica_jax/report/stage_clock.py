@@ -17,8 +17,11 @@ COMPILING = "compiling"
 
 
 class StageClock:
-    """Stages may be nested: the inner one has the time. Compilation is a stage of its own wherever
-    it happens."""
+    """A clock that divides the time of a program among its stages.
+
+    Stages may be nested: the inner one has the time. Compilation is a stage of its own wherever it
+    happens.
+    """
 
     def __init__(
         self,
@@ -26,7 +29,7 @@ class StageClock:
         compiled: Callable[[], float] = lambda: 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`compiled` gives the seconds that compiling has taken so far."""
+        """Start the clock. `compiled` gives the seconds that compiling has taken so far."""
         self._compiled = compiled
         self._clock = clock
         self._open_stages = [OTHER]

@@ -1,5 +1,7 @@
-"""Text for terminals, files and pipes: tables without colours, and data that cannot steer a
-terminal."""
+"""Text for terminals, files and pipes.
+
+It has tables without colours, and data that cannot steer a terminal.
+"""
 
 import io
 import os
@@ -42,14 +44,18 @@ def plain(renderable: RenderableType, *, encoding: str = "utf-8") -> str:
 
 
 def text_table(
-    headings: Sequence[str], rows: Iterable[Sequence[str]], *, left: int = 1, wrap: bool = False
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    left_columns: int = 1,
+    wrap: bool = False,
 ) -> Table:
     """Return a table that is narrow enough for 80 columns.
 
-    The first `left` columns are aligned left, and break if they may `wrap`."""
+    The first `left_columns` columns are aligned left, and break if they may `wrap`."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for index, heading in enumerate(headings):
-        if index < left:
+        if index < left_columns:
             table.add_column(heading, justify="left", no_wrap=not wrap)
         else:
             table.add_column(heading, justify="right")

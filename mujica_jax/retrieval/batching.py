@@ -1,5 +1,6 @@
-"""Queries of many agents on their way to one index, service or endpoint: together in batches, the
-same one only once.
+"""Batching of many agents' queries to one index, service or endpoint.
+
+Queries that arrive together go there in one batch, and the same query only once.
 """
 
 import asyncio
@@ -7,7 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Generic, TypeVar
 
-from mujica_jax.retrieval.errors import RetrieverOverloaded, RetrieverTimeout
+from mujica_jax.retrieval.errors import RetrieverOverloadedError, RetrieverTimeoutError
 from mujica_jax.retrieval.statistics import Counted
 
 COLLECTION_SECONDS = 0.1  # to collect an answer that is there
@@ -50,7 +51,7 @@ class Batcher(Generic[Result]):
     async def ask(self, query: str, k: int) -> Result:
         """Return the answer to one query.
 
-        Raises RetrieverTimeout, RetrieverOverloaded, and what `answer` raises.
+        Raises RetrieverTimeoutError, RetrieverOverloadedError, and what `answer` raises.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
@@ -73,14 +74,14 @@ class Batcher(Generic[Result]):
             done, _ = await asyncio.wait({future}, timeout=seconds)
             if done:
                 return future.result()
-        raise RetrieverTimeout(self._late)
+        raise RetrieverTimeoutError(self._late)
 
     def _enqueue(
         self, query: str, k: int, loop: asyncio.AbstractEventLoop
     ) -> "asyncio.Future[Result]":
-        """Put a new query into the line. Raise RetrieverOverloaded where that is full."""
+        """Put a new query into the line. Raise RetrieverOverloadedError where that is full."""
         if len(self._waiting) >= self.max_waiting:
-            raise RetrieverOverloaded(
+            raise RetrieverOverloadedError(
                 f"{len(self._waiting)} searches wait, of at most {self.max_waiting}: come back "
                 "later, or send fewer at once"
             )

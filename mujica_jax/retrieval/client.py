@@ -1,11 +1,10 @@
-"""The retriever of another host: `service.py` behind the same interface as an index of this
-process.
+"""The retriever of another host: `service.py` behind the interface of a local index.
 
-Queries that arrive together go there as one request, the same query at the same time only once. A
-request is sent again after transient errors (a busy or failing server, a broken connection, an
-attempt without answer, an answer that is no JSON or not the one asked for). A request that is too
-large for the service, or whose answer is, is sent in two halves. What the service refuses otherwise
-is not sent again.
+Queries that arrive together are sent as one request. The same query is sent only once at a time. A
+request is sent again after a transient error: a busy or failing server, a broken connection, an
+attempt without an answer, or an answer that is no JSON or does not fit the request. A request that
+is too large for the service, or whose answer is too large, is sent in two halves. A request that
+the service refuses for another reason is not sent again.
 """
 
 import random
@@ -18,8 +17,8 @@ from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
 from mujica_jax.retrieval.batching import Batcher
 from mujica_jax.retrieval.errors import (
     RetrievalError,
-    RetrieverRefused,
-    RetrieverUnavailable,
+    RetrieverRefusedError,
+    RetrieverUnavailableError,
     as_retrieval_errors,
 )
 from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, Health
@@ -73,7 +72,7 @@ class RemoteRetriever(Counted):
             response = httpx.get(f"{self.url}/healthz", timeout=HEALTH_SECONDS)
             content = response.json()
             if response.status_code != 200:
-                raise RetrieverUnavailable(
+                raise RetrieverUnavailableError(
                     f"{self.url} is not well (status {response.status_code}: {content})"
                 )
             health = Health(
@@ -83,7 +82,7 @@ class RemoteRetriever(Counted):
                 kind=content["kind"],
             )
         except (httpx.HTTPError, ValueError, RecursionError, KeyError, TypeError) as error:
-            raise RetrieverUnavailable(
+            raise RetrieverUnavailableError(
                 f"{self.url} gives no health ({type(error).__name__}: {error}): check the address "
                 "and that `python -m mujica_jax.index serve` runs there"
             ) from error
@@ -109,7 +108,7 @@ class RemoteRetriever(Counted):
                     draw=self._random,
                     on_retry=lambda error: self.count(retries=1),
                 )
-        except RetrieverRefused as refused:
+        except RetrieverRefusedError as refused:
             if len(queries) == 1 or not isinstance(refused.__cause__, PayloadTooLarge):
                 raise
 
@@ -119,8 +118,9 @@ class RemoteRetriever(Counted):
         return [*first_half, *second_half]
 
     def _read(self, answer: dict[str, Any], queries: int, k: int) -> list[list[Passage]]:
-        """Return the passages of an answer. Raise TransientError where it is none to this
-        request.
+        """Return the passages of an answer.
+
+        Raises TransientError if it does not answer this request.
         """
         try:
             version = answer["version"]
@@ -147,7 +147,7 @@ class RemoteRetriever(Counted):
         if self.version is None:
             self.version = version
         elif version != self.version:
-            raise RetrieverRefused(
+            raise RetrieverRefusedError(
                 f"{self.url} serves version {version} of its index and version {self.version} was "
                 "searched before: serve that one again, or begin anew"
             )

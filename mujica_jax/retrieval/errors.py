@@ -1,5 +1,6 @@
-"""What a retriever raises when a search cannot be answered. Agents catch RetrievalError; the
-episode ends as `retriever_failed`.
+"""Exceptions of a retriever that cannot answer a search.
+
+Agents catch RetrievalError; the episode ends as `retriever_failed`.
 """
 
 import contextlib
@@ -12,30 +13,30 @@ class RetrievalError(Exception):
     """A search that failed, in one sentence."""
 
 
-class RetrieverTimeout(RetrievalError):
+class RetrieverTimeoutError(RetrievalError):
     """No answer within the deadline."""
 
 
-class RetrieverOverloaded(RetrievalError):
+class RetrieverOverloadedError(RetrievalError):
     """More searches wait than are let in."""
 
 
-class RetrieverUnavailable(RetrievalError):
+class RetrieverUnavailableError(RetrievalError):
     """The retriever broke while it searched, or cannot be reached."""
 
 
-class RetrieverRefused(RetrievalError):
+class RetrieverRefusedError(RetrievalError):
     """This search is never answered: it asks for what the retriever does not have."""
 
 
 @contextlib.contextmanager
 def as_retrieval_errors() -> Iterator[None]:
-    """Raise the errors of a request to another host as those of a search."""
+    """Turn the errors of a request to another host into errors of a search."""
     try:
         yield
     except DeadlineExceeded as error:
-        raise RetrieverTimeout(str(error)) from error
+        raise RetrieverTimeoutError(str(error)) from error
     except RequestRefused as error:
-        raise RetrieverRefused(str(error)) from error
+        raise RetrieverRefusedError(str(error)) from error
     except HttpError as error:
-        raise RetrieverUnavailable(str(error)) from error
+        raise RetrieverUnavailableError(str(error)) from error

@@ -1,4 +1,4 @@
-"""What an index will take, before it is built: bytes on disk, in memory and on devices.
+"""The size of an index before it is built: bytes on disk, in memory and on devices.
 
 Dense indexes are counted from the sizes of their arrays. Words and triples are counted in a sample,
 which is indexed; Wikidata's dumps begin with the entities that say most, so that of them the figure
@@ -26,15 +26,19 @@ from mujica_jax.retrieval.text.scann import CHUNK_ROWS, ScannParameters, paramet
 from mujica_jax.retrieval.text.vectors import DTYPES
 
 WORDS_SAMPLE = 2000  # passages
-# What ScaNN was seen to hold in memory while an index is built: its training sample in float32 so
-# many times, and while it writes, the codebook once for every partition, with so many bytes a
-# centre.
-SAMPLES_HELD, CHUNKS_HELD, CENTRES_A_BLOCK, CENTRE_BYTES = 4, 3, 16, 320
+# What ScaNN was seen to hold in memory while an index is built: its training sample in float32
+# SAMPLES_HELD times, and while it writes, the codebook once for every partition.
+SAMPLES_HELD = 4
+CHUNKS_HELD = 3
+CENTRES_A_BLOCK = 16
+CENTRE_BYTES = 320
 FLOAT32_BYTES = 4
-# What an index of words was seen to hold while it is built: a number a word of the corpus, an array
-# a passage, and while scores are computed so many bytes for each passage of each word. The passages
-# themselves are mapped.
-WORD_BYTES, PASSAGE_BYTES, POSTING_BYTES = 4, 100, {"default": 40, "elasticsearch": 60}
+# What an index of words was seen to hold while it is built: a number for each word of the corpus, an
+# array for each passage, and while scores are computed POSTING_BYTES for each passage of each word.
+# The passages themselves are mapped.
+WORD_BYTES = 4
+PASSAGE_BYTES = 100
+POSTING_BYTES = {"default": 40, "elasticsearch": 60}  # by tokeniser
 GRAPH_SAMPLE_BYTES = 2**25  # of each file of triples, decompressed
 # a chunk of lines and what the store sorts at once, however large the graph is
 GRAPH_BUILDING_BYTES = 10**9
@@ -92,7 +96,7 @@ def estimate_corpus(
 
 
 def estimate_sample(spec: IndexSpec, sample: Sequence[Passage], passages: int) -> dict[str, Any]:
-    """Return what an index of so many passages takes, if they are like those of the sample.
+    """Return what an index of this many passages takes, if they are like those of the sample.
 
     `disk_bytes` by file; `building_bytes` of memory beside the program and the embedder's weights;
     `searching_bytes` (of kind exact on the devices together).
@@ -162,8 +166,11 @@ def estimate_graph(spec: GraphSpec, sample_bytes: int = GRAPH_SAMPLE_BYTES) -> d
 
 
 def scann_building_bytes(parameters: ScannParameters, rows: int, dimension: int) -> int:
-    """Memory of `write_scann`: that of training, or of writing down what was learned, and some
-    chunks."""
+    """Return the bytes of memory that `write_scann` takes.
+
+    They are those of training or of saving what was learned, whichever is larger, and of some
+    chunks.
+    """
     row = dimension * FLOAT32_BYTES
     if not parameters.leaves:
         return 2 * rows * row

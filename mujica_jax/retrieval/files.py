@@ -1,5 +1,7 @@
-"""Files that passages and triples are read from: local ones, and objects in Google Cloud Storage
-(`gs://BUCKET/NAME`), plain, `.gz` or `.bz2`.
+"""Files that passages and triples are read from, on local disk or in a bucket.
+
+A file is plain, `.gz` or `.bz2`. In a bucket it is an object in Google Cloud Storage
+(`gs://BUCKET/NAME`).
 
 An object is read range by range and never fetched whole. A range whose connection breaks is asked
 for again (`storage/gcs.py`: bounded, with a deadline), so a reader of a large corpus goes on where
@@ -137,8 +139,9 @@ def _is_in_bucket(path: str | Path) -> bool:
 
 
 def _find_object(address: str) -> "tuple[Bucket, ObjectInfo]":
-    """Return the bucket and the object of an address. Raise FileNotFoundError where it is
-    missing.
+    """Return the bucket and the object of an address.
+
+    Raises FileNotFoundError if the object is missing, and UserError if the address names none.
     """
     from mujica_jax.storage.gcs import open_bucket
 

@@ -44,15 +44,17 @@ ABOUT_CONTENT = ("format", "version", "files")
 
 
 def rebuild_advice(folder: str | Path) -> str:
-    """Say what to do about a damaged directory: a build would take it for what it says it is."""
+    """Return what to do about a damaged index.
+
+    The directory has to go first: a build would believe what its files say.
+    """
     return f"remove {folder} and build the index again"
 
 
 def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
-    """Return the manifest after every file was compared with its checksum, unless `check` is
-    false.
+    """Return the manifest, after comparing every file with its checksum unless `check` is false.
 
-    Raises UserError naming what is missing or damaged.
+    Raises UserError that names what is missing or damaged.
     """
     if "://" in str(folder):
         raise UserError(
@@ -183,8 +185,9 @@ def commit(folder: Path, description: Mapping[str, Any]) -> dict[str, Any]:
 def add_recall(
     folder: Path, manifest: Mapping[str, Any], recall: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write the measured recall into the manifest of a finished index, and return that. The version
-    stays.
+    """Write the measured recall into the manifest of a finished index, and return the manifest.
+
+    The version of the index stays.
     """
     measured = {**manifest, RECALL: dict(recall)}
     write_json(folder / MANIFEST, measured)

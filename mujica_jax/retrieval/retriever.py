@@ -1,6 +1,6 @@
-"""What an environment searches passages with, and the retriever over an index of this process.
+"""The interface by which environments search passages, and the retriever over a local index.
 
-Results are kept on disk where a cache is given. A remote retriever (`client.py`) has the same
+Results are stored on disk if a cache is given. A remote retriever (`client.py`) has the same
 interface.
 """
 
@@ -14,7 +14,11 @@ from typing import Protocol
 
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.batching import Batcher
-from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
+from mujica_jax.retrieval.errors import (
+    RetrieverRefusedError,
+    RetrieverTimeoutError,
+    RetrieverUnavailableError,
+)
 from mujica_jax.retrieval.search_cache import SearchCache
 from mujica_jax.retrieval.statistics import Counted, RetrievalStatistics
 from mujica_jax.retrieval.text.corpus import Hits, Passage
@@ -87,7 +91,7 @@ class IndexRetriever(Counted):
                 # In a batch it would fail the others too.
                 check_text(query)
             except UserError as error:
-                raise RetrieverRefused(str(error)) from error
+                raise RetrieverRefusedError(str(error)) from error
             cached_hits = self._read_cache(query, k)
             if cached_hits is not None:
                 self.count(cached=1)
@@ -101,7 +105,7 @@ class IndexRetriever(Counted):
             async with asyncio.timeout(self._deadline_seconds):
                 await asyncio.to_thread(self._search, [HEALTH_QUERY], 1, is_cached=False)
         except TimeoutError as error:
-            raise RetrieverTimeout(self._late) from error
+            raise RetrieverTimeoutError(self._late) from error
         return Health(
             version=self.index.version,
             passages=len(self.index.passages),
@@ -146,7 +150,7 @@ class IndexRetriever(Counted):
             results = self.index.search_encoded(encoded, k)
         # A disk, or a device that ran out of memory.
         except (OSError, RuntimeError) as error:
-            raise RetrieverUnavailable(f"the index failed ({error})") from error
+            raise RetrieverUnavailableError(f"the index failed ({error})") from error
         self.count(
             batches=1,
             encode_seconds=encoded_time - start_time,

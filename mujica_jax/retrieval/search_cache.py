@@ -1,8 +1,7 @@
-"""Results of searches on disk, in SQLite: what was asked of one version of an index is never
-searched again.
+"""A cache of search results on disk, in SQLite.
 
-A cache that cannot be read or written costs time and no results: it is left alone from there on,
-and one line on the console says so.
+What was asked of a version of an index is never searched again. A cache that cannot be read or
+written costs time and no results: it is not used any further, and one line on the console says so.
 """
 
 import logging

@@ -29,9 +29,9 @@ from starlette.requests import ClientDisconnect
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.errors import (
     RetrievalError,
-    RetrieverOverloaded,
-    RetrieverRefused,
-    RetrieverTimeout,
+    RetrieverOverloadedError,
+    RetrieverRefusedError,
+    RetrieverTimeoutError,
 )
 from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, Health, IndexRetriever
 from mujica_jax.retrieval.text.corpus import Hits
@@ -43,9 +43,9 @@ MAX_REQUEST_BYTES = 4 * 2**20
 MAX_READING_SECONDS = 20.0  # until all of a request is there
 # The status of other errors is 503.
 STATUSES = {
-    RetrieverOverloaded: 429,
-    RetrieverTimeout: 504,
-    RetrieverRefused: 400,
+    RetrieverOverloadedError: 429,
+    RetrieverTimeoutError: 504,
+    RetrieverRefusedError: 400,
 }
 HEADERS = {429: {"Retry-After": "1"}, 408: {"Connection": "close"}}  # by status
 PREFIX = "mujica_retrieval_"
@@ -61,8 +61,8 @@ MEANINGS = {
 }
 
 
-class BadRequest(Exception):
-    """What the client did wrong, in one sentence."""
+class BadRequestError(Exception):
+    """A mistake of the client's, in one sentence."""
 
     def __init__(self, sentence: str, status: int = 400) -> None:
         super().__init__(sentence)
@@ -105,7 +105,7 @@ class _Service:
         try:
             status = 200
             content = await self._search(request)
-        except BadRequest as error:
+        except BadRequestError as error:
             status = error.status
             content = json.dumps({"error": str(error)})
         except RetrievalError as error:
@@ -133,12 +133,12 @@ class _Service:
         return PlainTextResponse(generate_latest(self._registry).decode())
 
     async def _search(self, request: Request) -> bytes:
-        """Return the results of a request. Raises BadRequest or RetrievalError."""
+        """Return the results of a request. Raises BadRequestError or RetrievalError."""
         retriever = self._retriever
         queries, k = _read(await _read_body(request), passages=len(retriever.index.passages))
         different_queries = len(set(queries))
         if different_queries > retriever.max_waiting:
-            raise BadRequest(
+            raise BadRequestError(
                 f"the request has {different_queries} queries and at most "
                 f"{retriever.max_waiting} may wait here: send fewer at once",
                 status=413,
@@ -215,24 +215,24 @@ def make_server(app: FastAPI) -> uvicorn.Server:
 
 
 async def _read_body(request: Request) -> bytes:
-    """Return the body of a request. Raise BadRequest where it is too large or too slow."""
+    """Return the body of a request. Raise BadRequestError where it is too large or too slow."""
     body = bytearray()
     try:
         async with asyncio.timeout(MAX_READING_SECONDS) as timer:
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_REQUEST_BYTES:
-                    raise BadRequest(
+                    raise BadRequestError(
                         f"the request has more than {MAX_REQUEST_BYTES:,} bytes: send fewer "
                         "queries at once",
                         status=413,
                     )
     except ClientDisconnect as error:
-        raise BadRequest("the request broke off") from error
+        raise BadRequestError("the request broke off") from error
     except TimeoutError as error:
         if not timer.expired():
             raise
-        raise BadRequest(
+        raise BadRequestError(
             f"the request was not there within {MAX_READING_SECONDS:g} s: send it again",
             status=408,
         ) from error
@@ -240,11 +240,11 @@ async def _read_body(request: Request) -> bytes:
 
 
 def _read(body: bytes, passages: int) -> tuple[list[str], int]:
-    """Return the queries and k of a request. Raise BadRequest where they are none."""
+    """Return the queries and k of a request. Raise BadRequestError where they are none."""
     try:
         content = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the request is no JSON ({error})") from error
+        raise BadRequestError(f"the request is no JSON ({error})") from error
 
     queries: Any = None
     k: Any = None
@@ -252,17 +252,17 @@ def _read(body: bytes, passages: int) -> tuple[list[str], int]:
         queries = content.get("queries")
         k = content.get("k")
     if not isinstance(queries, list) or not all(isinstance(query, str) for query in queries):
-        raise BadRequest('the request needs "queries", a list of texts, and "k"')
+        raise BadRequestError('the request needs "queries", a list of texts, and "k"')
     if not 1 <= len(queries) <= MAX_QUERIES:
-        raise BadRequest(f"the request has {len(queries)} queries: send 1 to {MAX_QUERIES}")
+        raise BadRequestError(f"the request has {len(queries)} queries: send 1 to {MAX_QUERIES}")
     max_k = min(passages, MAX_RESULTS)
     if not isinstance(k, int) or isinstance(k, bool) or not 1 <= k <= max_k:
-        raise BadRequest(f"k is {k!r}: give 1 to {max_k}")
+        raise BadRequestError(f"k is {k!r}: give 1 to {max_k}")
     return queries, k
 
 
 def _answer(index: Index, results: Sequence[Hits]) -> bytes:
-    """Return the JSON of an answer. Raise BadRequest where it would be too large."""
+    """Return the JSON of an answer. Raise BadRequestError where it would be too large."""
     result_texts = []
     size = 0  # bytes
     for hits in results:
@@ -279,7 +279,7 @@ def _answer(index: Index, results: Sequence[Hits]) -> bytes:
             hit_texts.append(hit_text)
             size += len(hit_text)
             if size > MAX_ANSWER_BYTES:
-                raise BadRequest(
+                raise BadRequestError(
                     f"the answer would have more than {MAX_ANSWER_BYTES:,} bytes: send fewer "
                     "queries at once, or a smaller k",
                     status=413,

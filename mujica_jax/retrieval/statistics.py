@@ -1,5 +1,7 @@
-"""What a retriever or a graph has done since it was made, as `metrics.jsonl` and the end of a run
-show it."""
+"""Counts of what a retriever or a graph has done since it was made.
+
+`metrics.jsonl` and the end of a run show them.
+"""
 
 import contextlib
 import dataclasses

@@ -1,5 +1,6 @@
-"""Rewards of an episode, by the names that a configuration gives them. `run_episodes` applies one
-after each episode.
+"""Rewards of an episode, by the names that a configuration gives them.
+
+`run_episodes` applies one after each episode.
 
 | name | total | best |
 |---|---|---|
@@ -14,7 +15,7 @@ answer; an episode without an answer earns nothing for it. An episode whose sear
 nothing and counts nowhere. Scores shown to users come from `metrics`, never from here.
 
 A reward may be asynchronous. Where it cannot be had (a judge does not answer), it raises
-`NoVerdict`, and the episode counts in no group, mean or threshold.
+`NoVerdictError`, and the episode counts in no group, mean or threshold.
 """
 
 import dataclasses
@@ -45,9 +46,15 @@ Parts = Callable[[Score, Trajectory], Reward | Awaitable[Reward]]
 Correctness = Callable[[Question, str | None], Awaitable[bool]]
 
 
-class NoVerdict(Exception):
-    """A reward cannot be given; the sentence says why. The environment is at fault, not the
-    policy."""
+class NoVerdictError(Exception):
+    """A reward cannot be given; the sentence says why.
+
+    The environment is at fault, not the policy.
+    """
+
+
+# The old name, for rewards that users wrote. It goes with the next release.
+NoVerdict = NoVerdictError
 
 
 def f1(answer: Score, trajectory: Trajectory) -> Reward:
@@ -85,13 +92,17 @@ REWARDS: dict[str, Parts] = {"f1": f1, "em": exact_match, "f1_format": f1_and_fo
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RewardFunction:
-    """A reward under a task's scoring rule. `best` is the best total there can be (`r_sup` in the
-    Mujica-MyGO paper): thresholds are measured against it."""
+    """A reward under a task's scoring rule.
+
+    `best` is the highest possible total (`r_sup` in the Mujica-MyGO paper): thresholds are measured
+    against it.
+    """
 
     rule: Rule
-    of: Parts
+    compute: Parts
     best: float = 1.0
-    of_round: Callable[[int], Parts] | None = None  # of a reward that changes while a method trains
+    # Returns the function of a round, for a reward that changes while a method trains.
+    compute_in_round: Callable[[int], Parts] | None = None
     judge: Correctness | None = None  # says what is right, in place of an exact match
 
     def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
@@ -99,7 +110,7 @@ class RewardFunction:
         assert self.judge is None, "a judge has to be waited for: use `rewarded`"
         if trajectory.is_environment_fault:
             return Reward(total=0.0)
-        return self._checked(self.of(self._score(trajectory, question), trajectory))
+        return self._checked(self.compute(self._score(trajectory, question), trajectory))
 
     async def rewarded(self, trajectory: Trajectory, question: Question) -> Trajectory:
         """Return the episode with its reward, or marked as one without a verdict."""
@@ -110,10 +121,10 @@ class RewardFunction:
             if self.judge is not None:
                 is_right = await self.judge(question, trajectory.final_answer)
                 answer = dataclasses.replace(answer, em=float(is_right))
-            reward = self.of(answer, trajectory)
+            reward = self.compute(answer, trajectory)
             if inspect.isawaitable(reward):
                 reward = await reward
-        except NoVerdict:
+        except NoVerdictError:
             return trajectory.without_verdict()
         return trajectory.with_reward(self._checked(reward))
 
@@ -125,7 +136,7 @@ class RewardFunction:
         is_reward = isinstance(reward, Reward) and isinstance(reward.parts, Mapping)
         numbers = [reward.total, *reward.parts.values()] if is_reward else [None]
         if not all(isinstance(number, Real) and math.isfinite(number) for number in numbers):
-            name = getattr(self.of, "__name__", self.of)
+            name = getattr(self.compute, "__name__", self.compute)
             raise UserError(
                 f"the reward {name} gave {reward!r}; it must return a Reward of finite numbers"
             )
@@ -133,9 +144,9 @@ class RewardFunction:
 
     def at(self, round_number: int) -> "RewardFunction":
         """Return the reward of a round."""
-        if self.of_round is None:
+        if self.compute_in_round is None:
             return self
-        return dataclasses.replace(self, of=self.of_round(round_number))
+        return dataclasses.replace(self, compute=self.compute_in_round(round_number))
 
 
 def find_reward(
@@ -166,7 +177,8 @@ def find_reward(
 
     if name == STAGED:
         return _staged(rule, staged, similarity, judge)
-    return RewardFunction(rule=rule, of=judged if name == JUDGE else REWARDS[name], judge=judge)
+    compute = judged if name == JUDGE else REWARDS[name]
+    return RewardFunction(rule=rule, compute=compute, judge=judge)
 
 
 def _staged(
@@ -174,10 +186,10 @@ def _staged(
 ) -> RewardFunction:
     """Return the reward `staged`, whose stage depends on the round."""
 
-    def of_round(round_number: int) -> Parts:
+    def compute_in_round(round_number: int) -> Parts:
         stage = 1 if round_number < config.stage_two_round else 2
 
-        def of(answer: Score, trajectory: Trajectory) -> Reward:
+        def compute(answer: Score, trajectory: Trajectory) -> Reward:
             return staged_reward(
                 answer,
                 trajectory,
@@ -187,12 +199,12 @@ def _staged(
                 similarity=similarity,
             )
 
-        return of
+        return compute
 
     return RewardFunction(
         rule=rule,
-        of=of_round(0),
+        compute=compute_in_round(0),
         best=best_reward(config),
-        of_round=of_round,
+        compute_in_round=compute_in_round,
         judge=judge,
     )

@@ -1,5 +1,6 @@
-"""The rewards of "Learning When to Search" (section 3.3), for an agent that decides itself whether
-to search.
+"""The rewards of "Learning When to Search" (section 3.3).
+
+They train an agent that decides itself whether to search.
 
     total  = answer + search + format                                        (equation 12)
     format = 1 if every turn has one of the permitted shapes and the episode
@@ -104,8 +105,10 @@ def mean_similarity(queries: Sequence[str], similarity: Similarity) -> float:
 
 
 def is_concise(query: str, max_words: int) -> bool:
-    """Return whether a query consists of keywords: no question, no preposition at either end, not
-    too many words."""
+    """Return whether a query consists of keywords.
+
+    Such a query is no question, has no preposition at either end and at most `max_words` words.
+    """
     words = _WORD.findall(query.casefold())
     has_valid_length = 0 < len(words) <= max_words
     if not has_valid_length or query.rstrip().endswith("?"):

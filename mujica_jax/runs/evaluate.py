@@ -1,6 +1,7 @@
 """Evaluate policies under configurations: score, print, and write the results.
 
-Called by `eval`."""
+Called by `eval`.
+"""
 
 import asyncio
 import dataclasses
@@ -60,8 +61,17 @@ MIN_PART_QUESTIONS = 64
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Models:
+    """The models of an evaluation, not yet opened."""
+
+    policy: Checkpoint | Endpoint
+    worker: Checkpoint | None = None  # None: the policy writes as the worker too
+    judge: Endpoint | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _Session:
-    """What all configurations of one evaluation share."""
+    """The opened models and other parts that all configurations of one evaluation share."""
 
     policy: Checkpoint | Endpoint
     worker: Checkpoint | None
@@ -78,34 +88,29 @@ class _Session:
 
 def evaluate(
     configs: Sequence[Config],
-    policy: Checkpoint | Endpoint,
+    models: Models,
     preemption: Preemption,
     *,
-    worker: Checkpoint | None = None,
-    judge: Endpoint | None = None,
     samples: int = 1,
     beside: str | None = None,
     plot: bool = False,
-    ask: str | None = None,
     note: str | None = None,
 ) -> None:
     """Score a policy, print and write the results.
 
-    A question's sampled score is the mean over `samples`; with 0 the policy is scored greedily
-    alone. `beside` is the file of an earlier result on the same questions, to which the differences
-    are printed too. Several configurations, which differ in task and agent, give a table too. With
-    `ask`, show how the first one's agent answers this question instead. `note` is printed first."""
+    A question's sampled score is the mean over `samples`; with 0 the policy is scored only
+    greedily. `beside` is the file of an earlier result on the same questions: the differences to it
+    are printed too. Several configurations, which differ in task and agent, also give a table, and
+    with `plot` a picture of it. `note` is printed first.
+    """
     first = configs[0]
+    policy = models.policy
 
     # Check what can be checked before the model is loaded.
     if plot:
         import_extra("matplotlib", "--plot", extra="plots")
-    if ask is None:
-        _require_writable(policy.out)
-    require_packages(first)
-    check_dtypes(first)
-    use_compilation_cache()
-    tasks = _build_tasks(configs)
+    _require_writable(policy.out)
+    tasks = _prepare(configs)
     earlier_scores = None
     if beside is not None:
         earlier_scores = comparison.read_scores(beside)
@@ -115,26 +120,15 @@ def evaluate(
 
     # Load the models.
     session = _open_session(
-        configs,
-        tasks,
-        policy,
-        preemption,
-        worker=worker,
-        judge=judge,
-        samples=samples if ask is None else 0,
-        earlier_scores=earlier_scores,
+        configs, tasks, models, preemption, samples=samples, earlier_scores=earlier_scores
     )
     progress = session.progress
-    if note is not None:
-        progress.line(note)
-    _print_other_settings("policy", policy, first, progress)
-    _print_other_settings("worker", worker, first, progress)
-    if ask is not None:
-        _show_answer(session, first, tasks[first.task], ask)
-        return
+    _print_notes(session, first, note)
 
     # Score the policy under each configuration.
-    folders = [_parts_folder(config, tasks[config.task], policy, worker) for config in configs]
+    folders = [
+        _parts_folder(config, tasks[config.task], policy, models.worker) for config in configs
+    ]
     results = [
         _evaluate_one(session, config, tasks[config.task], folder)
         for config, folder in zip(configs, folders, strict=True)
@@ -154,8 +148,33 @@ def evaluate(
         progress.line(f"{policy.place}: {policy.generator.statistics.sentence()}")
 
 
-def _build_tasks(configs: Sequence[Config]) -> dict[TaskConfig, Task]:
-    """Build each task once."""
+def show_answer(
+    config: Config, models: Models, preemption: Preemption, text: str, *, note: str | None = None
+) -> None:
+    """Answer a question of the user's greedily, and show the episode as a tree.
+
+    `note` is printed first.
+    """
+    tasks = _prepare([config])
+    session = _open_session([config], tasks, models, preemption, samples=0, earlier_scores=None)
+    _print_notes(session, config, note)
+
+    question = Question(id="asked", text=text, answers=())
+    attempt = Attempt(question=question, number=0, seed=config.seed, temperature=0.0)
+    agent = make_agent(config.agent, session.tokenizer)
+    policy: Policy = EnginePolicy(session.generator)
+    if session.worker_generator is not None:
+        policy = TwoPolicies(policy, EnginePolicy(session.worker_generator))
+    episode = agent.run(attempt, tasks[config.task].environment(question), policy)
+    (trajectory,) = asyncio.run(gather_polled([episode], session.preemption.check))
+    session.progress.show(question_tree(question, trajectory))
+
+
+def _prepare(configs: Sequence[Config]) -> dict[TaskConfig, Task]:
+    """Check what the machine must have, and build each task once."""
+    require_packages(configs[0])
+    check_dtypes(configs[0])
+    use_compilation_cache()
     tasks: dict[TaskConfig, Task] = {}
     for config in configs:
         if config.task not in tasks:
@@ -166,35 +185,44 @@ def _build_tasks(configs: Sequence[Config]) -> dict[TaskConfig, Task]:
 def _open_session(
     configs: Sequence[Config],
     tasks: Mapping[TaskConfig, Task],
-    policy: Checkpoint | Endpoint,
+    models: Models,
     preemption: Preemption,
     *,
-    worker: Checkpoint | None,
-    judge: Endpoint | None,
     samples: int,
     earlier_scores: comparison.QuestionScores | None,
 ) -> _Session:
     """Open the models of an evaluation, and check that prompts and temperatures fit them."""
     first = configs[0]
-    tokenizer, generator = policy.open(first)
-    if isinstance(policy, Checkpoint):
+    tokenizer, generator = models.policy.open(first)
+    if isinstance(models.policy, Checkpoint):
         engine_generator = cast(PolicyGenerator, generator)  # its engine is on this machine
         check_engine_temperatures(engine_generator, first, trains=False, sampled=samples > 0)
     for config in configs:
         check_prompts(config.agent, tokenizer, tasks[config.task].environment_kind)
+    worker_generator = None
+    if models.worker is not None:
+        worker_generator = _open_worker(models.worker, first, tokenizer)
     return _Session(
-        policy=policy,
-        worker=worker,
-        worker_generator=None if worker is None else _open_worker(worker, first, tokenizer),
+        policy=models.policy,
+        worker=models.worker,
+        worker_generator=worker_generator,
         tokenizer=tokenizer,
         generator=generator,
         progress=Progress() if distributed.is_primary() else Progress(NoConsole(), live=False),
         faults=FaultGuard(first.faults),
-        judge=None if judge is None else judge_behind(judge, first),
+        judge=None if models.judge is None else judge_behind(models.judge, first),
         preemption=preemption,
         samples=samples,
         earlier_scores=earlier_scores,
     )
+
+
+def _print_notes(session: _Session, config: Config, note: str | None) -> None:
+    """Print the note, and where the configuration differs from the runs that made the models."""
+    if note is not None:
+        session.progress.line(note)
+    _print_other_settings("policy", session.policy, config, session.progress)
+    _print_other_settings("worker", session.worker, config, session.progress)
 
 
 def _print_other_settings(
@@ -206,19 +234,6 @@ def _print_other_settings(
     differences = policy.trained_otherwise(config.agent)
     if differences:
         progress.line(f"the {role} was trained under other settings: {'; '.join(differences)}")
-
-
-def _show_answer(session: _Session, config: Config, task: Task, text: str) -> None:
-    """Play one question greedily, and show the episode as a tree."""
-    question = Question(id="asked", text=text, answers=())
-    attempt = Attempt(question=question, number=0, seed=config.seed, temperature=0.0)
-    agent = make_agent(config.agent, session.tokenizer)
-    policy: Policy = EnginePolicy(session.generator)
-    if session.worker_generator is not None:
-        policy = TwoPolicies(policy, EnginePolicy(session.worker_generator))
-    episode = agent.run(attempt, task.environment(question), policy)
-    (trajectory,) = asyncio.run(gather_polled([episode], session.preemption.check))
-    session.progress.show(question_tree(question, trajectory))
 
 
 def _write_comparison(
@@ -237,17 +252,8 @@ def _write_comparison(
 def _evaluate_one(session: _Session, config: Config, task: Task, parts_folder: RunPath) -> Compared:
     """Score the policy under one configuration, and write and print the results."""
     policy = session.policy
-    progress = session.progress
-
-    # Say what is evaluated.
-    agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
-    where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
-    progress.line(f"{policy.name} from {policy.place}, {where}")
-    for sentence in about_questions(task):
-        progress.line(sentence)
     file = policy.out / f"{_stem(config, task)}-{config.eval.split}.json"
-    if distributed.is_primary() and file.exists():
-        progress.line(f"replaces the result in {file}: give --out another folder to keep both")
+    _announce(session, config, task, file)
 
     # Score the answers, and ask the judge.
     scores = _score(session, config, task, RunDirectory(parts_folder))
@@ -256,35 +262,68 @@ def _evaluate_one(session: _Session, config: Config, task: Task, parts_folder: R
     summary = scores.summary()
     if session.judge is not None and distributed.is_primary():
         judge_place = str(config.judge.base_url)
-        summary["greedy"] |= _ask_judge(session.judge, judge_place, scores, progress)
+        summary["greedy"] |= _ask_judge(session.judge, judge_place, scores, session.progress)
 
+    if distributed.is_primary():
+        _write_result(session, config, task, scores, summary, file)
+        _print_result(session, task, scores, summary, file)
     name = f"{task.name} {task.environment_kind}"
     shown = getattr(task, "shown", "")  # how many of a question's own passages a search shows
-    result = Compared(
+    return Compared(
         task=f"{name}, {shown}" if shown else name,
         agent=config.agent.kind,
         summary=summary["greedy"],
         em=scores.exact_matches(),
     )
-    if not distributed.is_primary():
-        return result
 
-    # Write and print the results.
+
+def _announce(session: _Session, config: Config, task: Task, file: RunPath) -> None:
+    """Print what is evaluated, and whether an earlier result is replaced."""
+    policy = session.policy
+    agent = "" if config.agent.kind == "mujica" else f", {config.agent.kind}"
+    where = f"{task.name} ({task.environment_kind}{agent}), {config.eval.split}"
+    session.progress.line(f"{policy.name} from {policy.place}, {where}")
+    for sentence in about_questions(task):
+        session.progress.line(sentence)
+    if distributed.is_primary() and file.exists():
+        session.progress.line(
+            f"replaces the result in {file}: give --out another folder to keep both"
+        )
+
+
+def _write_result(
+    session: _Session,
+    config: Config,
+    task: Task,
+    scores: Scores,
+    summary: dict[str, Any],
+    file: RunPath,
+) -> None:
+    """Write scores, predictions and trajectories.
+
+    If there is an earlier result, `summary` gets the differences to it as "beside".
+    """
     predictions = scores.predictions()
-    differences = None
     if session.earlier_scores is not None:
         own_scores = comparison.scores_of_predictions(predictions)
-        differences = comparison.differences(session.earlier_scores, own_scores)
-        summary["beside"] = differences
-    settings = _settings(config, task) | policy.about()
+        summary["beside"] = comparison.differences(session.earlier_scores, own_scores)
+    settings = _settings(config, task) | session.policy.about()
     if session.worker is not None:
         settings["worker"] = session.worker.place
     atomic_write(file.with_suffix(".predictions.jsonl"), predictions)
     atomic_write(file.with_suffix(".parquet"), shards.encode(scores.greedy.trajectories))
     atomic_write(file, (json.dumps(settings | summary, indent=2, allow_nan=False) + "\n").encode())
+
+
+def _print_result(
+    session: _Session, task: Task, scores: Scores, summary: Mapping[str, Any], file: RunPath
+) -> None:
+    """Print the tables of a result, how its episodes ended, and where it is written."""
+    progress = session.progress
     progress.show(score_table(summary["greedy"], summary.get("sampled")))
-    if differences is not None:
-        progress.show(comparison.difference_table(differences))
+    if "beside" in summary:
+        progress.show(comparison.difference_table(summary["beside"]))
+    shown = getattr(task, "shown", "")
     if shown:
         progress.line(f"a search shows {shown} of its question")
     for kind in ("greedy", "sampled"):
@@ -299,7 +338,6 @@ def _evaluate_one(session: _Session, config: Config, task: Task, parts_folder: R
         )
     progress.line(f"retrieval: {statistics_of(task, scores.questions).sentence()}")
     progress.line(f"results and predictions: {file}")
-    return result
 
 
 def _score(session: _Session, config: Config, task: Task, parts: RunDirectory) -> Scores:
@@ -361,9 +399,8 @@ def _settings(config: Config, task: Task) -> dict[str, Any]:
         "agent": config.agent.kind,
         "left_out": len(getattr(task, "left_out", ())),  # questions that the task could not ask
         "notes": list(getattr(task, "notes", ())),
-        "shown": getattr(
-            task, "shown", ""
-        ),  # of a question's own passages, as in "5 of 10 passages"
+        # of a question's own passages, as in "5 of 10 passages"
+        "shown": getattr(task, "shown", ""),
         "settings": {
             "task": dataclasses.asdict(config.task),
             "agent": dataclasses.asdict(config.agent),

@@ -67,9 +67,11 @@ class KindScore:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """One pass over the questions, one attempt each, or several passes. A question's score is the
-    mean over its attempts. Scores and means leave out the episodes whose search failed: they say
-    nothing about the policy."""
+    """One pass over the questions with one attempt at each, or several passes.
+
+    A question's score is the mean over its attempts. Scores and means leave out the episodes whose
+    search failed, because they say nothing about the policy.
+    """
 
     score: KindScore  # of all
     by_kind: dict[str, KindScore]

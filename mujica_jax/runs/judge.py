@@ -1,16 +1,17 @@
-"""A language model as judge: does a prediction mean the same as one of the gold answers?
+"""A language model as judge of whether a prediction means the same as one of the gold answers.
 
-The measure of "Learning When to Search", which trains and tests with one judge: here it gives the
+"Learning When to Search" trains and tests with one judge as its measure. Here the judge gives the
 rewards `judge` and `staged` (`RewardFunction.judge`), and `eval` scores with it. As in the paper's
 instruction (appendix B.4; the wording here is ours), the judge reads the normalised prediction and
-references and says YES or NO and nothing else; `judge.show_question` shows it the question too. Any
-`Generator` may judge.
+references and says YES or NO and nothing else. With `judge.show_question` it reads the question
+too. Any `Generator` may judge.
 
-A verdict is kept by the judge's model, the instruction and all that it read, so nothing is asked
-twice. A training run keeps its verdicts in the run directory: where it was killed, the episodes
-that are played again earn what they earned before. A request has the deadline and the retries of
-its endpoint. What is no verdict after these is not kept and raises `NoVerdict`; where that happens
-too often in a row, the judge is gone, and `JudgeLost` ends the program.
+A verdict is stored under the judge's model, the instruction and all that the judge read, so nothing
+is asked twice. A training run stores its verdicts in the run directory: if it was killed, the
+episodes that are played again earn what they earned before. A request has the deadline and the
+retries of its endpoint. A reply that is still no verdict after these is not stored and raises
+`NoVerdictError`. If that happens too often in a row, the judge is lost, and `JudgeLostError` ends
+the program.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from mujica_jax.metrics import Rule, bootstrap_interval, normalise_squad, score
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.retrieval.search_cache import SearchCache
-from mujica_jax.rewards.reward import NoVerdict
+from mujica_jax.rewards.reward import NoVerdictError
 from mujica_jax.runs.endpoint import Endpoint, open_endpoint
 from mujica_jax.storage.run_directory import RunDirectory, RunPath
 
@@ -50,17 +51,17 @@ VERDICTS = {"YES": True, "NO": False}
 VERDICTS_FOLDER = "verdicts"  # of a run directory
 
 
-class JudgeLost(UserError):
+class JudgeLostError(UserError):
     """The judge has given no verdict for so long that nothing can be learnt or measured."""
 
 
 class VerdictStore(Protocol):
-    """What judges said, by a key that covers everything they read."""
+    """A store of judges' replies, by a key that covers everything they read."""
 
     def read(self, key: str) -> str | None: ...
 
     def write(self, key: str, reply: str) -> str:
-        """Keep a reply and return the one that is kept: the first."""
+        """Store a reply, unless there is one already, and return the stored one."""
         ...
 
 
@@ -79,8 +80,10 @@ class CachedVerdicts:
 
 
 class RunVerdicts:
-    """Verdicts in a run directory, one object each. If several processes write one, the first
-    verdict stays."""
+    """Verdicts in a run directory, one object each.
+
+    If several processes write one, the first verdict stays.
+    """
 
     def __init__(self, store: RunDirectory) -> None:
         self._store = store
@@ -100,7 +103,7 @@ class RunVerdicts:
         try:
             reply = self._store.read_json(name)["reply"]
             _verdict_of(reply)
-        except (KeyError, TypeError, AttributeError, StoreError, NoVerdict) as error:
+        except (KeyError, TypeError, AttributeError, StoreError, NoVerdictError) as error:
             raise StoreError(
                 f"{self._store.root / name} holds no verdict: remove it, and it is asked again"
             ) from error
@@ -174,7 +177,7 @@ class Judge:
     async def __call__(self, question: Question, answer: str | None) -> bool:
         """Return whether an answer is right.
 
-        No answer is wrong, and the judge is not asked. Raises NoVerdict and JudgeLost."""
+        No answer is wrong, and the judge is not asked. Raises NoVerdictError and JudgeLostError."""
         if answer is None:
             return False
         text = self._message(question, answer)
@@ -200,7 +203,7 @@ class Judge:
         async def verdict(question: Question, answer: str | None) -> bool | None:
             try:
                 return await self(question, answer)
-            except NoVerdict:
+            except NoVerdictError:
                 return None
 
         async def all_verdicts() -> list[bool | None]:
@@ -220,7 +223,7 @@ class Judge:
         text = self._message(question, "Paris")
         try:
             _verdict_of(asyncio.run(self._reply(text)))
-        except NoVerdict as error:
+        except NoVerdictError as error:
             raise UserError(
                 f"the judge {self.name} gives no verdict ({error}): correct --judge.base-url and "
                 "--judge.model"
@@ -250,10 +253,10 @@ class Judge:
         try:
             reply = await self._reply(text)
             _verdict_of(reply)
-        except NoVerdict as error:
+        except NoVerdictError as error:
             self._failures_in_a_row += 1
             if self._failures_in_a_row > self._max_failures_in_a_row:
-                raise JudgeLost(
+                raise JudgeLostError(
                     f"the judge {self.name} gave no verdict {self._failures_in_a_row} times in a "
                     f"row, and faults.max_in_a_row is {self._max_failures_in_a_row}; the last "
                     f"time: {error}; start it again or correct its address, then give the same "
@@ -264,13 +267,13 @@ class Judge:
         return reply
 
     async def _reply(self, text: str) -> str:
-        """Ask the model once. Raises NoVerdict where the request fails."""
+        """Ask the model once. Raises NoVerdictError where the request fails."""
         params = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=0.0, seed=0)
         prompt = self._tokenizer.open_conversation(self._instruction, text)
         try:
             completion = await self._generator.generate(prompt, params)
         except RequestError as error:
-            raise NoVerdict(str(error)) from error
+            raise NoVerdictError(str(error)) from error
         token_ids = completion.token_ids
         if completion.finish_reason == "stop":
             token_ids = token_ids[:-1]  # without the stop token
@@ -335,8 +338,8 @@ def _word_of(reply: str) -> str:
 
 
 def _verdict_of(reply: str) -> bool:
-    """Return whether a reply is YES. Raises NoVerdict for anything but YES and NO."""
+    """Return whether a reply is YES. Raises NoVerdictError for anything but YES and NO."""
     verdict = VERDICTS.get(_word_of(reply))
     if verdict is None:
-        raise NoVerdict(f"it replied {reply!r} and not YES or NO")
+        raise NoVerdictError(f"it replied {reply!r} and not YES or NO")
     return verdict

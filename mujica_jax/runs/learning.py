@@ -35,7 +35,7 @@ STEPS_A_STRETCH = 25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LearningPlan:
-    """How a phase learns: its updates, its learning rates (`optimizer.schedule`) and its loss."""
+    """The plan of a phase: its updates, its learning rates (`optimizer.schedule`) and its loss."""
 
     steps: int  # updates
     peak: float
@@ -91,12 +91,15 @@ def train_phase(
     if done >= plan.steps:
         return state
 
-    run.preemption.enter(f"{name}: learning", kept=f"step {done} of {plan.steps} is kept")
+    run.preemption.enter(f"{name}: learning", kept_text=f"step {done} of {plan.steps} is kept")
     figures = Throughput(trainer, rows, done=done, seconds=lambda: run.clock.seconds(LEARNING))
     # A save goes on beside the steps and is finished before the phase ends, however it ends.
     with checkpoints, _shown(run, name, done=done, steps=plan.steps) as stage:
         saves = _Saves(run, name, checkpoints, saved_step=done, plan=plan)
         on_step = functools.partial(_report_step, run, name, stage, figures, plan.steps)
+        batches = trainer.batches(rows, seed=run.config.seed, step=done)
+        if input_state is not None:
+            batches.set_state(input_state)
 
         # Train in stretches, with a look at the clock after each: a save is due by the clock, and
         # what a restart repeats is the same steps with the same batches either way.
@@ -107,17 +110,14 @@ def train_phase(
                 result = fit(
                     trainer,
                     state,
-                    rows,
+                    batches,
                     schedule=rates,
                     steps=until,
-                    seed=run.config.seed,
-                    input_state=input_state,
                     on_step=on_step,
                     should_stop=run.preemption.at_step,
                 )
             state = result.state
             done = result.steps
-            input_state = result.input_state
             run.profile.after(done, state)
 
             saves.save_if_due(result)
@@ -192,7 +192,7 @@ def _report_step(
     run: Run, name: str, stage: Stage, figures: Throughput, steps: int, metrics: StepMetrics
 ) -> None:
     """Show the metrics of a step, and write them down now and then."""
-    stage.update(metrics.step, loss=metrics.loss, **metrics.of_loss)
+    stage.update(metrics.step, loss=metrics.loss, **metrics.loss_metrics)
     if metrics.step % run.config.metrics.every_steps == 0 or metrics.step == steps:
         throughput = figures.of(metrics)
         stage.update(metrics.step, tokens_per_second=round(throughput["tokens_per_second"]))
@@ -233,7 +233,7 @@ class _Saves:
         self.saved_step = result.steps
 
     def _is_due(self, result: FitResult) -> bool:
-        """Whether to save now. The first process decides for all."""
+        """Return whether to save now. The first process decides for all."""
         is_due = result.stopped or result.steps == self._steps
         if not is_due:
             save_seconds = self._save_seconds or max(

@@ -63,7 +63,7 @@ REMEDIES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseMemory:
-    """What one phase keeps on each chip."""
+    """The memory that one phase takes on each chip."""
 
     name: str
     parts: Mapping[str, int]  # bytes on each chip

@@ -34,7 +34,7 @@ SCRIPT_REPEATS = 200
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StartingModel:
-    """What a run starts from."""
+    """The model that a run starts from."""
 
     tokenizer: Tokenizer
     decoder: Decoder  # without its arrays

@@ -1,5 +1,7 @@
-"""The stretches of a run that end with an evaluation: their names, what they leave, and the state
-they end with."""
+"""The phases of a run, each of which ends with an evaluation.
+
+They have names, results, and the state that they end with.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -35,8 +37,10 @@ WARM_UP = Phase(name="warm-up", step=0)  # its trajectories are round 0 of the r
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PhaseResult:
-    """What a phase left: its row of the table, and what it computed, so that the control can be
-    given as much."""
+    """The result of a phase: its row of the table, and the computation it took.
+
+    The control is given the same amount of computation.
+    """
 
     row: PhaseRow
     forward_tokens: int  # tokens that went through the model once, while sampling
@@ -45,7 +49,7 @@ class PhaseResult:
 
 @dataclasses.dataclass(kw_only=True)
 class PhaseCost:
-    """What a phase sampled and learnt, and when it began."""
+    """The samples and the learning of a phase, and the time when it began."""
 
     start_time: float  # by `time.monotonic`
     trajectories: int = 0  # sampled

@@ -185,7 +185,7 @@ def _find_in_run(folder: RunPath, *, policy: int | None, adapter: str | None) ->
 
 
 def is_run(folder: RunPath) -> bool:
-    """Whether a folder is a run directory.
+    """Return whether a folder is a run directory.
 
     A run's config.json holds `config`; that of a Hugging Face directory is the model's own."""
     file = folder / "config.json"

@@ -1,5 +1,7 @@
-"""Early warnings: what a round's trajectories say of the policy that sampled them (docs/metrics.md,
-`mygo`)."""
+"""Early warnings from a round's trajectories about the policy that sampled them.
+
+docs/metrics.md explains them (`mygo`).
+"""
 
 import collections
 from collections.abc import Sequence

@@ -15,6 +15,7 @@ checkpoint, or one evaluation, and ends with the same numbers.
 """
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
@@ -45,6 +46,14 @@ from mujica_jax.trajectories.store import Store
 Section = TypeVar("Section")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reports:
+    """Where a run reports what it does: on the console and in the metrics files."""
+
+    progress: Progress
+    metrics: MetricsLog | NoMetrics
+
+
 class Run:
     """The parts of a run. They are made once, by `runs.setup`."""
 
@@ -55,21 +64,21 @@ class Run:
         store: Store,
         task: Task,
         model: StartingModel,
-        progress: Progress,
-        metrics: MetricsLog | NoMetrics,
+        reports: Reports,
         preemption: Preemption,
         reserved_bytes: int = 0,
     ) -> None:
         """Make the parts that the configuration describes.
 
         `model.load` is called without arguments, and nothing here keeps the arrays that it brings.
-        `reserved_bytes` of each chip are for all but keys and values."""
+        `reserved_bytes` of each chip are for all but keys and values.
+        """
         self.config = config
         self.store = store
         self.task = task
         self.tokenizer = model.tokenizer
-        self.progress = progress
-        self.metrics = metrics
+        self.progress = reports.progress
+        self.metrics = reports.metrics
         self.preemption = preemption
         self.decoder = model.decoder  # without its arrays
         self.load_decoder: Callable[[], Decoder] = model.load
@@ -86,7 +95,7 @@ class Run:
         self.generator = make_generator(self.decoder, config, self.tokenizer, reserved_bytes)
         check_engine_temperatures(self.generator, config, trains=True)
         self.counters = LiveCounters(lambda: self.generator.statistics)
-        self.profile = ProfileWindow(config.profile, store.root, progress.line)
+        self.profile = ProfileWindow(config.profile, store.root, self.progress.line)
 
         # Called some times a second while episodes are played.
         self.on_poll: Callable[[], None] = lambda: None
@@ -119,7 +128,7 @@ class Run:
     def poll(self) -> None:
         """Check whether to end; called some times a second while episodes are played.
 
-        Raises Preempted when asked to end."""
+        Raises PreemptedError when asked to end."""
         self.preemption.check()
         self.on_poll()
 

@@ -227,7 +227,7 @@ def gather(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FinishedRound:
-    """What an earlier start sampled in a round."""
+    """The samples of a round that an earlier start finished."""
 
     trajectories: list[Trajectory]
     threshold: float | None  # K, of a method that has one

@@ -1,5 +1,7 @@
-"""Open a run: check the configuration against the machine and the task, make or reload the
-parts."""
+"""Open a run: check its configuration, then make or reload its parts.
+
+The configuration is checked against the machine and the task.
+"""
 
 import contextlib
 import dataclasses
@@ -15,7 +17,7 @@ from jax.sharding import Mesh
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.config.files import implementation, named_object
 from mujica_jax.config.schema import Config
-from mujica_jax.errors import RunMismatch, UserError
+from mujica_jax.errors import RunMismatchError, UserError
 from mujica_jax.inference.counters import serve_metrics
 from mujica_jax.inference.engine.factory import CACHE_DTYPES, check_engine
 from mujica_jax.learning.trainer import Trainer
@@ -32,7 +34,7 @@ from mujica_jax.runs.judge import open_judge
 from mujica_jax.runs.lead import trainer_lease
 from mujica_jax.runs.model import StartingModel, decoder_config, new_model, open_model
 from mujica_jax.runs.parts import check_prompts, make_reward, open_adapter
-from mujica_jax.runs.run import Run
+from mujica_jax.runs.run import Reports, Run
 from mujica_jax.runtime import distributed, provenance
 from mujica_jax.runtime.chips import chip_of
 from mujica_jax.runtime.compilation_cache import use_compilation_cache
@@ -83,14 +85,16 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     with (
         trainer_lease(store, preemption),
         _open_metrics(config, store) as metrics,
-        _build(start, config, store, progress, metrics, preemption) as run,
+        _build(
+            start, config, store, Reports(progress=progress, metrics=metrics), preemption
+        ) as run,
     ):
         yield run
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Start:
-    """What a configuration was checked against."""
+    """The parts that a configuration was checked against."""
 
     task: Task
     mesh: Mesh
@@ -139,8 +143,7 @@ def _build(
     start: _Start,
     config: Config,
     store: Store,
-    progress: Progress,
-    metrics: MetricsLog | NoMetrics,
+    reports: Reports,
     preemption: Preemption,
 ) -> Iterator[Run]:
     """Make the parts of the run, and close them at its end."""
@@ -151,8 +154,7 @@ def _build(
         store=store,
         task=start.task,
         model=dataclasses.replace(model, load=functools.partial(model.load, mesh)),
-        progress=progress,
-        metrics=metrics,
+        reports=reports,
         preemption=preemption,
         reserved_bytes=start.reserved_bytes,
     )
@@ -233,8 +235,7 @@ def open_sampling(config: Config, store: Store, preemption: Preemption, progress
         store=store,
         task=task,
         model=dataclasses.replace(model, load=functools.partial(model.load, None)),
-        progress=progress,
-        metrics=NoMetrics(),
+        reports=Reports(progress=progress, metrics=NoMetrics()),
         preemption=preemption,
     )
 
@@ -321,7 +322,7 @@ def check_content(store: Store, config: Config, task: Task) -> None:
 
     The first start writes them down. Rounds and evaluations of a run are about its own questions:
     with others, what it has played would be scored against answers to something else. Raises
-    RunMismatch.
+    RunMismatchError.
     """
     train_questions = task.questions("train")
     eval_questions = task.questions(config.eval.split)[: config.eval.questions]
@@ -348,14 +349,14 @@ def check_content(store: Store, config: Config, task: Task) -> None:
             or getattr(config.task, "index", None)
             or config.task.kind
         )
-        raise RunMismatch(
+        raise RunMismatchError(
             f"{store.root} was begun with other data than {place} holds now (count and checksum): "
             f"{'; '.join(differences)}; give the same data or choose another --run directory"
         )
 
 
 def _reads_own_paragraphs(config: Config) -> bool:
-    """Whether training reads the paragraphs that come with its questions.
+    """Return whether training reads the paragraphs that come with its questions.
 
     They are what is searched, or EviPath's pool."""
     is_distractor = getattr(config.task, "setting", None) == "distractor"

@@ -50,7 +50,7 @@ def use_policy(run: Run, state: GetState, version: int) -> None:
 
 
 def reads_committed_policy(run: Run, state: GetState, version: int) -> bool:
-    """Whether the committed policy is loaded in place of this state.
+    """Return whether the committed policy is loaded in place of this state.
 
     That is so if the state would have to be restored, and its policy is committed."""
     is_absent = isinstance(state, PhaseState) and not state.is_here

@@ -1,5 +1,7 @@
-"""How fast a device can be: the published figures of TPUs, and for every other device what its
-largest matrix product reaches.
+"""The peak speed of a device.
+
+It is the published figure of a TPU, and for every other device what its largest matrix product
+reaches.
 
 The table stands here once: the share of the peak that training reaches (MFU) and the check that a
 program fits a chip read it. A CPU has no figure worth publishing, so it is measured, in well under

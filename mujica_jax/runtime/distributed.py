@@ -46,7 +46,7 @@ CONTINUES = "the same command on all hosts continues from what was saved"
 Result = TypeVar("Result")
 
 
-class HostMissing(UserError):
+class HostMissingError(UserError):
     """A process of the job did not come to where the others waited."""
 
 
@@ -171,7 +171,7 @@ def shard_for_process(items: Iterable[Result]) -> list[Result]:
 def barrier(name: str) -> None:
     """Wait until every process is here.
 
-    Raises HostMissing if one does not come within `barrier_seconds`."""
+    Raises HostMissingError if one does not come within `barrier_seconds`."""
     if processes() == 1:
         return
     with _bounded(name):
@@ -324,7 +324,7 @@ def _exit_together(status: int) -> None:
 
 @contextlib.contextmanager
 def _bounded(name: str):
-    """Turn the end of a wait into HostMissing."""
+    """Turn the end of a wait into HostMissingError."""
     try:
         yield
     except RuntimeError as error:  # of JAX
@@ -332,7 +332,7 @@ def _bounded(name: str):
             raise
         # JAX says which processes did not come, in several lines.
         reason = " ".join(str(error).split())
-        raise HostMissing(
+        raise HostMissingError(
             f"process {_job.process} on {host()} waited {_job.barrier_seconds:g} s "
             f"(distributed.barrier_seconds) at '{name}' and a process did not come: look at the "
             f"output of the others, or raise it ({reason})"

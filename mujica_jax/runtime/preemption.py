@@ -2,7 +2,7 @@
 
 A signal raises nothing, least of all inside a library. A thread hears it, even while the main
 thread is inside a compiler and runs no Python. The next loop that polls ends the program: it saves
-its state and raises `Preempted`, which `exit_status` turns into one sentence and an exit status for
+its state and raises `PreemptedError`, which `exit_status` turns into one sentence and an exit status for
 the entry points.
 
     SIGTERM   status 0. If no loop has polled within GRACE_SECONDS (a long compilation or load,
@@ -34,36 +34,40 @@ from mujica_jax.runtime import distributed
 
 # platforms kill 30 s after the notice at the earliest; what is left is for printing one line
 GRACE_SECONDS = 20.0
-KEPT = "what was finished is kept"
+KEPT_TEXT = "what was finished is kept"
 INTERRUPTED = 130  # exit status of a shell's Ctrl-C
 USER_ERROR = 2
 END = 0  # no signal's number: ends the thread that listens
 ELSEWHERE = 128  # added to the number of a signal that came to another process
 
 
-class Preempted(Exception):
-    """The program ends here because it was asked to. Its text says where it was and what is
-    kept."""
+class PreemptedError(Exception):
+    """The program ends here because it was asked to.
+
+    The text says where it was and what is kept.
+    """
 
 
 class Preemption:
-    """Whether this process was asked to end. A context manager: signals are heard inside it."""
+    """A request to end this process. A context manager: signals are heard inside it."""
 
     def __init__(
         self,
         *,
-        kept: str = KEPT,
+        kept_text: str = KEPT_TEXT,
         end: Callable[[int], Any] = os._exit,
         grace_seconds: float | None = None,
     ) -> None:
-        """`kept` says what an end in the middle of a phase leaves, unless the phase says otherwise;
-        `end` ends the process.
+        """Prepare to end the process.
+
+        `kept_text` says what an end in the middle of a phase leaves, unless the phase says
+        otherwise. `end` ends the process.
         """
         self.phase: str | None = None  # None: nothing has begun
         self.then = ""  # what the user can do next; behind every closing sentence
         self.status = 0
-        self._default_kept = kept
-        self._kept = kept
+        self._default_kept_text = kept_text
+        self._kept_text = kept_text
         self._end = end
         self._grace_seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
         self._asked = False  # a signal or notice came
@@ -72,8 +76,10 @@ class Preemption:
         self._handlers: dict[int, Any] = {}
 
     def on_notice(self, number: int) -> None:
-        """End this process too: another one of the job was asked to, by the signal of this
-        number."""
+        """End this process too, because another one of the job was asked to end.
+
+        `number` is that of the signal which asked it.
+        """
         if self._handlers:
             os.write(self._writing, bytes([number + ELSEWHERE]))
         else:
@@ -100,25 +106,27 @@ class Preemption:
         self.status = status
         return self.requested
 
-    def enter(self, phase: str, *, kept: str | None = None) -> None:
-        """Begin a phase, named as the closing sentence names it. Raises Preempted if the program
-        was asked to end."""
+    def enter(self, phase: str, *, kept_text: str | None = None) -> None:
+        """Begin a phase, named as the closing sentence names it.
+
+        `kept_text` says what an end in the middle of it leaves. Raises PreemptedError if the program was asked to end.
+        """
         self.phase = phase
-        self._kept = self._default_kept if kept is None else kept
+        self._kept_text = self._default_kept_text if kept_text is None else kept_text
         self.check()
 
-    def keeps(self, kept: str) -> None:
+    def keeps(self, kept_text: str) -> None:
         """Say what an end in the middle of the phase leaves from now on."""
-        self._kept = kept
+        self._kept_text = kept_text
 
     def check(self) -> None:
-        """Raise Preempted if the program was asked to end."""
+        """Raise PreemptedError if the program was asked to end."""
         if self.requested:
             raise self.ended()
 
-    def ended(self, kept: str | None = None) -> Preempted:
+    def ended(self, kept_text: str | None = None) -> PreemptedError:
         """Return the exception that ends the program here."""
-        return Preempted(self._sentence(self._kept if kept is None else kept))
+        return PreemptedError(self._sentence(self._kept_text if kept_text is None else kept_text))
 
     def exit_status(self, program: Callable[[], object]) -> int:
         """Run the program of an entry point and return its exit status.
@@ -132,7 +140,7 @@ class Preemption:
                 print(f"error: {error}", file=sys.stderr)
                 distributed.abort(str(error), USER_ERROR)
                 return USER_ERROR
-            except Preempted as preempted:
+            except PreemptedError as preempted:
                 print(f"\n{preempted}", file=sys.stderr)
                 distributed.abort(str(preempted), self.status)
                 return self.status
@@ -212,23 +220,25 @@ class Preemption:
 
     def _end_now(self) -> None:
         """End the process in the middle of whatever it does."""
-        sentence = self._sentence(self._kept)
+        sentence = self._sentence(self._kept_text)
         print(f"\n{sentence}", file=sys.stderr, flush=True)
         distributed.abort(sentence, self.status)
         self._end(self.status)
 
-    def _sentence(self, kept: str) -> str:
+    def _sentence(self, kept_text: str) -> str:
         """Return the closing sentence: how it ended, where, what is kept, what to do next."""
         sentence = "interrupted" if self.status else "preempted"
         if self.phase is None:
             sentence += " before anything began"
         else:
-            sentence += f" in {self.phase}; {kept}"
+            sentence += f" in {self.phase}; {kept_text}"
         if self.then:
             sentence += f"; {self.then}"
         return sentence
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """Do nothing. With a handler the interpreter writes the signal down, and the process goes
-    on."""
+    """Do nothing.
+
+    With a handler the interpreter writes the signal down, and the process goes on.
+    """

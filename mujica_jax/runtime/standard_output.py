@@ -58,12 +58,11 @@ def discard(stream: TextIO) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that were closed when the program was started. What is written to them
-    is dropped.
+    """Open standard streams that were closed when the program was started.
 
-    Python has None for a closed stream. Its number is taken as well: otherwise the next file that
-    is opened would get number 1 or 2, and a library that writes notices there would write into that
-    file.
+    What is written to them is dropped. Python has None for a closed stream. Its number is taken as
+    well: otherwise the next file that is opened would get number 1 or 2, and a library that writes
+    notices there would write into that file.
     """
     for descriptor in (0, 1, 2):
         try:

@@ -1,5 +1,6 @@
-"""One bucket of Google Cloud Storage: requests with a deadline, bounded retries and generation
-preconditions.
+"""One bucket of Google Cloud Storage.
+
+Requests have a deadline, bounded retries and generation preconditions.
 
 Requests are repeated as google-cloud-storage's `DEFAULT_RETRY` says, each as a whole. Each write
 carries a token in the object's metadata: a request whose answer was lost is sent again and meets
@@ -29,7 +30,7 @@ from google.cloud.storage import Blob
 from google.cloud.storage.exceptions import DataCorruption
 from google.cloud.storage.retry import DEFAULT_RETRY
 
-from mujica_jax.errors import StoreUnavailable, UserError
+from mujica_jax.errors import StoreUnavailableError, UserError
 
 CONNECT_SECONDS = 10.0
 REQUEST_SECONDS = 60.0  # without a byte from the service
@@ -239,7 +240,7 @@ class Bucket:
     ) -> Answer:
         """Call a method of the library until it is answered.
 
-        Raises StoreUnavailable when that takes too long, FileNotFoundError for an absent object,
+        Raises StoreUnavailableError when that takes too long, FileNotFoundError for an absent object,
         and UserError for an error that no retry repairs. `done` says in it what was to be done.
         """
         place = f"gs://{self.name}/{name}"
@@ -259,7 +260,7 @@ class Bucket:
         try:
             return retry.with_timeout(deadline_seconds)(request, on_error=failures.add)()
         except exceptions.RetryError as error:
-            raise StoreUnavailable(
+            raise StoreUnavailableError(
                 f"{place} could not be {done} in {failures.count} attempts within "
                 f"{deadline_seconds:.0f} seconds, at last because of: {_reason(error.cause)}; see "
                 "that the bucket can be reached and start the same command again"

@@ -33,13 +33,17 @@ for _variable, _value in TENSORSTORE_LIMITS.items():
 
 
 class _Requests(backend.Backend):
-    """What etils asks of a file system, as requests to a bucket. All paths are strings that begin
-    with gs://."""
+    """The operations of an etils file system, as requests to a bucket.
+
+    All paths are strings that begin with gs://.
+    """
 
     @contextlib.contextmanager
     def open(self, path: epath.PathLike, mode: str) -> Iterator[IO[Any]]:
-        """Read or write a whole object. What the block wrote is uploaded at its end, unless it
-        failed."""
+        """Read or write a whole object.
+
+        What the block wrote is uploaded at its end, unless it failed.
+        """
         bucket, key = _split(path)
         assert "a" not in mode, "a bucket cannot append"
         content = io.BytesIO(bucket.read(key) if "r" in mode else b"")

@@ -1,5 +1,7 @@
-"""Seconds and bytes of what a process wrote to and read from the run directory since the last
-`reset`."""
+"""Seconds and bytes of a process's reads and writes in the run directory.
+
+They count since the last `reset`.
+"""
 
 import contextlib
 import threading
@@ -26,8 +28,10 @@ class IoStatistics:
 
     @contextlib.contextmanager
     def timed(self, kind: Kind, size_bytes: int = 0) -> Iterator[None]:
-        """Count the block as one write or read of this size. `add_bytes` takes a size that is known
-        only later."""
+        """Count the block as one write or read of this size.
+
+        `add_bytes` takes a size that is known only later.
+        """
         start_time = time.monotonic()
         try:
             yield

@@ -24,7 +24,7 @@ RENEWALS_A_LEASE = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Holder:
-    """What a lease says."""
+    """The content of a lease."""
 
     owner: str
     host: str
@@ -46,7 +46,10 @@ class Leases:
         process: int | None = None,
         revision: str | None = None,
     ) -> None:
-        """`process` is the number of the process on this host (default: the one that calls)."""
+        """Open the leases of a directory.
+
+        `process` is the number of the process on this host (default: the calling one).
+        """
         self.seconds = seconds
         self._directory = directory
         self._clock = clock

@@ -151,8 +151,10 @@ def move(path: Path, target: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Make a file's bytes, or a directory's names, survive a loss of power, if the file system
-    can."""
+    """Make a file's bytes, or a directory's names, survive a loss of power.
+
+    A file system that cannot do this is left as it is.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,5 +1,7 @@
-"""Manifests: a folder's files with sizes and checksums, written last, so that a reader knows what
-is whole."""
+"""Manifests: a folder's files with sizes and checksums.
+
+A manifest is written last, so that a reader knows what is whole.
+"""
 
 import hashlib
 import json
@@ -47,8 +49,10 @@ def describe_folder(folder: Path) -> list[dict[str, Any]]:
 
 
 def check_file(path: Path, expected: Mapping[str, Any], shown: PurePath, folder: PurePath) -> None:
-    """Raise StoreError if `path` is missing or differs from its entry. The message calls it
-    `shown`."""
+    """Raise StoreError if `path` is missing or differs from its entry.
+
+    The message calls it `shown`.
+    """
     if not path.exists():
         raise StoreError(
             f"{shown} is missing and COMMITTED lists it; restore it or remove {folder}"

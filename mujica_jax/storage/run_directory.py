@@ -1,5 +1,6 @@
-"""A run directory on local disk or in a bucket: its objects by name, its files by path, and what
-both cost.
+"""A run directory on local disk or in a bucket.
+
+It gives objects by name and files by path, and counts what both cost.
 
 `local.py` is the disk, `gcs.py` and `gcs_path.py` are `gs://bucket/prefix`. Code above asks here
 and knows no difference.
@@ -83,8 +84,9 @@ def atomic_write(path: RunPath, data: bytes) -> None:
 
 
 class RunDirectory:
-    """Objects below `root`, created once and never changed. `io_statistics` sums what is written
-    and read through this object.
+    """Objects below `root`, created once and never changed.
+
+    `io_statistics` sums what is written and read through this object.
     """
 
     def __init__(self, root: str | PurePath) -> None:
@@ -149,12 +151,12 @@ class RunDirectory:
         )
 
     def commit_folder(
-        self, name: str, write: Callable[[Path], None], about: Mapping[str, Any]
+        self, name: str, write: Callable[[Path], None], details: Mapping[str, Any]
     ) -> bool:
-        """Call `write` with an empty local folder and keep what it left there.
+        """Call `write` with an empty local folder, and store the files that it writes there.
 
-        COMMITTED, written last, has the list of files and `about`. One process of a run does this.
-        Return False, without calling `write`, if the folder is committed already.
+        COMMITTED, written last, has the list of files and `details`. One process of a run does
+        this. Return False, without calling `write`, if the folder is committed already.
         """
         folder = self.root / name
         if self.exists(f"{name}/{COMMITTED}"):
@@ -165,7 +167,7 @@ class RunDirectory:
                 files = describe_folder(folder)
             else:
                 files = _upload(folder, write)
-            is_committed = create(folder / COMMITTED, json_bytes({**about, "files": files}))
+            is_committed = create(folder / COMMITTED, json_bytes({**details, "files": files}))
         if is_committed:
             self.io_statistics.add_bytes("write", sum(file["bytes"] for file in files))
         return is_committed

@@ -186,7 +186,10 @@ class WithAllGoldPassages:
 
 
 def is_named_by(query: str, title: str) -> bool:
-    """Whether a query names a title, in capital or small letters and up to its parenthesis."""
+    """Return whether a query names a title.
+
+    Capital and small letters and the title's parenthesis do not matter.
+    """
     return title.partition(" (")[0].casefold() in query.casefold()
 
 

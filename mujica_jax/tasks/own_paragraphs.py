@@ -18,8 +18,9 @@ Fit = Callable[[Sequence[Material]], Sequence[Material]]
 
 
 class OwnParagraphs:
-    """Implements `Environment`: every search shows the question's own paragraphs, shuffled anew for
-    each query.
+    """An `Environment` in which every search shows the question's own paragraphs.
+
+    They are shuffled anew for each query.
 
     `fit` says which of the first materials have room. Gold paragraphs come first, those that the
     query names before the others. A paragraph is gold by its title and text, or by its title alone

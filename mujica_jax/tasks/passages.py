@@ -55,7 +55,7 @@ def open_passages(config: PassageSearch, corpus: Corpus) -> tuple[Retriever, Seq
 
 
 def is_service(index: str | None) -> bool:
-    """Whether passages are searched behind an address."""
+    """Return whether passages are searched behind an address."""
     return index is not None and index.startswith(HTTP)
 
 

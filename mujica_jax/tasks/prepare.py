@@ -84,7 +84,7 @@ def prepare(kind: str, *, official_folder: str | None, data_dir: str | None) -> 
 
 
 def how_to_get(kind: str) -> str:
-    """Say which official files a set is prepared from."""
+    """Return which official files a set is prepared from, as advice to the user."""
     official = OFFICIAL_FILES[kind]
     names = " and ".join(official.names)
     return f"put {names} (about {official.size}, from {official.page}), plain or .gz, into a folder"

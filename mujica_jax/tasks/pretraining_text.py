@@ -29,7 +29,7 @@ MAX_YEARS = 6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Vocabulary:
-    """What documents are made of, from the training side of a task."""
+    """The material of documents, from the training side of a task."""
 
     # Labels of entities by kind.
     labels: Mapping[str, Sequence[str]]

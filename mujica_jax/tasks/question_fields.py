@@ -78,7 +78,7 @@ def read_aliases(values: object) -> list[object]:
 
 
 def is_missing(answer: object) -> bool:
-    """Whether a record has no answer, like those of official test files.
+    """Return whether a record has no answer, like those of official test files.
 
     0 and false are answers.
     """

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from mujica_jax.errors import UserError
-from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverUnavailable
+from mujica_jax.retrieval.errors import RetrieverRefusedError, RetrieverUnavailableError
 from mujica_jax.retrieval.text.corpus_records import check_text
 from mujica_jax.retrieval.text.dense import ranked
 
@@ -63,7 +63,7 @@ class WordRanking:
     """
 
     def __init__(self, language: str = "en") -> None:
-        """`language` is the queries' language. They may also be in English, as the prompts are."""
+        """Rank queries in `language`. They may also be in English, as the prompts are."""
         self._language = language
 
     async def __call__(self, query: str, texts: Sequence[str]) -> list[int]:
@@ -100,7 +100,7 @@ class DenseRanking:
         try:
             check_text(query)
         except UserError as error:
-            raise RetrieverRefused(str(error)) from error
+            raise RetrieverRefusedError(str(error)) from error
         return await asyncio.to_thread(self._ranked, query, tuple(texts))
 
     def _ranked(self, query: str, texts: tuple[str, ...]) -> list[int]:
@@ -109,7 +109,7 @@ class DenseRanking:
                 return ranked(self._embedder, query, texts, self._vectors(texts))
         # Such as a device that ran out of memory.
         except (OSError, RuntimeError) as error:
-            raise RetrieverUnavailable(f"the embedder failed ({error})") from error
+            raise RetrieverUnavailableError(f"the embedder failed ({error})") from error
 
     def _vectors(self, texts: tuple[str, ...]) -> np.ndarray:
         """Return the embeddings of an entity's texts, from the cache if it has them."""

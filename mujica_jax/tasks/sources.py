@@ -1,4 +1,4 @@
-"""Which files of a folder of official files a question set is made of."""
+"""The official files that a question set is made of."""
 
 from pathlib import Path
 from typing import Any

@@ -52,16 +52,17 @@ class Material:
         return (subject, relation, triple_object) if comma else (self.text,)
 
     def shows(self, passage: GoldPassage, *, cut: bool = False) -> bool:
-        """Whether this is the passage: it has the same title, and the same text where it is known.
+        """Return whether this is the passage.
 
-        With `cut` it may be the beginning of a longer passage.
+        It has the same title, and the same text if the passage's text is known. With `cut` it may
+        be the beginning of a longer passage.
         """
         same_title = " ".join(self.title.split()) == " ".join(passage.title.split())
         return same_title and passage.is_shown_by(self.text, cut=cut)
 
 
 class Environment(Protocol):
-    """Where an agent looks things up. `kind` decides the planner's action syntax."""
+    """A place where an agent looks things up. `kind` decides the planner's action syntax."""
 
     kind: EnvironmentKind
 
@@ -91,11 +92,14 @@ class Task(Protocol):
     environment_kind: EnvironmentKind
 
     def questions(self, split: Split) -> Sequence[Question]:
-        """Questions in a fixed order; splits share no entity (tiny world) or no id (real data)."""
+        """Return questions in a fixed order.
+
+        Splits share no entity (tiny world) or no id (real data).
+        """
         ...
 
     def environment(self, question: Question) -> Environment:
-        """Where this question is answered: often the same environment for all."""
+        """Return where this question is answered, which is often the same environment for all."""
         ...
 
 
@@ -113,7 +117,7 @@ class ParagraphTask(Protocol):
 
 @runtime_checkable
 class FromScratchTask(Protocol):
-    """What a model that starts from scratch needs besides.
+    """The material that a model from scratch needs besides questions.
 
     All of it comes from the training side, never from dev or test.
     """

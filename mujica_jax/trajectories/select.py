@@ -1,4 +1,4 @@
-"""What is learnt of sampled trajectories: MyGO's selection, and the groups that GRPO compares.
+"""Selection of what is learnt: MyGO's rule, and the groups that GRPO compares.
 
 **MyGO.** After each batch of questions the threshold rises with the policy,
 
@@ -64,13 +64,11 @@ def accepts(reward: float, *, k: float, best_reward: float) -> bool:
 def select(
     trajectories: Sequence[Trajectory], *, k: float, keep_per_question: int, best_reward: float
 ) -> list[Trajectory]:
-    """Return at most `keep_per_question` accepted trajectories of each question, the earliest
-    attempts first.
+    """Return at most `keep_per_question` accepted trajectories of each question.
 
-    A trajectory that could not be rewarded is not accepted.
-
-    A trajectory whose first conversation (the planner's) repeats, token for token, one already kept
-    for its question is dropped: it would only weigh the same text twice. The result stands in the
+    The earliest attempts come first. A trajectory that could not be rewarded is not accepted. A
+    trajectory is dropped if its first conversation (the planner's) repeats, token for token, one
+    already kept for its question: it would only weigh the same text twice. The result stands in the
     order in which questions first appear, attempts ascending, whatever the order in which samplers
     finished within a question.
     """
@@ -91,8 +89,10 @@ def select(
 
 
 def training_rows(trajectories: Sequence[Trajectory]) -> list[Conversation]:
-    """Return the planner's conversation and every worker's, each an independent row of maximum
-    likelihood."""
+    """Return the planner's conversation and every worker's.
+
+    Each is an independent row of maximum likelihood.
+    """
     return [
         conversation for trajectory in trajectories for conversation in trajectory.conversations
     ]
@@ -120,8 +120,10 @@ class Group:
 def groups_of(
     trajectories: Sequence[Trajectory], reward: Callable[[Trajectory], float]
 ) -> list[Group]:
-    """Return a group for each question, in the order in which questions first appear, attempts
-    ascending."""
+    """Return a group for each question, in the order in which questions first appear.
+
+    The attempts of a group ascend.
+    """
     by_question: dict[str, list[Trajectory]] = {}
     for trajectory in trajectories:
         by_question.setdefault(trajectory.question_id, []).append(trajectory)
@@ -144,6 +146,8 @@ def overlong_punishment(tokens: int, *, limit_tokens: int, cache_tokens: int) ->
 
 
 def policy_gradient_rows(trajectory: Trajectory) -> list[Conversation]:
-    """Return a trajectory's rows for a policy gradient: turns that a length limit cut are trained
-    too."""
+    """Return a trajectory's rows for a policy gradient.
+
+    Turns that a length limit cut are trained too.
+    """
     return [conversation.with_cut_turns_trained() for conversation in trajectory.conversations]

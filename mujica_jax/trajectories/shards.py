@@ -1,5 +1,6 @@
-"""Shards: trajectories as one Parquet file that proves by itself that it is whole. The run
-directory's `store.py` names and keeps them.
+"""Shards: trajectories as one Parquet file that proves by itself that it is whole.
+
+The run directory's `store.py` names and keeps them.
 
 One row a trajectory: scalars in plain columns, conversations and searches nested. The file's own
 key-value metadata hold the schema version, the row count and the SHA-256 of all its bytes, taken

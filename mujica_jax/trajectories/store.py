@@ -1,5 +1,4 @@
-"""The run directory: what its files are called, in which order they come to be, and which of them a
-reader may trust.
+"""The run directory: the names of its files, their order, and which of them to trust.
 
     config.json                      configuration, git revision, versions
     questions.json                   counts and checksums of the questions, and what is searched
@@ -26,7 +25,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from mujica_jax.config.renamed_fields import with_new_keys
-from mujica_jax.errors import RunMismatch, StoreError
+from mujica_jax.errors import RunMismatchError, StoreError
 from mujica_jax.records import Trajectory
 from mujica_jax.runtime import provenance
 from mujica_jax.storage.manifest import COMMITTED
@@ -41,8 +40,10 @@ QUARANTINE = "quarantine"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ShardEntry:
-    """A shard as DONE.json lists it. Equal samples have equal `content_sha256`; `sha256` covers
-    seconds too."""
+    """A shard as DONE.json lists it.
+
+    Equal samples have equal `content_sha256`; `sha256` covers seconds too.
+    """
 
     name: str  # rounds/0003/shard-00007.parquet
     rows: int
@@ -69,7 +70,7 @@ def open_run(
 ) -> "Store":
     """Return the store of a new run, or of one with the same configuration.
 
-    RunMismatch names every key, except those in `ignore`, whose value differs from the one in
+    RunMismatchError names every key, except those in `ignore`, whose value differs from the one in
     config.json. A key that an earlier version wrote under an old name counts under its new one.
     """
     store = Store(root)
@@ -80,7 +81,7 @@ def open_run(
     stored_config = with_new_keys(store.read_json(CONFIG).get("config", {}), new_config)
     differences = provenance.differences(stored_config, new_config, ignore)
     if differences:
-        raise RunMismatch(
+        raise RunMismatchError(
             f"{store.root} was begun with another configuration: {'; '.join(differences)}; "
             "repeat the old values or choose another --run directory"
         )
@@ -120,8 +121,10 @@ class Store(RunDirectory):
         return _entry(name, data, shards.decode(data, str(self.root / name)))
 
     def read_shard(self, entry: ShardEntry) -> list[Trajectory]:
-        """Return a shard's trajectories. Raises StoreError if the file is missing or differs from
-        the entry."""
+        """Return a shard's trajectories.
+
+        Raises StoreError if the file is missing or differs from the entry.
+        """
         path = self.root / entry.name
         data = self.read(entry.name)
         values = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -137,8 +140,10 @@ class Store(RunDirectory):
     def shards(
         self, *, round_number: int | None = None, policy_version: int | None = None
     ) -> list[ShardEntry]:
-        """Return the shards of finished rounds, in order: all, or those of one round or of one
-        policy."""
+        """Return the shards of finished rounds, in order.
+
+        They are all, or those of one round or of one policy.
+        """
         entries: list[ShardEntry] = []
         for name in self.names("rounds/"):
             match = re.fullmatch(rf"rounds/(\d{{4,}})/{DONE}", name)

@@ -15,7 +15,7 @@ from mujica_jax.agents.protocol import NOTHING_FOUND
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.records import Entity, Question, StopReason, Trajectory
 from mujica_jax.rewards.reward import find_reward, is_well_formed
-from mujica_jax.runtime.preemption import Preempted
+from mujica_jax.runtime.preemption import PreemptedError
 from mujica_jax.tasks.task import Material
 from tests.helpers.little_agent import (
     CITY,
@@ -565,10 +565,10 @@ def test_what_a_poll_raises_ends_all_episodes(monkeypatch):
         nonlocal polled
         polled += 1
         if polled == 3:
-            raise Preempted("asked to end")
+            raise PreemptedError("asked to end")
 
     attempts = [attempt(number=number) for number in range(4)]
-    with pytest.raises(Preempted):
+    with pytest.raises(PreemptedError):
         asyncio.run(
             run_episodes(
                 agent(),

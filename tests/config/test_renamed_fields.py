@@ -12,7 +12,7 @@ from mujica_jax.config import renamed_fields
 from mujica_jax.config.files import command_line, from_dict, load_config, override
 from mujica_jax.config.renamed_fields import RENAMED_FIELDS, accept_old_names
 from mujica_jax.config.schema import Config, MygoConfig
-from mujica_jax.errors import RunMismatch, UserError
+from mujica_jax.errors import RunMismatchError, UserError
 from mujica_jax.trajectories.store import open_run
 from tests.helpers.paths import HELPERS, ROOT
 
@@ -118,7 +118,7 @@ def test_the_run_of_an_earlier_version_goes_on_without_notice(old, new, capsys, 
     open_run(tmp_path / "run", dataclasses.asdict(row.config))
     assert capsys.readouterr().err == ""
 
-    with pytest.raises(RunMismatch) as refused:
+    with pytest.raises(RunMismatchError) as refused:
         open_run(tmp_path / "run", dataclasses.asdict(row.changed))
     value = getattr(getattr(row.config, row.section), row.new)
     assert f" {new} was {value!r} and is now {row.value!r};" in str(refused.value)

@@ -53,10 +53,9 @@ def trained(**changes) -> tuple[list[np.ndarray], np.ndarray]:
     state = fit(
         trainer,
         trainer.initial_state(tiny_decoder(WIDE)),
-        rows,
+        trainer.batches(rows, seed=0),
         schedule=SHORT_SCHEDULE,
         steps=2,
-        seed=0,
     ).state
     seen = state.params, state.opt_state, trainer.policy(state)
     return [np.asarray(leaf) for leaf in jax.tree.leaves(seen)], trainer.score(state, rows)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.records import Question
-from mujica_jax.retrieval.errors import RetrieverUnavailable
+from mujica_jax.retrieval.errors import RetrieverUnavailableError
 from mujica_jax.tasks.tiny_world import world
 
 FAILING_SHARE = "MUJICA_FAILING_PERCENT"  # environment variable: how many questions in a hundred
@@ -30,7 +30,7 @@ class FaultyEnvironment:
         return getattr(self._environment, name)
 
     async def search(self, query: str, entity: Any) -> Any:
-        raise RetrieverUnavailable("the retriever is down")
+        raise RetrieverUnavailableError("the retriever is down")
 
 
 def build(config: FaultyWorldConfig) -> Any:

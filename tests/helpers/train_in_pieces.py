@@ -68,14 +68,15 @@ def main(directory: str, data: int, fsdp: int, kill: str) -> None:
             if found is None
             else (found[0], found[1]["place"])
         )
+        batches = trainer.batches(rows, seed=0)
+        if place is not None:
+            batches.set_state(place)
         rates = schedule(peak=1e-2, end_value=1e-3, total_steps=STEPS)
         while (done := int(state.step)) < STEPS:
             until = min(STEPS, done + SAVE_EVERY)
-            result = fit(
-                trainer, state, rows, schedule=rates, steps=until, seed=0, input_state=place
-            )
-            state, place = result.state, result.input_state
-            checkpoints.save(state, {"place": place})
+            result = fit(trainer, state, batches, schedule=rates, steps=until)
+            state = result.state
+            checkpoints.save(state, {"place": result.input_state})
         restored, _ = checkpoints.restore_latest(trainer.abstract_state()) or (None, None)
     assert restored is not None
     save_checkpoint(trainer.decoder(restored), Path(directory) / "model")

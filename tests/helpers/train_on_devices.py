@@ -79,7 +79,8 @@ def main(
 
     curve = schedule(peak=1e-2, end_value=1e-3, total_steps=steps)
     state = trainer.initial_state(tiny_decoder())
-    result = fit(trainer, state, rows, schedule=curve, steps=steps, seed=0, on_step=on_step)
+    batches = trainer.batches(rows, seed=0)
+    result = fit(trainer, state, batches, schedule=curve, steps=steps, on_step=on_step)
 
     of_state = jax.tree.leaves((result.state.params, result.state.opt_state))
     split = [array for array in of_state if array.addressable_shards[0].data.size < array.size]

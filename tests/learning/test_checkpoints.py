@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from mujica_jax.errors import StoreUnavailable, UserError
+from mujica_jax.errors import StoreUnavailableError, UserError
 from mujica_jax.learning import checkpoints as checkpoints_module
 from mujica_jax.learning.checkpoints import COMMITTED, ORBAX_COMMITTED, Checkpoints
 from mujica_jax.storage.run_directory import RunPath, run_path
@@ -299,7 +299,10 @@ def test_a_bucket_that_tensorstore_gave_up_is_one_sentence(fake):
     ).result()
     folder = run_path("gs://bucket/run/000007")
     said = r"^gs://bucket/run/000007 could not be .*503.* start the same command"
-    with pytest.raises(StoreUnavailable, match=said), checkpoints_module._as_user_error(folder):
+    with (
+        pytest.raises(StoreUnavailableError, match=said),
+        checkpoints_module._as_user_error(folder),
+    ):
         store.write("x", b"").result()
     with pytest.raises(ValueError, match="no shape"), checkpoints_module._as_user_error(folder):
         raise ValueError("no shape")

@@ -44,9 +44,8 @@ def trainer() -> Trainer:
 def on_one_device(trainer) -> TrainState:
     rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
     curve = schedule(peak=1e-2, end_value=1e-3, total_steps=STEPS)
-    return fit(
-        trainer, trainer.initial_state(tiny_decoder()), rows, schedule=curve, steps=STEPS, seed=0
-    ).state
+    state = trainer.initial_state(tiny_decoder())
+    return fit(trainer, state, trainer.batches(rows, seed=0), schedule=curve, steps=STEPS).state
 
 
 def begin(folder: Path, processes: int, *options: float) -> list[subprocess.Popen[str]]:

@@ -37,7 +37,8 @@ def trainer():
 
 
 def run(trainer: Trainer, state: TrainState, steps: int = 6, **options) -> FitResult:
-    return fit(trainer, state, ROWS, schedule=SCHEDULE, steps=steps, seed=3, **options)
+    batches = trainer.batches(ROWS, seed=3, step=int(state.step))
+    return fit(trainer, state, batches, schedule=SCHEDULE, steps=steps, **options)
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +123,9 @@ def test_training_lowers_the_loss(trainer, decoder):
     fit(
         trainer,
         state,
-        ROWS,
+        trainer.batches(ROWS, seed=0),
         schedule=chosen,
         steps=40,
-        seed=0,
         on_step=lambda metrics: losses.append(metrics.loss),
     )
     assert losses[-1] < 0.95 * losses[0], "the frozen model is a random one"

@@ -86,16 +86,10 @@ def train(
     trainer: Trainer, state: TrainState, rows: PackedRows, steps: int, place: dict | None = None
 ) -> tuple[TrainState, list[StepMetrics], dict]:
     seen: list[StepMetrics] = []
-    result = fit(
-        trainer,
-        state,
-        rows,
-        schedule=SCHEDULE,
-        steps=steps,
-        seed=3,
-        input_state=place,
-        on_step=seen.append,
-    )
+    batches = trainer.batches(rows, seed=3)
+    if place is not None:
+        batches.set_state(place)
+    result = fit(trainer, state, batches, schedule=SCHEDULE, steps=steps, on_step=seen.append)
     return result.state, seen, result.input_state
 
 
@@ -103,7 +97,7 @@ def train(
 def test_a_loss_moves_its_own_metric_and_resumes_exactly(name, decoder, rows, tmp_path):
     trainer = Trainer(MODEL, TRAINER, LOSSES[name])
     whole, seen, _ = train(trainer, trainer.initial_state(decoder), rows, 8)
-    first, last = seen[0].of_loss, seen[-1].of_loss
+    first, last = seen[0].loss_metrics, seen[-1].loss_metrics
     if name == "dpo":
         assert first["margin"] == pytest.approx(0.0, abs=1e-4) and last["margin"] > 0.5
         assert last["accuracy"] > 0.8
@@ -175,4 +169,4 @@ def test_a_new_loss_is_a_class_with_one_function(decoder, rows):
 
     trainer = Trainer(MODEL, TRAINER, Weighted())
     _, seen, _ = train(trainer, trainer.initial_state(decoder), rows, 2)
-    assert seen[0].of_loss["weighted"] == -seen[0].loss
+    assert seen[0].loss_metrics["weighted"] == -seen[0].loss

@@ -214,8 +214,9 @@ def test_muons_state_continues_from_a_checkpoint_bit_for_bit(tmp_path):
     trainer = Trainer(MODEL, dataclasses.replace(TRAINER, optimizer="muon"))
     rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
 
-    def fitted(state, steps, **more):
-        return fit(trainer, state, rows, schedule=SHORT_SCHEDULE, steps=steps, seed=0, **more).state
+    def fitted(state, steps):
+        batches = trainer.batches(rows, seed=0, step=int(state.step))
+        return fit(trainer, state, batches, schedule=SHORT_SCHEDULE, steps=steps).state
 
     whole = fitted(trainer.initial_state(tiny_decoder()), 3)
     with Checkpoints(tmp_path, keep=1) as checkpoints:

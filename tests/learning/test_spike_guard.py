@@ -11,7 +11,7 @@ import pytest
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.optimizer import schedule
 from mujica_jax.learning.packing import pack
-from mujica_jax.learning.spike_guard import Spikes, TooManySpikes, detect_spike, no_spikes
+from mujica_jax.learning.spike_guard import Spikes, TooManySpikesError, detect_spike, no_spikes
 from mujica_jax.learning.trainer import StepMetrics, Trainer, TrainState, fit
 from tests.helpers.packed_rows import MODEL, TRAINER, random_conversations
 
@@ -89,9 +89,9 @@ def test_a_skip_teaches_nothing_and_is_counted():
 def few_steps(trainer: Trainer, decoder, steps: int = 6) -> tuple[TrainState, list[StepMetrics]]:
     seen = []
     state = trainer.initial_state(decoder)
-    return fit(
-        trainer, state, ROWS, schedule=SCHEDULE, steps=steps, seed=1, on_step=seen.append
-    ).state, seen
+    batches = trainer.batches(ROWS, seed=1)
+    result = fit(trainer, state, batches, schedule=SCHEDULE, steps=steps, on_step=seen.append)
+    return result.state, seen
 
 
 @pytest.mark.slow
@@ -129,13 +129,12 @@ def spiking(trainer: Trainer, after_step: int):
 
 
 def test_a_spike_leaves_the_state_as_it_was(trainer, decoder, monkeypatch):
-    state = fit(
-        trainer, trainer.initial_state(decoder), ROWS, schedule=SCHEDULE, steps=5, seed=1
-    ).state
+    batches = trainer.batches(ROWS, seed=1)
+    state = fit(trainer, trainer.initial_state(decoder), batches, schedule=SCHEDULE, steps=5).state
     before = jax.tree.map(np.asarray, (state.params, state.opt_state))
     monkeypatch.setattr(trainer, "train_step", spiking(trainer, after_step=5))
     seen = []
-    result = fit(trainer, state, ROWS, schedule=SCHEDULE, steps=7, seed=1, on_step=seen.append)
+    result = fit(trainer, state, batches, schedule=SCHEDULE, steps=7, on_step=seen.append)
     assert_same((result.state.params, result.state.opt_state), before)
     assert [(metrics.step, metrics.skipped) for metrics in seen] == [(6, 1), (7, 2)]
     assert int(result.state.step) == 7
@@ -144,23 +143,22 @@ def test_a_spike_leaves_the_state_as_it_was(trainer, decoder, monkeypatch):
 def test_more_skips_in_a_row_than_allowed_end_the_run(trainer, decoder, monkeypatch):
     monkeypatch.setattr(trainer, "train_step", spiking(trainer, after_step=5))
     sentence = r"step 8 is number 3 in a row whose update was skipped.* trainer.max_skips_in_a_row is 2: lower"
-    with pytest.raises(TooManySpikes, match=sentence):
-        fit(trainer, trainer.initial_state(decoder), ROWS, schedule=SCHEDULE, steps=12, seed=1)
+    batches = trainer.batches(ROWS, seed=1)
+    with pytest.raises(TooManySpikesError, match=sentence):
+        fit(trainer, trainer.initial_state(decoder), batches, schedule=SCHEDULE, steps=12)
 
 
 def test_what_is_usual_is_restored_with_the_state_and_forgotten_with_the_phase(
     trainer, decoder, tmp_path
 ):
-    state = fit(
-        trainer, trainer.initial_state(decoder), ROWS, schedule=SCHEDULE, steps=6, seed=1
-    ).state
+    batches = trainer.batches(ROWS, seed=1)
+    state = fit(trainer, trainer.initial_state(decoder), batches, schedule=SCHEDULE, steps=6).state
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(state, {})
     restored, _ = Checkpoints(tmp_path, keep=1).restore_latest(trainer.abstract_state())
     assert_same(restored.spikes, state.spikes)
     following = trainer.next_phase(restored)
     assert_same(following.spikes, no_spikes())
-    assert (
-        int(fit(trainer, following, ROWS, schedule=SCHEDULE, steps=2, seed=1).state.spikes.updates)
-        == 2
-    )
+    batches = trainer.batches(ROWS, seed=1)
+    result = fit(trainer, following, batches, schedule=SCHEDULE, steps=2)
+    assert int(result.state.spikes.updates) == 2

@@ -12,11 +12,11 @@ from mujica_jax.learning.batches import rows_of_step
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.mle import MLE
-from mujica_jax.learning.optimizer import decayed, schedule
+from mujica_jax.learning.optimizer import Schedule, decayed, schedule
 from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import (
     FitResult,
-    NotFinite,
+    NotFiniteError,
     StepMetrics,
     Trainer,
     TrainState,
@@ -37,10 +37,19 @@ def trainer():
     return Trainer(MODEL, TRAINER)
 
 
-def run(trainer: Trainer, state: TrainState, steps: int = 8, **changes) -> FitResult:
-    return fit(
-        trainer, state, ROWS, **({"schedule": SCHEDULE, "steps": steps, "seed": 3} | changes)
-    )
+def run(
+    trainer: Trainer,
+    state: TrainState,
+    steps: int = 8,
+    place: dict | None = None,
+    rates: Schedule = SCHEDULE,
+    **options,
+) -> FitResult:
+    """Train on ROWS, from `place` in a checkpoint or else from the state's own step on."""
+    batches = trainer.batches(ROWS, seed=3, step=int(state.step))
+    if place is not None:
+        batches.set_state(place)
+    return fit(trainer, state, batches, schedule=rates, steps=steps, **options)
 
 
 def assert_same(left, right, tolerance: float = 0.0) -> None:
@@ -93,7 +102,7 @@ def test_training_learns_the_rows(trainer, decoder):
         trainer,
         trainer.initial_state(decoder),
         40,
-        schedule=schedule(peak=3e-2, end_value=0.0, total_steps=40),
+        rates=schedule(peak=3e-2, end_value=0.0, total_steps=40),
         on_step=seen.append,
     )
     assert seen[-1].loss < seen[0].loss / 2
@@ -107,7 +116,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(trainer, decoder, tmp_path):
         checkpoints.save(half.state, {"input": half.input_state})
     state, loop_state = Checkpoints(tmp_path, keep=2).restore_latest(trainer.abstract_state())
     assert half.steps == int(state.step) == 5
-    resumed = run(trainer, state, input_state=loop_state["input"], on_step=after.append)
+    resumed = run(trainer, state, place=loop_state["input"], on_step=after.append)
     assert_same(resumed.state, uninterrupted.state)
     assert after == whole[5:]
 
@@ -142,7 +151,7 @@ def test_the_order_of_the_loop(trainer, decoder, monkeypatch):
 def test_nan_ends_the_run_before_there_is_anything_to_save(trainer, decoder):
     state = run(trainer, trainer.initial_state(decoder), 2).state
     state.params["final_norm"][...] = state.params["final_norm"][...].at[0].set(jnp.nan)
-    with pytest.raises(NotFinite, match="step 3 has loss nan"):
+    with pytest.raises(NotFiniteError, match="step 3 has loss nan"):
         run(trainer, state, 3)
 
 
@@ -156,7 +165,7 @@ def test_an_infinite_loss_or_gradient_ends_the_run_at_its_step(trainer, decoder,
 
     monkeypatch.setattr(trainer, "train_step", broken_at_step_2)
     seen: list[StepMetrics] = []
-    with pytest.raises(NotFinite, match=r"step 2 has .* inf"):
+    with pytest.raises(NotFiniteError, match=r"step 2 has .* inf"):
         run(trainer, trainer.initial_state(decoder), on_step=seen.append)
     assert [metrics.step for metrics in seen] == [1]
 
@@ -165,8 +174,8 @@ def test_one_compilation_serves_all_schedules_phases_and_trainers(decoder):
     for peak, end_value, total_steps in ((1e-3, 0.0, 4), (1.0, 1.0, 100)):
         again = Trainer(MODEL, TRAINER)
         chosen = schedule(peak=peak, end_value=end_value, total_steps=total_steps)
-        result = fit(again, again.initial_state(decoder), ROWS, schedule=chosen, steps=2, seed=0)
-        fit(again, again.next_phase(result.state), ROWS, schedule=SCHEDULE, steps=2, seed=0)
+        result = run(again, again.initial_state(decoder), 2, rates=chosen)
+        run(again, again.next_phase(result.state), 2)
     assert again._program.train_step._cache_size() == 1
 
 
@@ -217,9 +226,8 @@ def test_parts_of_a_batch_add_up_to_the_whole(trainer, decoder):
 
     def two_steps(one: Trainer) -> TrainState:
         start = one.initial_state(decoder)
-        return fit(
-            one, start, uneven, schedule=SCHEDULE, steps=2, seed=3, on_step=seen.append
-        ).state
+        batches = one.batches(uneven, seed=3)
+        return fit(one, start, batches, schedule=SCHEDULE, steps=2, on_step=seen.append).state
 
     whole, in_parts = two_steps(trainer), two_steps(changed(accumulation_steps=4))
     assert_same(in_parts.params, whole.params, 1e-6)
@@ -309,15 +317,14 @@ def test_the_run_resumes_over_the_same_rows_or_not_at_all(trainer, decoder):
     with pytest.raises(
         UserError, match=rf"a place in {ROWS.num_rows} rows, .* this run has {fewer.num_rows} rows"
     ):
-        fit(
-            trainer,
-            first.state,
-            fewer,
-            schedule=SCHEDULE,
-            steps=8,
-            seed=3,
-            input_state=first.input_state,
-        )
+        trainer.batches(fewer, seed=3).set_state(first.input_state)
+
+
+def test_batches_of_another_step_than_the_states_are_refused(trainer, decoder):
+    first = run(trainer, trainer.initial_state(decoder), 3)
+    batches = trainer.batches(ROWS, seed=3)
+    with pytest.raises(AssertionError, match=r"the batch of step 0 comes next .* has made 3 steps"):
+        fit(trainer, first.state, batches, schedule=SCHEDULE, steps=8)
 
 
 def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own():
@@ -341,10 +348,10 @@ def test_steps_of_some_epochs(num_rows, epochs, steps):
     assert steps_of_epochs(num_rows, 8, epochs) == steps
 
 
-def test_no_rows_are_refused(trainer, decoder):
+def test_no_rows_are_refused(trainer):
+    nothing = pack([], row_tokens=TRAINER.row_tokens, seed=0)
     with pytest.raises(UserError, match="0 rows to train on"):
-        nothing = pack([], row_tokens=TRAINER.row_tokens, seed=0)
-        fit(trainer, trainer.initial_state(decoder), nothing, schedule=SCHEDULE, steps=1, seed=0)
+        trainer.batches(nothing, seed=0)
 
 
 def test_rows_that_devices_cannot_share_are_refused():

@@ -23,7 +23,7 @@ import pathlib, sys
 from mujica_jax.config.schema import MetricsConfig
 from mujica_jax.report.metrics_log import MetricsLog
 config = MetricsConfig(wandb="offline", wandb_project="somewhere")
-with MetricsLog(pathlib.Path(sys.argv[1]), config=config, about={"seed": 5}) as log:
+with MetricsLog(pathlib.Path(sys.argv[1]), config=config, run_config={"seed": 5}) as log:
     for step in range(int(sys.argv[2]), int(sys.argv[3])):
         log.write("warm-up/learn", step, {"loss": step / 4, "note": "text"})
 """

@@ -8,10 +8,10 @@ import pytest
 
 from mujica_jax.retrieval import search_cache
 from mujica_jax.retrieval.errors import (
-    RetrieverOverloaded,
-    RetrieverRefused,
-    RetrieverTimeout,
-    RetrieverUnavailable,
+    RetrieverOverloadedError,
+    RetrieverRefusedError,
+    RetrieverTimeoutError,
+    RetrieverUnavailableError,
 )
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.search_cache import SearchCache
@@ -126,7 +126,7 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
     assert first == [PASSAGES[1]]
     assert third == [PASSAGES[2]]
     assert index.batches == [["a", "bb"]]
-    assert isinstance(second, RetrieverRefused)
+    assert isinstance(second, RetrieverRefusedError)
     assert r"'\ud800' is no text" in str(second)
     assert retriever.statistics.queries == 3
     assert retriever.statistics.failed == 1
@@ -206,7 +206,7 @@ def test_faults_of_the_index_are_typed_and_do_not_end_the_retriever(index, fault
 
     retriever = IndexRetriever(index)
     (first, second), later = asyncio.run(play(retriever))
-    assert type(first) is type(second) is RetrieverUnavailable
+    assert type(first) is type(second) is RetrieverUnavailableError
     assert str(fault) in str(first)
     assert later == [PASSAGES[1]]
     assert retriever.statistics.failed == 2
@@ -235,9 +235,9 @@ async def test_an_answer_that_came_while_the_event_loop_was_held_up_is_not_late(
 async def test_a_search_that_hangs_ends_at_its_deadline(index):
     index.hold.clear()
     try:
-        with pytest.raises(RetrieverTimeout, match=r"within the deadline of 0\.1 s"):
+        with pytest.raises(RetrieverTimeoutError, match=r"within the deadline of 0\.1 s"):
             await IndexRetriever(index, deadline_seconds=0.1).search("a", 1)
-        with pytest.raises(RetrieverTimeout):
+        with pytest.raises(RetrieverTimeoutError):
             await IndexRetriever(index, deadline_seconds=0.1).health()
     finally:
         index.hold.set()
@@ -251,7 +251,7 @@ async def test_a_full_line_is_refused(index):
     waiting += [asyncio.ensure_future(retriever.search(query, 1)) for query in ("bb", "ccc")]
     # They wait now.
     await asyncio.sleep(0)
-    with pytest.raises(RetrieverOverloaded, match="2 searches wait, of at most 2"):
+    with pytest.raises(RetrieverOverloadedError, match="2 searches wait, of at most 2"):
         await retriever.search("dddd", 1)
     index.hold.set()
     await asyncio.gather(*waiting)
@@ -280,5 +280,5 @@ def test_health_is_a_real_search_past_the_cache(index, tmp_path):
     assert health.passages == 10
     assert len(index.batches) == 2
     index.fault = OSError("gone")
-    with pytest.raises(RetrieverUnavailable):
+    with pytest.raises(RetrieverUnavailableError):
         asyncio.run(retriever.health())

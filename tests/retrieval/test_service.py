@@ -23,7 +23,11 @@ from mujica_jax.http.client import TransientError
 from mujica_jax.http.retry import RetryPolicy
 from mujica_jax.retrieval import service
 from mujica_jax.retrieval.client import RemoteRetriever, open_remote
-from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
+from mujica_jax.retrieval.errors import (
+    RetrieverRefusedError,
+    RetrieverTimeoutError,
+    RetrieverUnavailableError,
+)
 from mujica_jax.retrieval.retriever import IndexRetriever
 from mujica_jax.retrieval.service import MAX_REQUEST_BYTES, make_app, open_port
 from tests.helpers.local_endpoint import Answer, serving
@@ -168,7 +172,7 @@ def test_an_answer_that_would_be_too_large_is_asked_for_in_parts(monkeypatch):
         ]
         assert remote.statistics.batches == 3, "of 5 queries 2 and 3, of the 3 1 and 2"
         with pytest.raises(
-            RetrieverRefused,
+            RetrieverRefusedError,
             match="more than 250 bytes: send fewer queries at once, or a smaller k",
         ):
             asyncio.run(remote.search("a", 8))
@@ -300,21 +304,22 @@ def test_the_client_survives_what_passes(clock, fault):
 def test_the_client_gives_up_with_a_type():
     with serving(lambda *_: Answer(status=503, content={"error": "busy"})) as endpoint:
         with pytest.raises(
-            RetrieverUnavailable, match=r"failed 3 times, the last time with status 503 \(busy\)"
+            RetrieverUnavailableError,
+            match=r"failed 3 times, the last time with status 503 \(busy\)",
         ):
             asyncio.run(client(endpoint.base_url, max_attempts=3).search("a", 1))
-        with pytest.raises(RetrieverTimeout, match=r"within the deadline of 0\.3 s"):
+        with pytest.raises(RetrieverTimeoutError, match=r"within the deadline of 0\.3 s"):
             asyncio.run(
                 client(endpoint.base_url, deadline_seconds=0.3, max_attempts=1000).search("a", 1)
             )
     with serving(lambda *_: Answer(status=400, content={"error": "k is 99"})) as endpoint:
-        with pytest.raises(RetrieverRefused, match="status 400: k is 99"):
+        with pytest.raises(RetrieverRefusedError, match="status 400: k is 99"):
             asyncio.run(client(endpoint.base_url).search("a", 1))
         assert len(endpoint.requests) == 1, "what is refused is not sent again"
-    with pytest.raises(RetrieverUnavailable, match="failed 2 times"):
+    with pytest.raises(RetrieverUnavailableError, match="failed 2 times"):
         # nobody listens any more
         asyncio.run(client(endpoint.base_url, max_attempts=2).search("a", 1))
-    with pytest.raises(RetrieverUnavailable, match=r"gives no health .*index serve"):
+    with pytest.raises(RetrieverUnavailableError, match=r"gives no health .*index serve"):
         client(endpoint.base_url).check()
 
 
@@ -322,7 +327,7 @@ def test_the_client_gives_up_with_a_type():
 def test_a_health_that_is_none_is_a_typed_error(health):
     with (
         serving(lambda *_: Answer(content=health)) as endpoint,
-        pytest.raises(RetrieverUnavailable, match="gives no health"),
+        pytest.raises(RetrieverUnavailableError, match="gives no health"),
     ):
         client(endpoint.base_url).check()
     assert [request.path for request in endpoint.requests] == ["/v1/healthz"]
@@ -335,7 +340,7 @@ def test_another_version_of_the_index_in_the_middle_of_a_run_is_refused():
         remote = client(endpoint.base_url)
         assert asyncio.run(remote.search("a", 1)) == [PASSAGES[1]]
         with pytest.raises(
-            RetrieverRefused,
+            RetrieverRefusedError,
             match="serves version v1 of its index and version v0 was searched before",
         ):
             asyncio.run(remote.search("bb", 1))

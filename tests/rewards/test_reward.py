@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mujica_jax.errors import UserError
 from mujica_jax.records import Question, Reward, StopReason, Trajectory
-from mujica_jax.rewards.reward import REWARDS, NoVerdict, find_reward
+from mujica_jax.rewards.reward import REWARDS, NoVerdictError, find_reward
 from tests.helpers import episodes
 
 
@@ -66,6 +66,15 @@ def test_an_episode_whose_search_failed_earns_nothing_under_any_reward(name):
     assert not rewarded.is_rewarded
 
 
+def test_a_reward_that_raises_the_old_name_has_no_verdict(monkeypatch):
+    def without_verdict(answer, trajectory):
+        raise NoVerdictError("nobody answered")
+
+    monkeypatch.setitem(REWARDS, "old", without_verdict)
+    judged = asyncio.run(find_reward("old", "two_wiki").rewarded(episode("Ghent"), asked("Ghent")))
+    assert not judged.is_rewarded and judged.counts["judge_failed"] == 1.0
+
+
 def test_a_reward_may_be_waited_for_and_may_have_no_verdict(monkeypatch):
     """A slow reward gives its number.
 
@@ -75,7 +84,7 @@ def test_a_reward_may_be_waited_for_and_may_have_no_verdict(monkeypatch):
     async def slow(answer, trajectory):
         await asyncio.sleep(0)
         if trajectory.answer == "unknown":
-            raise NoVerdict("nobody answered")
+            raise NoVerdictError("nobody answered")
         return Reward(total=answer.f1 / 2, parts={"half": answer.f1 / 2})
 
     monkeypatch.setitem(REWARDS, "slow", slow)

@@ -12,7 +12,7 @@ import pytest
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config, TwoWikiConfig
-from mujica_jax.errors import RunMismatch
+from mujica_jax.errors import RunMismatchError
 from mujica_jax.records import Question
 from mujica_jax.retrieval.client import RemoteRetriever
 from mujica_jax.runs.evaluate import _identity, _read_or_play
@@ -150,7 +150,7 @@ def test_a_run_does_not_go_on_with_other_questions_or_passages(change, tmp_path)
     check_content(store, config, two_wiki(folder))
     folder_of_questions(folder, **change)
     with pytest.raises(
-        RunMismatch, match=r"was begun with other data than .* holds now"
+        RunMismatchError, match=r"was begun with other data than .* holds now"
     ) as refused:
         check_content(store, config, two_wiki(folder))
     assert "give the same data or choose another --run directory" in str(refused.value)
@@ -193,7 +193,7 @@ def test_a_run_does_not_go_on_with_other_paragraphs_of_its_training_questions(tm
     store = Store(tmp_path / "run")
     check_content(store, config, task("A barn."))
     check_content(store, config, task("A barn."))
-    with pytest.raises(RunMismatch, match=r"paragraphs of the training questions was"):
+    with pytest.raises(RunMismatchError, match=r"paragraphs of the training questions was"):
         check_content(store, config, task("A shed."))
 
 

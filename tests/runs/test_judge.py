@@ -21,8 +21,8 @@ from mujica_jax.inference.requests import RequestError
 from mujica_jax.metrics import normalise_squad
 from mujica_jax.records import Search, StopReason, Trajectory
 from mujica_jax.retrieval.search_cache import SearchCache
-from mujica_jax.rewards.reward import NoVerdict, find_reward
-from mujica_jax.runs.judge import Judge, JudgeLost, Judgement, RunVerdicts, open_judge
+from mujica_jax.rewards.reward import NoVerdictError, find_reward
+from mujica_jax.runs.judge import Judge, JudgeLostError, Judgement, RunVerdicts, open_judge
 from mujica_jax.runs.parts import make_reward
 from mujica_jax.trajectories.store import Store
 from tests.helpers.little_agent import QUESTION, ToldPolicy, answer, play
@@ -297,7 +297,7 @@ def test_an_answer_without_a_verdict_is_left_out_and_a_judge_that_is_gone_ends_t
             r"the judge judge gave no verdict 3 times in a row, and faults\.max_in_a_row is 2; "
             r"the last time: .*400"
         )
-        with pytest.raises(JudgeLost, match=sentence):
+        with pytest.raises(JudgeLostError, match=sentence):
             earned(
                 config,
                 *map(episode, ("Gent", "Rome", "Gand")),
@@ -357,7 +357,7 @@ def test_failures_count_in_a_row_only_and_requests_wait_for_a_place(tmp_path):
         return await asyncio.gather(*asked, return_exceptions=True)
 
     verdicts = asyncio.run(all_of_them())
-    assert sum(isinstance(verdict, NoVerdict) for verdict in verdicts) == 4
+    assert sum(isinstance(verdict, NoVerdictError) for verdict in verdicts) == 4
     assert [verdict for verdict in verdicts if isinstance(verdict, bool)] == [True, False]
     assert slow.max_under_way == 1
 

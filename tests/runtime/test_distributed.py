@@ -20,7 +20,7 @@ from mujica_jax.config.schema import DistributedConfig
 from mujica_jax.errors import UserError
 from mujica_jax.runs import setup as start
 from mujica_jax.runtime import distributed
-from mujica_jax.runtime.distributed import PREEMPTED, SHUTDOWN, HostMissing
+from mujica_jax.runtime.distributed import PREEMPTED, SHUTDOWN, HostMissingError
 from tests.helpers.paths import ROOT
 from tests.helpers.patience import HANG_SECONDS
 from tests.helpers.whole_runs import free_port
@@ -236,7 +236,7 @@ def test_a_barrier_is_bounded_and_says_whom_jax_misses(job, service):
         r"process 1 on b waited 5 s \(distributed.barrier_seconds\) at 'round 1' and a process did "
         r"not come: .* \(DEADLINE_EXCEEDED: too late Some timed out task names: 2\)"
     )
-    with pytest.raises(HostMissing, match=sentence):
+    with pytest.raises(HostMissingError, match=sentence):
         distributed.barrier("round 1")
 
 
@@ -244,7 +244,9 @@ def test_what_process_0_decides_is_the_same_everywhere_and_bounded(job, service)
     service.store["broadcast/1 a policy"] = "[true, 3]"
     assert distributed.broadcast("a policy", lambda: None) == [True, 3]
     service.is_late = True
-    with pytest.raises(HostMissing, match=r"waited 5 s .* at 'a policy' and a process did not"):
+    with pytest.raises(
+        HostMissingError, match=r"waited 5 s .* at 'a policy' and a process did not"
+    ):
         distributed.broadcast("a policy", lambda: None)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mujica_jax.runtime import distributed
-from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.preemption import PreemptedError, Preemption
 from tests.helpers.paths import ROOT
 from tests.helpers.patience import HANG_SECONDS
 from tests.helpers.whole_runs import free_port
@@ -42,7 +42,7 @@ TWO_PROCESSES = """
 import os, signal, sys, time
 from mujica_jax.runtime import distributed
 from mujica_jax.config.schema import DistributedConfig
-from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.preemption import PreemptedError, Preemption
 
 process, where = int(sys.argv[1]), sys.argv[3]
 preemption = Preemption()
@@ -66,7 +66,7 @@ def program():
             if process == 1 and step == 20:
                 os.kill(os.getpid(), signal.SIGTERM)
         preemption.check()
-    except Preempted as ended:
+    except PreemptedError as ended:
         print(f"{where} {step}; {ended}", flush=True)
         if where == "learning":
             distributed.barrier("both have said so")
@@ -79,7 +79,7 @@ THREE_PROCESSES = """
 import os, signal, sys, time
 from mujica_jax.runtime import distributed
 from mujica_jax.config.schema import DistributedConfig
-from mujica_jax.runtime.preemption import Preempted, Preemption
+from mujica_jax.runtime.preemption import PreemptedError, Preemption
 
 process, leaver = int(sys.argv[1]), int(sys.argv[3])
 hear = distributed._on_shutdown
@@ -119,7 +119,9 @@ def ends() -> list[int]:
 
 @pytest.fixture
 def preemption(ends):
-    with Preemption(kept="all is kept", end=ends.append, grace_seconds=HANG_SECONDS) as listening:
+    with Preemption(
+        kept_text="all is kept", end=ends.append, grace_seconds=HANG_SECONDS
+    ) as listening:
         listening.then = "go on with: it"
         yield listening
 
@@ -136,7 +138,7 @@ def test_sigterm_is_told_to_whoever_polls(preemption, ends):
     assert until(lambda: preemption.requested)
     assert preemption.at_step()
     with pytest.raises(
-        Preempted, match=r"^preempted in warm-up: learning; all is kept; go on with: it$"
+        PreemptedError, match=r"^preempted in warm-up: learning; all is kept; go on with: it$"
     ):
         preemption.check()
     assert str(preemption.ended("step 3 is saved")).startswith(
@@ -150,8 +152,8 @@ def test_a_phase_that_is_entered_afterwards_does_not_begin(preemption):
     preemption.enter("warm-up: learning")
     signal.raise_signal(signal.SIGTERM)
     assert until(lambda: preemption.requested)
-    with pytest.raises(Preempted, match="in round 1: sampling; shards are kept;"):
-        preemption.enter("round 1: sampling", kept="shards are kept")
+    with pytest.raises(PreemptedError, match="in round 1: sampling; shards are kept;"):
+        preemption.enter("round 1: sampling", kept_text="shards are kept")
 
 
 def test_ctrl_c_ends_with_130_and_a_second_one_at_once(preemption, ends, capsys):
@@ -186,7 +188,7 @@ def test_before_anything_began_the_end_comes_at_once(preemption, ends, capsys, n
 
 def test_where_nobody_polls_the_process_ends_after_the_grace_time(ends, capsys):
     with Preemption(end=ends.append, grace_seconds=0.05) as preemption:
-        preemption.enter("warm-up: learning", kept="step 7 is kept")
+        preemption.enter("warm-up: learning", kept_text="step 7 is kept")
         preemption.keeps("step 9 is kept")
         signal.raise_signal(signal.SIGTERM)
         assert until(lambda: bool(ends))
@@ -331,7 +333,7 @@ def test_an_interrupt_in_all_processes_at_once_is_no_second_one(preemption, ends
 
 def test_a_process_that_is_ended_in_the_middle_tells_the_others(ends, others):
     with Preemption(end=ends.append, grace_seconds=0.05) as preemption:
-        preemption.enter("round 1: sampling", kept="shards are kept")
+        preemption.enter("round 1: sampling", kept_text="shards are kept")
         signal.raise_signal(signal.SIGTERM)
         assert until(lambda: bool(ends))
     assert others.aborts == [("preempted in round 1: sampling; shards are kept", 0)]

@@ -18,7 +18,7 @@ import hypothesis.strategies as st
 import pytest
 
 from mujica_jax import eval
-from mujica_jax.errors import StoreError, StoreUnavailable, UserError
+from mujica_jax.errors import StoreError, StoreUnavailableError, UserError
 from mujica_jax.report.metrics_log import MetricsLog
 from mujica_jax.storage import gcs, run_directory
 from mujica_jax.storage.run_directory import local_folder, open_to_append
@@ -198,7 +198,7 @@ def test_a_bucket_that_hangs_for_ever_is_one_sentence_within_the_deadline(fake, 
     monkeypatch.setattr(gcs, "REQUEST_SECONDS", 1.0)
     fake.faults = lambda request: "hang"
     with pytest.raises(
-        StoreUnavailable,
+        StoreUnavailableError,
         match=r"^gs://bucket/run/x could not be written in \d attempts within 1 seconds",
     ) as error:
         store.create("x", b"")
@@ -221,7 +221,8 @@ def test_retries_are_counted_and_many_are_on_the_console(fake, store, caplog):
 def test_attempts_are_bounded(fake, store):
     fake.faults = lambda request: "503"
     with pytest.raises(
-        StoreUnavailable, match=rf"x could not be read in {gcs.MAX_ATTEMPTS} attempts .*try again"
+        StoreUnavailableError,
+        match=rf"x could not be read in {gcs.MAX_ATTEMPTS} attempts .*try again",
     ):
         store.read("x")
     assert [request.kind for request in fake.requests].count("download") == gcs.MAX_ATTEMPTS
@@ -233,7 +234,7 @@ def test_a_server_that_is_not_there_is_one_sentence(fake, monkeypatch):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", f"http://127.0.0.1:{listener.getsockname()[1]}")
         gcs.open_bucket.cache_clear()
         with pytest.raises(
-            StoreUnavailable, match=r"gs://bucket/run/config\.json could not be found"
+            StoreUnavailableError, match=r"gs://bucket/run/config\.json could not be found"
         ):
             open_run("gs://bucket/run", {})
 
@@ -247,7 +248,7 @@ def test_an_unreachable_store_is_no_damaged_shard(fake, store):
     """StoreError means damage, upon which a shard is set aside."""
     store.write_shard(0, 0, [trajectory()])
     fake.faults = lambda request: "503" if request.kind == "download" else None
-    with pytest.raises(StoreUnavailable) as error:
+    with pytest.raises(StoreUnavailableError) as error:
         store.find_shard(0, 0)
     assert not isinstance(error.value, StoreError)
 
@@ -290,7 +291,7 @@ def test_a_writer_that_dies_between_two_files_leaves_no_policy(fake, store):
             raise ConnectionResetError("as if the process had died here")
 
     fake.faults = die
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(StoreUnavailable):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(StoreUnavailableError):
         patch.setattr(gcs, "MAX_ATTEMPTS", 1)
         store.commit_policy(1, write_weights)
     fake.faults = lambda request: None

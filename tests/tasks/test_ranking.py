@@ -11,7 +11,7 @@ from mujica_jax.config.tasks import QaldConfig
 from mujica_jax.errors import UserError
 from mujica_jax.records import Entity
 from mujica_jax.retrieval.embedding.find import find_embedder
-from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverUnavailable
+from mujica_jax.retrieval.errors import RetrieverRefusedError, RetrieverUnavailableError
 from mujica_jax.retrieval.graph.triples import Triple, TripleGraph
 from mujica_jax.tasks import ranking as rankings
 from mujica_jax.tasks.environment import GraphEnvironment
@@ -211,7 +211,7 @@ def test_a_ranking_that_fails_is_a_typed_error(tmp_path):
             raise RuntimeError("out of memory")
 
     broken = DenseRanking(Broken())  # pyright: ignore[reportArgumentType]
-    with pytest.raises(RetrieverUnavailable, match="out of memory"):
+    with pytest.raises(RetrieverUnavailableError, match="out of memory"):
         ranks(broken, "word7", WORDS[:3])
-    with pytest.raises(RetrieverRefused, match="no text that UTF-8 can write"):
+    with pytest.raises(RetrieverRefusedError, match="no text that UTF-8 can write"):
         ranks(broken, "half \ud800", WORDS[:3])

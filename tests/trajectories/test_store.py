@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 
-from mujica_jax.errors import RunMismatch, StoreError, UserError
+from mujica_jax.errors import RunMismatchError, StoreError, UserError
 from mujica_jax.records import Conversation, Search, StopReason, Trajectory, Turn
 from mujica_jax.runtime import provenance
 from mujica_jax.storage.run_directory import RunPath, run_path
@@ -588,7 +588,7 @@ def test_a_run_is_opened_again_with_the_same_configuration(root):
 def test_another_configuration_is_refused_with_both_values_of_every_key(root):
     open_run(root, CONFIG)
     other = {**CONFIG, "seed": 1, "task": {"paraphrases": 1, "kinds": ["a", "b"], "missing": 0.5}}
-    with pytest.raises(RunMismatch) as caught:
+    with pytest.raises(RunMismatchError) as caught:
         open_run(root, other)
     assert str(caught.value) == (
         f"{root} was begun with another configuration: seed was 0 and is now 1; task.paraphrases "
@@ -600,7 +600,7 @@ def test_another_configuration_is_refused_with_both_values_of_every_key(root):
 def test_ignored_keys_may_differ(root):
     open_run(root, CONFIG)
     open_run(root, {**CONFIG, "name": "x", "eval": {"control": False}}, ignore=("name", "eval"))
-    with pytest.raises(RunMismatch, match="named"):
+    with pytest.raises(RunMismatchError, match="named"):
         open_run(root, {**CONFIG, "named": 1}, ignore=("name",))
 
 

@@ -1,13 +1,13 @@
-"""What the trainer asks of a loss: the extra columns of a batch that it needs, and loss and metrics
-of a decoder on a batch.
+"""The interface between the trainer and a loss.
 
-A loss is a frozen dataclass of its hyper-parameters: equal ones share a compiled step. Most are
-functions of the log-probabilities of the trained tokens and give `of` alone; one that needs more of
-the decoder replaces `__call__`. To add one: a file here.
+A loss names the extra columns that it needs in a batch. It returns loss and metrics of a decoder on
+a batch. It is a frozen dataclass of its hyper-parameters: equal ones share a compiled step. Most
+losses are functions of the log-probabilities of the trained tokens and define only `of`. A loss
+that needs more of the decoder replaces `__call__`. To add a loss, add a file here.
 
-A batch may go through the model in parts. What a sum is divided by is therefore counted over the
-whole batch first (`counts`), and loss and metrics of a part are sums over the part, each divided by
-a count of the whole: the parts add up to the batch.
+A batch may go through the model in parts. So the number by which a sum is divided is counted over
+the whole batch first (`counts`). Loss and metrics of a part are sums over the part, each divided by
+a count of the whole, and the parts add up to the batch.
 """
 
 from collections.abc import Mapping
@@ -36,15 +36,19 @@ class Loss:
         return ()
 
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
-        """Count what sums are divided by, in the whole batch; `trained_tokens` is among the
-        counts."""
+        """Count what sums are divided by, in the whole batch.
+
+        `trained_tokens` is always among the counts.
+        """
         return {"trained_tokens": jnp.sum(jnp.asarray(batch.loss_mask), dtype=jnp.int32)}
 
     def of(
         self, log_probs: Float[Array, "rows time"], batch: Batch, counts: Counts
     ) -> LossAndMetrics:
-        """Return loss and metrics, from the log-probabilities of the trained tokens (0
-        elsewhere)."""
+        """Return loss and metrics.
+
+        `log_probs` are the log-probabilities of the trained tokens, and 0 elsewhere.
+        """
         raise NotImplementedError
 
     def __call__(

@@ -54,8 +54,10 @@ from mujica_jax.learning.packing import Batch
 def importance_weights(
     trainer: Float[np.ndarray, "rows time"], engine: Float[np.ndarray, "rows time"], *, cap: float
 ) -> Float[np.ndarray, "rows time"]:
-    """Return w_t from the log-probabilities of the same tokens. The exponent is bounded, so that
-    nothing overflows."""
+    """Return w_t from the trainer's and the engine's log-probabilities of the same tokens.
+
+    The exponent is bounded, so nothing overflows.
+    """
     difference = np.minimum(trainer - engine, np.log(cap) + 1.0)
     return np.minimum(np.exp(difference), cap).astype(np.float32)
 
@@ -63,8 +65,10 @@ def importance_weights(
 def group_advantages(
     rewards: Float[np.ndarray, "groups members"],
 ) -> Float[np.ndarray, "groups members"]:
-    """Return how much better each attempt is than its group, all attempts at one question. Where
-    all are equal it is 0."""
+    """Return by how many standard deviations each attempt is better than its group's mean.
+
+    A group holds all attempts at one question. Where all its rewards are equal, the advantage is 0.
+    """
     above_mean = rewards - rewards.mean(axis=1, keepdims=True)
     # By the range: a mean of equal numbers may be off by rounding.
     is_equal = np.ptp(rewards, axis=1, keepdims=True) == 0
@@ -131,8 +135,10 @@ class _Clipped(Loss):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GRPO(_Clipped):
-    """Every conversation that has trained tokens counts the same, however long. 0 if there is
-    none."""
+    """The clipped objective with the same weight for every conversation, however long.
+
+    Only conversations with trained tokens count. The loss is 0 if there are none.
+    """
 
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
         counts = super().counts(batch)

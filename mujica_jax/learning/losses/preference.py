@@ -22,8 +22,11 @@ from mujica_jax.learning.packing import Batch
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPO(Loss):
-    """Mean over the pairs (0 if there are none); its metrics: how often and by how much the chosen
-    one gained more."""
+    """The mean DPO loss over the pairs of a batch, 0 if there are none.
+
+    The metrics say how often (`accuracy`) and by how much (`margin`) the chosen conversation gained
+    more than the rejected one.
+    """
 
     beta: float = 0.1
 

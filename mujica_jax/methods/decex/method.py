@@ -1,5 +1,7 @@
-"""DecEx-RAG: a search tree for each question, maximum likelihood on the best chains, then DPO on
-the executions and decisions that the trees scored (section 2.3 and appendix A.2 of the paper).
+"""DecEx-RAG: a search tree for each question, fine-tuning on its best chains, then DPO.
+
+The fine-tuning is maximum likelihood. DPO learns from the executions and decisions that the trees
+scored (section 2.3 and appendix A.2 of the paper).
 
 The phases: a warm-up, or the checkpoint as it is where `warmup.steps` is 0; `trees`, all of the
 run's questions from that policy, a shard at a time; `sft`; `dpo`, whose reference is the policy
@@ -115,7 +117,7 @@ def _expand(run: Run, state: PhaseState) -> list[Trajectory]:
     endpoint = None
     if config.remote.base_url is not None:
         endpoint = open_endpoint(config.remote, run.store.root)
-    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)
     use_policy(run, state, WARM_UP.step)
 
     entries: list[ShardEntry] = []
@@ -199,11 +201,13 @@ def _grow_shard(
         async def with_reward(trajectory: Trajectory) -> Trajectory:
             return trajectory.with_reward(run.reward(trajectory, question))
 
-        growth = Growth(
-            agent,
+        root = agent.begin(
             sampling.attempt(run, question, 0, ROUND),
             run.task.environment(question),
             EnginePolicy(run.generator),
+        )
+        growth = Growth(
+            root,
             config,
             reward=with_reward,
             gate=gate,
@@ -287,7 +291,7 @@ def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Conversatio
 
 
 def _trains_both_sides(pair: Sequence[Conversation]) -> bool:
-    """Whether each side of a pair has a token to learn."""
+    """Return whether each side of a pair has a token to learn."""
     return all(any(side.loss_mask) for side in pair)
 
 

@@ -33,7 +33,7 @@ REWARDS = "rewards"  # a column of lists: of the episodes played from the node
 
 
 def is_pair(record: Trajectory) -> bool:
-    """Whether a record is a preference pair, and no tree."""
+    """Return whether a record is a preference pair, and no tree."""
     return CHOSEN in record.counts
 
 

@@ -43,8 +43,8 @@ import asyncio
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterator
 
-from mujica_jax.agents.agent import Attempt, Policy
-from mujica_jax.agents.decex import Chain, Decex, Decided, Source
+from mujica_jax.agents.agent import Policy
+from mujica_jax.agents.decex import Chain, Decided, Source
 from mujica_jax.config.methods import DecexTreeConfig
 from mujica_jax.config.schema import FaultConfig
 from mujica_jax.inference.requests import Completion, SamplingParams, TokenIds
@@ -58,7 +58,6 @@ from mujica_jax.methods.decex.pairs import (
     scored,
 )
 from mujica_jax.records import StopReason, Trajectory
-from mujica_jax.tasks.task import Environment
 
 COUNTS = (  # docs/metrics.md
     "nodes",
@@ -76,7 +75,7 @@ COUNTS = (  # docs/metrics.md
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Tree:
-    """What the search left."""
+    """The result of a search."""
 
     # With rewards: the leaves of the tree first, then what was played from its nodes.
     finished: tuple[Trajectory, ...]
@@ -91,16 +90,15 @@ class Tree:
 class Growth:
     """One tree while it grows.
 
-    `reward` returns a finished trajectory with its reward. `gate` bounds how many pieces or
-    episodes of all trees are under way. `writer` is a second model, which writes all but the
-    retrieval decision. A failed search is repeated `repeats` times."""
+    `root` is the chain of the question alone; its policy grows the tree. `reward` returns a
+    finished trajectory with its reward. `gate` bounds how many pieces or episodes of all trees are
+    under way. `writer` is a second model, which writes all but the retrieval decision. A failed
+    search is repeated at most `repeats` times.
+    """
 
     def __init__(
         self,
-        agent: Decex,
-        attempt: Attempt,
-        environment: Environment,
-        policy: Policy,
+        root: Chain,
         config: DecexTreeConfig,
         *,
         reward: Callable[[Trajectory], Awaitable[Trajectory]],
@@ -112,9 +110,9 @@ class Growth:
         self._reward = reward
         self._gate = gate
         self._repeats = repeats
-        self._policy = _Counted(policy)
+        self._policy = _Counted(root.policy)
         self._writer = None if writer is None else _Counted(writer)
-        self._root = agent.begin(attempt, environment, self._policy)
+        self._root = root
         self._leaves: list[Trajectory] = []
         self._played: list[Trajectory] = []
         self._nodes: list[Node] = []
@@ -403,12 +401,12 @@ class Growth:
 
 
 def _stops(chain: Chain) -> bool:
-    """Whether a chain has ended with a final answer."""
+    """Return whether a chain has ended with a final answer."""
     return chain.outcome is not None and chain.outcome[1] is StopReason.ANSWERED
 
 
 def _is_lost(chain: Chain) -> bool:
-    """Whether a search failed. Then the chain's reward says nothing about the policy."""
+    """Return whether a search failed. Then the chain's reward says nothing about the policy."""
     return chain.outcome is not None and chain.outcome[1] is StopReason.RETRIEVER_FAILED
 
 

@@ -84,13 +84,12 @@ _REASONING_TAG = re.compile(r"</?(?:reasoning|think)>", re.IGNORECASE)
 
 
 class TreeWriter:
-    """Implements `Policy`: writes the second model's turns in the trained policy's format and
-    tokens."""
+    """A `Policy` that writes a second model's turns in the trained policy's format and tokens."""
 
     def __init__(
         self, model: Policy, model_tokenizer: Tokenizer, policy_tokenizer: Tokenizer, version: int
     ) -> None:
-        """`version` is the version of the policy whose trees are written."""
+        """Let the second model write trees for the policy of this version."""
         self._model = model
         self._model_tokenizer = model_tokenizer
         self._policy_tokenizer = policy_tokenizer

@@ -1,5 +1,4 @@
-"""Gold evidence of a question: which of it a sub-question's answer rests on, and what a sub-question
-may tell of it.
+"""Gold evidence: what an answer rests on, and what a sub-question may tell of it.
 
 **What an answer rests on** (EviPath, section 4.2, equation 6):
 

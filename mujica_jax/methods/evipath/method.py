@@ -1,5 +1,6 @@
-"""EviPath: learn trajectories that a teacher writes backwards from answer and evidence ("From
-Evidence to Trajectory").
+"""EviPath: learn trajectories that a teacher writes backwards from answer and evidence.
+
+The paper is "From Evidence to Trajectory".
 
     warm-up     optional; of 0 steps, what the run starts from is evaluated as it is
     synthesis   one trajectory a question (`methods/evipath/synthesis.py`), kept if it answers the question
@@ -75,7 +76,7 @@ TUNED = {"both": (PLANNER, WORKER), "planner": (PLANNER,), "executor": (WORKER,)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Selection:
-    """What a synthesis made, and what of it is learnt."""
+    """The trajectories of a synthesis, and the rows that are learnt of them."""
 
     trajectories: list[Trajectory]  # all
     right_trajectories: list[Trajectory]  # that answer their question
@@ -228,7 +229,7 @@ def _synthesize(
             question_ids.append([question.id for question in shard])
         plan = {"policy_version": 0, "shards": question_ids, "mode": config.mode}
         run.store.write_plan(number, plan)
-    run.preemption.enter(name, kept=sampling.KEPT_SHARDS)
+    run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)
     if config.teacher == "policy":
         use_policy(run, state, 0)
     author = open_author()

@@ -1,5 +1,4 @@
-"""EviPath's trajectories: a teacher that knows answer and evidence plays the agent's planner and
-workers.
+"""EviPath's trajectories: a teacher who knows answer and evidence plays planner and workers.
 
 "From Evidence to Trajectory", sections 4.1 and 4.2, equations 3 to 6. An episode is the agent's own
 (`mujica.py`, with the contract that `agent.protocol` names), so it is recorded as any other:
@@ -114,10 +113,10 @@ class Synthesizer:
     async def lessons(
         self, attempt: Attempt, environment: Environment, policy: Policy
     ) -> tuple[Conversation, ...]:
-        """Return the teacher's own conversations of one episode, or nothing where the episode
-        failed.
+        """Return the teacher's own conversations of one episode.
 
-        A model that learns them can be a teacher."""
+        A model that learns them can be a teacher. There are none if the episode failed.
+        """
         trajectory, writer = await self._play(attempt, environment, policy)
         return () if trajectory.stop_reason is StopReason.SYNTHESIS_FAILED else writer.lessons()
 

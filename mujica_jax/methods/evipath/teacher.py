@@ -57,8 +57,10 @@ class Lesson:
         return dialogue
 
     def accept(self, dialogue: Dialogue, text: str) -> None:
-        """Append the accepted text of a reply to the conversation, as if the teacher had written
-        just that."""
+        """Append an accepted reply to the conversation.
+
+        It is recorded as if the teacher had written just this text.
+        """
         dialogue.add_model(as_completion(self._teacher.tokenizer, text))
 
     async def ask(

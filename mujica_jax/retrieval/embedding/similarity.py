@@ -1,9 +1,9 @@
-"""How alike two texts are: the cosine of their embeddings, or of their word counts.
+"""Similarity of two texts: the cosine of their embeddings, or of their word counts.
 
-Called by the synthesis of trajectories (`methods/evipath/evidence.py`). `words` needs no embedder: worlds
-from scratch repeat names and relations word by word. Any other name is an embedder's
-(`embedders.py`). Texts are embedded as queries are, whose numbers are the same to the bit whatever
-they come with.
+Called by the synthesis of trajectories (`methods/evipath/evidence.py`). The name `words` needs no
+embedder: worlds from scratch repeat names and relations word by word. Any other name is an
+embedder's (`find.py`). Texts are embedded as queries, because the numbers of a query are the same
+to the bit whatever else is in its batch.
 """
 
 import collections
@@ -41,7 +41,7 @@ def find_similarity(name: str) -> Similarity:
 
 
 class EmbeddingSimilarity:
-    """The cosine of a text's embedding and those of others."""
+    """The cosines between the embedding of a text and those of other texts."""
 
     def __init__(self, folder: EmbedderFolder) -> None:
         self._folder = folder
@@ -62,7 +62,7 @@ class EmbeddingSimilarity:
 
 
 def word_cosines(text: str, others: Sequence[str]) -> list[float]:
-    """Return the cosine of a text's word counts and those of each of the others."""
+    """Return the cosines between a text's word counts and those of each of the others."""
     return [word_cosine(text, other) for other in others]
 
 

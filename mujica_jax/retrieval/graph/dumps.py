@@ -105,7 +105,7 @@ class Lines:
             self._counts.names += sum(line.role == "name" for line in lines)
 
     def _is_valid(self, line: Line) -> bool:
-        """Tell whether a line is a triple. One that is none is counted, or raises UserError."""
+        """Return whether a line is a triple. Any other line is counted, or raises UserError."""
         try:
             list(parse(line.text, RdfFormat.N_TRIPLES, lenient=True))
             return True
@@ -137,7 +137,7 @@ class Lines:
         return "none" if predicate.startswith(DESCRIBING) else "statement"
 
     def _is_wanted(self, rest: bytes, role: str) -> bool:
-        """Tell whether the object of a line is one that the graph takes.
+        """Return whether the object of a line is one that the graph takes.
 
         `rest` is the line behind the predicate. A text is in a chosen language or in none. The
         object of a name is a text, and that of a redirect an entity of Wikidata's.

@@ -1,5 +1,6 @@
-"""A knowledge graph behind a SPARQL endpoint: Wikidata's, a QLever of one's own, or `oxigraph
-serve-read-only`.
+"""A knowledge graph behind a SPARQL endpoint.
+
+It may be Wikidata's, a QLever of one's own, or `oxigraph serve-read-only`.
 
 Answers are kept on disk by address and query, and the same query goes there once at a time.
 Requests are sent again after transient errors (`http/retry.py`), not faster than
@@ -26,8 +27,8 @@ from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
 from mujica_jax.retrieval.batching import Batcher
 from mujica_jax.retrieval.errors import (
     RetrievalError,
-    RetrieverRefused,
-    RetrieverUnavailable,
+    RetrieverRefusedError,
+    RetrieverUnavailableError,
     as_retrieval_errors,
 )
 from mujica_jax.retrieval.graph import sparql
@@ -98,7 +99,7 @@ class SparqlEndpoint(KnowledgeGraph):
         try:
             return read(rows)
         except NO_ANSWER as error:
-            raise RetrieverUnavailable(
+            raise RetrieverUnavailableError(
                 f"{self.version} answered something else than was asked ({type(error).__name__}: "
                 f"{error}): {ADVICE}"
             ) from error
@@ -111,7 +112,7 @@ class SparqlEndpoint(KnowledgeGraph):
         policy = dataclasses.replace(self._policy, max_attempts=CHECK_ATTEMPTS)
         rows = await self._fetch(sparql.CLAIMS_QUERY, policy)
         if not rows:
-            raise RetrieverRefused(
+            raise RetrieverRefusedError(
                 f"{self.version} knows no wikibase:directClaim: it answers, and holds no graph in "
                 "Wikidata's vocabulary"
             )

@@ -1,8 +1,10 @@
-"""Files of a knowledge graph, read in pieces and never whole: tables (`tables.py`) and N-Triples
-(`dumps.py`), plain, `.gz` or `.bz2`, local or in a bucket; and what of them is kept.
+"""Files of a knowledge graph, read in pieces and never whole.
 
-A line that cannot be read is refused with file and line, or left out and counted where the caller
-asks for that.
+They are tables (`tables.py`) or N-Triples (`dumps.py`), plain, `.gz` or `.bz2`, local or in a
+bucket. `GraphSpec` and `Loaded` say which of their statements are kept and how far they were read.
+
+A line that cannot be read is refused with file and line, or left out and counted if the caller asks
+for that.
 """
 
 import codecs
@@ -24,7 +26,10 @@ READ_BYTES = 2**22  # at once
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraphSpec:
-    """What a graph is made of. Properties are Wikidata's (P57) or full IRIs; none given are all."""
+    """The sources of a graph.
+
+    `properties` are Wikidata's (P57) or full IRIs; without any, all are taken.
+    """
 
     files: tuple[str, ...]
     languages: tuple[str, ...] = sparql.LANGUAGES
@@ -60,7 +65,7 @@ class GraphSpec:
 
 @dataclasses.dataclass
 class Counts(Skipped):
-    """What was loaded, and what was left out."""
+    """Counts of what was loaded, and of what was left out."""
 
     triples: int = 0
     names: int = 0
@@ -82,7 +87,7 @@ class Piece:
 
 
 def is_table(path: str) -> bool:
-    """Tell whether a file is a table or N-Triples. Raise UserError where it is neither."""
+    """Return True for a table and False for N-Triples. Raises UserError for any other file."""
     name = path.removesuffix(".gz").removesuffix(".bz2")
     if not name.endswith((".tsv", ".nt")):
         raise UserError(f"{path} is no file of triples: expected {FORMATS}")

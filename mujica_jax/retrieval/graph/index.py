@@ -1,13 +1,12 @@
-"""A knowledge graph on disk, loaded in chunks: a killed load goes on behind the last chunk that is
-safely there.
+"""A knowledge graph on disk, loaded in chunks.
 
     INDEX/graph/          the store of pyoxigraph
     INDEX/loaded.json     how far the files were read, and what was counted; written when a chunk is
                           on the disk
 
-A chunk that was being written is read again: a store is a set, so a triple that comes twice is
-there once. plan.json, manifest.json and the rules of opening are those of every index
-(`manifest.py`).
+A load that was killed continues after the last chunk that is safely on disk. The chunk that was
+being written is read again: a store is a set, so a triple that comes twice is stored once.
+plan.json, manifest.json and the rules of opening are those of every index (`manifest.py`).
 """
 
 import dataclasses
@@ -44,7 +43,7 @@ CHUNK_READ_BYTES = 2**30  # of all lines, chosen or not
 
 @dataclasses.dataclass
 class Loaded(Counts):
-    """How far the files are read. Tables are read twice, for names and for statements."""
+    """The progress of a load. Tables are read twice, for names and for statements."""
 
     stage: Literal["names", "statements", "done"] = "names"
     file: int = 0
@@ -117,10 +116,10 @@ def _build(
 def load(
     store: Store, spec: GraphSpec, loaded: Loaded, max_bytes: int | None = None
 ) -> Iterator[Loaded]:
-    """Load the files into the store, from where `loaded` is; of each file its beginning if
-    `max_bytes` says so.
+    """Load the files into the store, starting from where `loaded` is.
 
-    `loaded` is changed and yielded after each chunk. It counts once the store was flushed.
+    `loaded` is changed and yielded after each chunk. It counts once the store was flushed. With
+    `max_bytes` only the beginning of each file is loaded.
     """
     is_table_file = [is_table(path) for path in spec.files]
     while loaded.stage != "done":

@@ -1,9 +1,9 @@
-"""A knowledge graph that is asked in SPARQL: entities by Q-id, label and alias, and the triples of
-an entity in both directions.
+"""A knowledge graph that answers SPARQL queries.
 
-`GraphStore` answers from our own store and `endpoint.py` from another host; what is asked and how
-answers are read is one and the same (`sparql.py`). A bounded number of triples is looked at in each
-direction: countries and professions have millions. Which ones these are is the source's choice;
+It finds entities by Q-id, label and alias, and the triples of an entity in both directions.
+`GraphStore` answers from our own store and `endpoint.py` from another host. Both use the same
+queries and read answers in the same way (`sparql.py`). A bounded number of triples is read in each
+direction, because countries and professions have millions. The source chooses which ones these are;
 their order is fixed.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pyoxigraph import NamedNode, Store
 
-from mujica_jax.retrieval.errors import RetrieverTimeout, RetrieverUnavailable
+from mujica_jax.retrieval.errors import RetrieverTimeoutError, RetrieverUnavailableError
 from mujica_jax.retrieval.graph import sparql
 from mujica_jax.retrieval.graph.triples import End, Triple
 from mujica_jax.retrieval.graph.values import readable_iri
@@ -27,8 +27,10 @@ Read = TypeVar("Read")
 
 
 class KnowledgeGraph(Counted, abc.ABC):
-    """Where triples come from. An entity's key is its Q-id or IRI, or a name where it has
-    neither."""
+    """A source of triples.
+
+    An entity's key is its Q-id or IRI, or a name if it has neither.
+    """
 
     def __init__(self, *, version: str, languages: tuple[str, ...]) -> None:
         super().__init__()
@@ -36,8 +38,10 @@ class KnowledgeGraph(Counted, abc.ABC):
         self.languages = languages
 
     def prefer_language(self, language: str) -> None:
-        """Write labels in `language` where the graph has them, else as `sparql.languages_for`
-        orders the others."""
+        """Write labels in `language` where the graph has them.
+
+        Otherwise they are in the other languages, in the order of `sparql.languages_for`.
+        """
         self.languages = sparql.languages_for(language, self.languages)
 
     @abc.abstractmethod
@@ -74,11 +78,11 @@ class KnowledgeGraph(Counted, abc.ABC):
             return ends[:limit]
 
     async def label_of(self, key: str) -> str | None:
-        """Return the label that the triples of other entities show for the entity with this Q-id or
-        IRI.
+        """Return the label of an entity, as triples of other entities show it.
 
-        None where it has none in the graph's languages. The id of an entity that was merged into
-        another one has the label of that one. Raises RetrievalError.
+        `key` is a Q-id or an IRI. None if the entity has no label in the graph's languages. The id
+        of an entity that was merged into another one has the label of that one. Raises
+        RetrievalError.
         """
         entity = sparql.entity_iri(key)
         if entity is None:
@@ -108,13 +112,11 @@ class KnowledgeGraph(Counted, abc.ABC):
         return await self.ask(sparql.triples_query(entity, self.languages, MAX_TRIPLES), read)
 
     async def find(self, name: str) -> list[str]:
-        """Return the keys of the entities with this Q-id or IRI, or else called so, the likeliest
-        first.
+        """Return the keys of the entities with this Q-id, IRI or name, the likeliest first.
 
-        Entities are called so by a label, or else by an alias.
-
-        Files that name entities without Q-ids are searched up to case, spacing and a closing
-        parenthesis too. Raises RetrievalError.
+        A name is a label, or an alias if no label matches. In files that name entities without
+        Q-ids, case, spacing and a closing parenthesis do not matter if nothing else matches. Raises
+        RetrievalError.
         """
         entity = sparql.entity_iri(name)
         if entity is None:
@@ -163,13 +165,13 @@ class GraphStore(KnowledgeGraph):
         done, _ = await asyncio.wait({running}, timeout=self._deadline_seconds)
         if not done:
             running.cancel()
-            raise RetrieverTimeout(
+            raise RetrieverTimeoutError(
                 f"the graph gave no answer within the deadline of {self._deadline_seconds:g} s"
             )
         return running.result()
 
     def _answer(self, query: str, read: Callable[[Iterable[sparql.Row]], Read]) -> Read:
-        """Run a query in the calling thread. Raises RetrieverUnavailable."""
+        """Run a query in the calling thread. Raises RetrieverUnavailableError."""
         start_time = time.monotonic()
         try:
             rows: Any = self.store.query(query)
@@ -181,4 +183,4 @@ class GraphStore(KnowledgeGraph):
             self.count(batches=1, search_seconds=time.monotonic() - start_time)
         # Raised here, without the error's frames: rows that these hold must not be freed by another
         # thread.
-        raise RetrieverUnavailable(f"the graph failed ({reason})")
+        raise RetrieverUnavailableError(f"the graph failed ({reason})")

@@ -1,5 +1,6 @@
-"""What a knowledge graph is asked in SPARQL, and what the rows say: the same texts for our own
-store and for any endpoint.
+"""The SPARQL queries that a knowledge graph is asked, and how their rows are read.
+
+The texts are the same for our own store and for any endpoint.
 
 The data are in Wikidata's vocabulary: a property `wikibase:directClaim` says which predicate states
 it, entities and properties have `rdfs:label` and `skos:altLabel`. Our store holds what files of
@@ -223,8 +224,9 @@ def read_namesakes(rows: Iterable[Row]) -> list[str]:
 
 
 def read_label(rows: Iterable[Row], languages: Sequence[str]) -> str | None:
-    """Return the entity's label in the first of `languages` that has one, as `read_ends` writes
-    it.
+    """Return the entity's label in the first of `languages` that has one.
+
+    It is written as `read_ends` writes it. None if there is no label.
     """
     labels = {_ranked_label(row["own"], languages) for row in rows if row["own"] is not None}
     return min(labels)[1] if labels else None
@@ -324,8 +326,9 @@ def _spoken(languages: Sequence[str]) -> str:
 
 
 def _ranked_label(label: Any, languages: Sequence[str]) -> tuple[int, str]:
-    """Return a label that sorts by the place of its language. A label without a known language
-    sorts last.
+    """Return a label with the place of its language, by which labels are sorted.
+
+    A label without a known language comes last.
     """
     place = languages.index(label.language) if label.language in languages else len(languages)
     return place, one_line(label.value)

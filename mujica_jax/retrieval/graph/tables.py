@@ -1,10 +1,10 @@
-"""Tab-separated triples with the columns COLUMNS, and as a graph on disk keeps them.
+"""Tab-separated triples with the columns COLUMNS, read for a graph on disk.
 
-Entities with Q-ids are Wikidata's, under the first label that is met, the others being aliases. An
-end without a Q-id is the entity with one that alone is called so in these files, up to case,
-spacing and a closing parenthesis, else an entity of its own. An object without a Q-id that spells a
-value as RDF does (`1961-11-14T00:00:00Z`, `+157`, `Point(114.1 22.5)`) is that value, and is
-printed as every graph prints it (`values.py`).
+Entities with Q-ids are Wikidata's. The first label that is met is an entity's label, and the others
+are its aliases. An end without a Q-id is the entity with a Q-id that has this name in these files,
+if it is the only one; case, spacing and a closing parenthesis do not matter. Otherwise it is an
+entity of its own. An object without a Q-id that spells a value as RDF does (`1961-11-14T00:00:00Z`,
+`+157`, `Point(114.1 22.5)`) is that value, and is printed as every graph prints it (`values.py`).
 """
 
 import urllib.parse
@@ -28,8 +28,10 @@ from mujica_jax.retrieval.graph.values import readable, value_in_text
 
 
 class Table:
-    """Quads of tab-separated rows, for one graph. Names of all rows are put there before the first
-    statement."""
+    """The quads of a table of tab-separated rows, for one graph.
+
+    The names of all rows are stored before the first statement.
+    """
 
     def __init__(self, store: Store, path: str, skip: bool, counts: Counts) -> None:
         self._store = store
@@ -109,7 +111,7 @@ class Table:
         return None
 
     def _is_called(self, iri: Any, name: str) -> bool:
-        """Tell whether a label or an alias is this name, up to case and spacing."""
+        """Return whether a label or an alias is this name, up to case and spacing."""
         texts = (*self._texts(iri, sparql.LABEL), *self._texts(iri, sparql.ALIAS))
         return any(normalise_label(text) == name for text in texts)
 
@@ -187,8 +189,9 @@ def _row(place: str, line: bytes) -> Triple:
 
 
 def _searched_labels(iri: Any, text: str) -> list[Quad]:
-    """Return the quads under which a name is found up to case, spacing and a closing
-    parenthesis.
+    """Return the quads by which a name is found without its exact spelling.
+
+    Case, spacing and a closing parenthesis do not matter then.
     """
     full_name = normalise_label(text)
     names = {full_name, without_parenthesis(full_name)} - {""}

@@ -1,5 +1,4 @@
-"""Print values of RDF in one form, for the triples that a model sees and for the gold answers of a
-data set.
+"""Print values of RDF in one form, for triples that a model sees and for gold answers.
 
 | datatype | value | printed |
 |---|---|---|
@@ -79,8 +78,9 @@ def readable(literal: Literal) -> str:
 
 
 def spellings(literal: Literal) -> tuple[str, ...]:
-    """Return the printed form of a literal, then other ways to write the same value, the literal's
-    own text last.
+    """Return the printed form of a literal, then other ways to write the same value.
+
+    The literal's own text comes last.
     """
     text = one_line(literal.value)
     datatype = literal.datatype.value
@@ -100,11 +100,10 @@ def spellings(literal: Literal) -> tuple[str, ...]:
 
 
 def value_in_text(text: str) -> Literal | None:
-    """Return the value that a cell of a table spells as RDF or Wikidata's JSON does, or None if it
-    is a text.
+    """Return the value that a cell of a table spells, or None if it is a text.
 
-    Dates, points and numbers with a plus sign are recognised. A number without a sign may be a
-    name.
+    Values are spelt as in RDF or in Wikidata's JSON. Dates, points and numbers with a plus sign are
+    recognised. A number without a sign may be a name.
     """
     if _date_in_text.fullmatch(text):
         return Literal(text.removeprefix("+"), datatype=NamedNode(f"{XSD}dateTime"))
@@ -116,8 +115,9 @@ def value_in_text(text: str) -> Literal | None:
 
 
 def written_date(year: str, month: int = 0, day: int = 0) -> str:
-    """Return a date as most of 2WikiMultihopQA writes it: "14 November 1961", "November 1961" or
-    "1961".
+    """Return a date as most of 2WikiMultihopQA writes it.
+
+    Examples are "14 November 1961", "November 1961" and "1961".
 
     `year` is text, so that "44 BC" is a year too. A month or a day of 0 is unknown; a day without a
     month is left out.
@@ -131,10 +131,10 @@ def written_date(year: str, month: int = 0, day: int = 0) -> str:
 
 
 def readable_iri(iri: str) -> str:
-    """Return the last part of an IRI as text: `Norman Foster` of
-    http://example.org/resource/Norman_Foster.
+    """Return the last part of an IRI as text.
 
-    The result is empty where that says nothing: for Wikidata's own ids and for unknown values.
+    For http://example.org/resource/Norman_Foster it is `Norman Foster`. It is empty where the last
+    part says nothing: for Wikidata's own ids and for unknown values.
     """
     if iri.startswith(ENTITY) or UNKNOWN_VALUE in iri:
         return ""

@@ -1,5 +1,6 @@
-"""BM25 over passages, on bm25s, with two tokenisers. A published number depends on the tokeniser,
-so it has a name.
+"""BM25 over passages, on bm25s, with two tokenisers.
+
+A published number depends on the tokeniser, so each tokeniser has a name.
 
     score(q, d) = sum over t in q of  idf(t) * tf / (tf + k1 * (1 - b + b * |d| / avg|d|))
     idf(t) = ln(1 + (N - df + 1/2) / (df + 1/2))
@@ -79,8 +80,9 @@ _unicode_words = re.compile(
 
 
 class Bm25Index(Index):
-    """An index in memory, or mapped from the disk. Building takes about 70 microseconds a passage;
-    a search reads its words' postings.
+    """An index in memory, or mapped from the disk.
+
+    Building takes about 70 microseconds a passage. A search reads the postings of its words.
     """
 
     def __init__(
@@ -147,8 +149,10 @@ class Bm25Index(Index):
         return loaded
 
     def save(self, folder: Path) -> None:
-        """Save the postings; the passages are the caller's. A corpus without words leaves an empty
-        folder."""
+        """Save the postings, but not the passages, which the caller saves.
+
+        A corpus without words leaves an empty folder.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         if self._index is not None:
             self._index.save(folder, show_progress=False)
@@ -210,7 +214,7 @@ def _in_usual_form(text: str) -> str:
 
 
 def _has_runs(text: str) -> bool:
-    """Tell whether a text has a run of characters of a script without spaces."""
+    """Return whether a text has a run of characters of a script without spaces."""
     return not text.isascii() and _run_of_characters.search(_in_usual_form(text)) is not None
 
 

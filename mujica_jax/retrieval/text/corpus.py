@@ -1,5 +1,6 @@
-"""Passages of files, local or in a bucket, one at a time: records of `{title, text}` in any form
-that `corpus_records.py` reads.
+"""Passages of files, local or in a bucket, read one at a time.
+
+A passage is a record of `{title, text}` in any form that `corpus_records.py` reads.
 
 Published corpora are read as they are:
 
@@ -65,7 +66,7 @@ class Passage:
 
 
 class Index(Protocol):
-    """What a retriever searches: `encode`, then `search_encoded`; `search` does both."""
+    """An index that a retriever searches: `encode`, then `search_encoded`; `search` does both."""
 
     passages: Sequence[Passage]
     version: str
@@ -271,8 +272,10 @@ def _passage(record: object, position: str, place: str) -> Passage:
 
 
 def _title_and_text(record: dict[str, Any]) -> tuple[Any, Any]:
-    """Return what a record gives as title and text, not yet checked. A title that is missing is
-    empty."""
+    """Return the title and the text of a record, not yet checked.
+
+    A missing title is empty.
+    """
     title = "" if _is_blank(record.get("title")) else record["title"]
     contents = record.get("contents")
     if not title and isinstance(contents, str) and not _is_blank(contents):
@@ -292,7 +295,7 @@ def _title_and_text(record: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _is_blank(value: object) -> bool:
-    """Tell whether a record leaves a field out. Tables without a value hold NaN there."""
+    """Return whether a record leaves a field out. Tables without a value hold NaN there."""
     if isinstance(value, float):
         return math.isnan(value)
     return value is None or value == [] or (isinstance(value, str) and not value.strip())
@@ -319,10 +322,10 @@ def _without_title(contents: str, title: str) -> str:
 
 
 def _joined(sentences: list[Any]) -> Any:
-    """Return a list of sentences, or of paragraphs of sentences, as one text. Any other list is
-    returned as it is.
+    """Return a list of sentences, or of paragraphs of sentences, as one text.
 
-    Some corpora keep the space before a sentence and some do not.
+    Any other list is returned as it is. Some corpora keep the space before a sentence and some do
+    not.
     """
     text = ""
     for sentence in sentences:

@@ -44,8 +44,9 @@ _entity = re.compile(r"&(?:#\d+|#[xX][0-9a-fA-F]+|[A-Za-z][A-Za-z0-9]*);")
 
 
 def read_records(path: str | Path) -> Iterator[tuple[int, object]]:
-    """Yield line number (in Parquet: row) and value of every record of a file that is no
-    archive.
+    """Yield line number (in Parquet: row) and value of every record of a file.
+
+    The file must not be an archive.
     """
     with explained(path):
         if str(path).endswith(".parquet"):
@@ -129,8 +130,9 @@ def _archive_records(path: str | Path) -> Iterator[tuple[str, int, object]]:
 
 
 def _is_hidden(member: str) -> bool:
-    """Tell whether a file of an archive is one that macOS writes beside the others: `._NAME`,
-    `.DS_Store`, `__MACOSX/`.
+    """Return whether a file of an archive is one that macOS writes beside the others.
+
+    Such files are `._NAME`, `.DS_Store` and `__MACOSX/`.
     """
     *folders, name = member.split("/")
     return name.startswith(".") or "__MACOSX" in folders
@@ -174,8 +176,9 @@ def explained(path: str | Path) -> Iterator[None]:
 
 
 def _text_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]]:
-    """Read a table, known by the file's name, or an array, which begins with a bracket, or else
-    JSON Lines.
+    """Read the records of a table, an array or JSON Lines.
+
+    A table is known by the file's name, and an array begins with a bracket.
     """
     name = Path(str(path).removesuffix(".gz").removesuffix(".bz2"))
     if name.suffix in TABLES:
@@ -194,8 +197,11 @@ def _text_records(path: str | Path, file: TextIO) -> Iterator[tuple[int, object]
 
 
 def _table_records(path: str | Path, file: TextIO, delimiter: str) -> Iterator[tuple[int, object]]:
-    """Read the rows of a table whose first line names its columns, quoted as spreadsheets and DPR
-    do."""
+    """Read the rows of a table whose first line names its columns.
+
+    Fields are quoted as spreadsheets and DPR quote them. Raises UserError with the line that cannot
+    be read.
+    """
     csv.field_size_limit(MAX_RECORD_CHARACTERS)
     rows = csv.reader(file, delimiter=delimiter, strict=True)
     columns: list[str] = []
@@ -312,8 +318,9 @@ class _ArrayReader:
             self._read_on()
 
     def end_record(self) -> None:
-        """Step over a comma. Raise UserError where neither that nor the end of the array follows a
-        record.
+        """Step over the comma after a record.
+
+        Raises UserError if neither a comma nor the end of the array follows.
         """
         following = self.next_character()
         if following == ",":

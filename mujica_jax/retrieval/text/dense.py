@@ -1,5 +1,6 @@
-"""Passages by their embeddings: queries are embedded and searched by inner product, among a
-corpus's embeddings or a few texts.
+"""Passages by their embeddings: queries are embedded and searched by inner product.
+
+They are searched among the embeddings of a corpus or of a few texts.
 
 Two engines have one interface, `search(queries, k) -> scores, positions`: every embedding looked at
 on the devices of JAX (`exact.py`), and ScaNN (`scann.py`).
@@ -88,8 +89,9 @@ def ranked(
 
 
 def best_rows(queries: np.ndarray, vectors: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scores and positions of the k largest inner products, ties in the order of the
-    rows. This is exact search in numpy.
+    """Return the scores and positions of the k largest inner products, each [queries, k].
+
+    Equal scores are in the order of the rows. This is exact search in numpy.
     """
     scores = queries @ vectors.T
     positions = np.argsort(-scores, axis=1, kind="stable")[:, :k]

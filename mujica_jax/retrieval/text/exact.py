@@ -1,10 +1,10 @@
-"""Maximum-inner-product search on the devices of JAX: embeddings split over them by rows, every row
-looked at.
+"""Maximum-inner-product search on the devices of JAX, which scores every row.
 
-Each device scores its rows block by block and keeps the k best; the best of all devices are merged.
-`exact` finds what sorting all scores finds, ties in the order of the corpus; with a recall target
-the k best of a block come from `jax.lax.approx_max_k` (Chern et al., 2022), which TPUs compute
-without a sort and other platforms exactly.
+The embeddings are split over the devices by rows. Each device scores its rows block by block and
+keeps the k best; the best of all devices are merged. `exact` finds what sorting all scores finds,
+with equal scores in the order of the corpus. With a recall target the k best of a block come from
+`jax.lax.approx_max_k` (Chern et al., 2022), which TPUs compute without a sort and other platforms
+exactly.
 """
 
 import dataclasses
@@ -65,8 +65,9 @@ class ExactSearch:
     def search(
         self, queries: Float[np.ndarray, "queries dimension"], k: int
     ) -> tuple[Float[np.ndarray, "queries k"], Int[np.ndarray, "queries k"]]:
-        """Return the scores and positions of the k best rows, best first. `k` is at most the number
-        of rows.
+        """Return the scores and positions of the k best rows, best first.
+
+        `k` is at most the number of rows.
         """
         assert 1 <= k <= self.rows, f"k is {k} of {self.rows} rows"
         scores = np.zeros((len(queries), k), np.float32)
@@ -108,7 +109,7 @@ def free_device_bytes() -> int | None:
 
 
 def device_bytes(rows: int, row_bytes: int, devices: int) -> int:
-    """Return the bytes that rows of this size take on each of so many devices, with padding."""
+    """Return the bytes that rows of this size take on each of the devices, with padding."""
     return layout(rows, devices)[1] // devices * row_bytes
 
 

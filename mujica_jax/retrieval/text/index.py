@@ -32,7 +32,7 @@ from mujica_jax.retrieval.text.corpus import FILE, Index, PassageFile, stream_co
 from mujica_jax.retrieval.text.dense import DenseIndex, VectorSearch
 from mujica_jax.retrieval.text.recall import is_measured, measure_beside_exact
 from mujica_jax.retrieval.text.scann import (
-    ScannMissing,
+    ScannMissingError,
     ScannParameters,
     ScannSearch,
     package,
@@ -67,7 +67,7 @@ DENSE_PLAN = ("corpus", "skip", "embedder", "prefixes", "embedder_version", "dim
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class IndexSpec:
-    """What an index is made of."""
+    """The sources and the settings of an index."""
 
     kind: Kind
     corpus: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ def choose_kind(passages: int) -> tuple[Kind, str]:
         return "exact", f"{passages:,} passages: an exact index ({reason})"
     try:
         package()
-    except ScannMissing as missing:
+    except ScannMissingError as missing:
         return "exact", f"{passages:,} passages: an exact index, because {missing.reason}"
     reason = f"exact up to {MAX_EXACT_PASSAGES:,}; --kind exact builds the other"
     return "scann", f"{passages:,} passages: a ScaNN index ({reason})"
@@ -223,8 +223,9 @@ def open_index(
 def _embedder_of(
     folder: Path, manifest: Mapping[str, Any], name: str | None, prefixes: str | None
 ) -> EmbedderFolder:
-    """Find the embedder of an index's queries, and check that its passages were embedded with
-    it.
+    """Return the embedder of an index's queries.
+
+    Raises UserError if the index's passages were embedded with another one.
     """
     embedder_name = manifest["embedder"] if name is None else name
     embedder_prefixes = manifest.get("prefixes") if prefixes is None else prefixes
@@ -242,7 +243,7 @@ def _load_scann(folder: Path, manifest: Mapping[str, Any], rows: int) -> ScannSe
     """Load ScaNN's files of an index. Say what to do instead where ScaNN is missing."""
     try:
         return ScannSearch.load(folder / SCANN_FOLDER, rows, ScannParameters(**manifest["scann"]))
-    except ScannMissing as missing:
+    except ScannMissingError as missing:
         raise UserError(
             f"the index {folder} is of kind scann and {missing.reason}: build an exact one of "
             f"its embeddings (`python -m mujica_jax.index build --embeddings {folder} --kind "
@@ -353,11 +354,11 @@ def _partition(folder: Path, embeddings: Embeddings, reporter: Reporter) -> dict
 
 
 def _measure(folder: Path, manifest: dict[str, Any], reporter: Reporter) -> dict[str, Any]:
-    """Measure the recall of a finished ScaNN index beside exact search, write it into the manifest
-    and return that.
+    """Measure the recall of a finished ScaNN index beside exact search.
 
-    It comes last, when the index is whole already: a host that cannot hold the index in memory has
-    built it too. What cannot be measured is returned with its reason and not written, so that the
+    Return the manifest with the recall, which is also written to disk. This comes last, when the
+    index is already whole, so a host that cannot hold the index in memory has built it too. If it
+    cannot be measured, the reason is returned in place of the recall and not written, so that the
     next start of the build tries again.
     """
     file_bytes = sum(path.stat().st_size for path in (folder / SCANN_FOLDER).iterdir())
@@ -376,7 +377,7 @@ def _measure(folder: Path, manifest: dict[str, Any], reporter: Reporter) -> dict
         search = ScannSearch.load(
             folder / SCANN_FOLDER, len(embeddings), ScannParameters(**manifest["scann"])
         )
-    except ScannMissing as missing:
+    except ScannMissingError as missing:
         return {**manifest, RECALL: {"unmeasured": missing.reason}}
     with reporter.stage("measuring recall", total=len(embeddings), unit="passages") as stage:
         recall = measure_beside_exact(search, embeddings, on_rows=stage.update)

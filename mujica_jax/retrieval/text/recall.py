@@ -77,12 +77,11 @@ def measure_recall(
 def measure_beside_exact(
     search: VectorSearch, embeddings: Embeddings, on_rows: Callable[[int], None] = lambda done: None
 ) -> dict[str, Any]:
-    """Return the recall of a search beside exact search over the same embeddings, with the number
-    of queries and k.
+    """Return the recall of a search beside exact search over the same embeddings.
 
-    The queries are embeddings of passages, drawn with a fixed seed. A passage does not count as its
-    own neighbour: every search finds it. A corpus of one passage has no neighbours and counts as
-    100 percent.
+    The result also has the number of queries and k. The queries are embeddings of passages, drawn
+    with a fixed seed. A passage does not count as its own neighbour, because every search finds it.
+    A corpus of one passage has no neighbours and counts as 100 percent.
     """
     rows = len(embeddings)
     k = min(NEIGHBOURS, rows - 1)
@@ -101,8 +100,9 @@ def measure_beside_exact(
 
 
 def is_measured(recall: object) -> bool:
-    """Say whether a value of a manifest is what `measure_beside_exact` returns. No checksum covers
-    it.
+    """Return whether a value of a manifest is a result of `measure_beside_exact`.
+
+    No checksum covers it.
     """
     if not isinstance(recall, dict) or set(recall) != {"percent", "k", "queries"}:
         return False
@@ -116,8 +116,9 @@ def _exact_neighbours(
     k: int,
     on_rows: Callable[[int], None],
 ) -> np.ndarray:
-    """Return the positions of the k largest products of each query, [queries, k], without the
-    query's own passage.
+    """Return the positions of the k largest products of each query, [queries, k].
+
+    A query's own passage is not among them.
     """
     best_scores = np.full((len(queries), k), -np.inf, np.float32)
     best_positions = np.full((len(queries), k), -1, np.int64)

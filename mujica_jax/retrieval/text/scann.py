@@ -1,16 +1,15 @@
-"""Maximum-inner-product search by ScaNN (Guo et al., 2020), on the host: a tree of partitions,
-asymmetric hashing, exact reordering.
+"""Maximum-inner-product search by ScaNN (Guo et al., 2020), on the host.
 
-Of every query the nearest partitions are scored by four-bit hashes of two dimensions each, and the
-best of these again by vectors of eight bits. The parameters follow from the size of the corpus and
-stand in the index's manifest; a small corpus is scored whole. A saved index is loaded without
-building anything.
+ScaNN uses a tree of partitions, asymmetric hashing and exact reordering. For each query it scores
+the nearest partitions by four-bit hashes of two dimensions each, and the best of these again by
+vectors of eight bits. The parameters follow from the size of the corpus and stand in the index's
+manifest. A small corpus is scored whole. A saved index is loaded without building anything.
 
-Its files are written in chunks, so that the embeddings of a corpus are never in memory as a whole.
-ScaNN's own builder takes float32 of all rows and copies them: four times the bytes of bfloat16 and
-more. Here it is given a sample, and partitions and codebook come of that. Under these it then
-assigns and hashes chunk after chunk, as it does with all rows at once, and what it finds is put
-together in the files that its loader reads; a test compares them with those of its own builder.
+The files are written in chunks, so the embeddings of a corpus are never in memory as a whole.
+ScaNN's own builder takes float32 of all rows and copies them, which is more than four times the
+bytes of bfloat16. Here it gets a sample and learns partitions and codebook from it. It then assigns
+and hashes chunk after chunk, as it does with all rows at once. The results are joined in the files
+that its loader reads. A test compares them with those of its own builder.
 
     FOLDER/trained/          what ScaNN learned from the sample
     FOLDER/trained.json      written after it: the parameters
@@ -18,10 +17,10 @@ together in the files that its loader reads; a test compares them with those of 
                              datapoint_to_token.npy [rows] int32, the partition;
                              int8_dataset.npy [rows, dimension], round(x * multiplier);
                              and the trained files
-    FOLDER/hashed.json       how many rows are there: a killed build goes on behind them
+    FOLDER/hashed.json       how many rows are done: a killed build continues after them
 
-The most memory is taken by the sample, a few times in float32. ScaNN has wheels for Linux on x86-64
-alone. It is imported when it is used: it brings TensorFlow.
+The sample takes the most memory, a few times its size in float32. ScaNN has wheels only for Linux
+on x86-64. It is imported when it is used, because it brings TensorFlow.
 """
 
 import ctypes
@@ -57,7 +56,7 @@ REQUIREMENT = "scann==1.4.2"  # as requirements.txt has it
 MAX_REASON = 200  # characters of an import error that are shown
 
 
-class ScannMissing(UserError):
+class ScannMissingError(UserError):
     """ScaNN cannot be imported here.
 
     `reason` names the platform and the error without saying what to do.
@@ -73,7 +72,7 @@ class ScannMissing(UserError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScannParameters:
-    """What an index is built with."""
+    """The parameters that an index is built with."""
 
     leaves: int  # partitions; 0: all rows are scored, without hashes
     leaves_searched: int
@@ -86,7 +85,7 @@ class ScannParameters:
 
 
 def parameters_for(rows: int, *, of_length_1: bool) -> ScannParameters:
-    """Return the parameters for a corpus of so many rows.
+    """Return the parameters for a corpus with this many rows.
 
     It has about sqrt(rows) partitions of sqrt(rows) rows. A search looks into three tenths of them,
     or into more where these would hold fewer than MIN_ROWS_SCORED rows.
@@ -121,8 +120,9 @@ class ScannSearch:
 
     @classmethod
     def load(cls, folder: Path, rows: int, parameters: ScannParameters) -> "ScannSearch":
-        """Load an index without the package's own loader, which would read a pickle that lies
-        there.
+        """Load an index without the package's own loader.
+
+        That loader would read a pickle that lies in the folder.
         """
         scann = package()
         try:
@@ -146,13 +146,16 @@ class ScannSearch:
         if not len(queries):
             return np.empty((0, k), np.float32), np.empty((0, k), np.int64)
 
-        search_options = {"final_num_neighbors": k}
+        num_candidates = None  # without partitions all rows are scored
+        leaves_searched = None
         if self.parameters.leaves:
-            candidates = max(self.parameters.reordered, REORDERED_OF_K * k)
-            search_options["pre_reorder_num_neighbors"] = min(self._rows, candidates)
-            search_options["leaves_to_search"] = self.parameters.leaves_searched
+            num_candidates = min(self._rows, max(self.parameters.reordered, REORDERED_OF_K * k))
+            leaves_searched = self.parameters.leaves_searched
         positions, products = self._searcher.search_batched_parallel(
-            np.ascontiguousarray(queries, np.float32), **search_options
+            np.ascontiguousarray(queries, np.float32),
+            final_num_neighbors=k,
+            pre_reorder_num_neighbors=num_candidates,
+            leaves_to_search=leaves_searched,
         )
 
         # Behind its results ScaNN fills a row with products that are not finite.
@@ -252,8 +255,9 @@ def _serialize(searcher: Any, folder: Path) -> None:
 
 
 def package() -> Any:
-    """Return the module with ScaNN's builder and searchers. Raise ScannMissing where it cannot be
-    imported.
+    """Return the module with ScaNN's builder and searchers.
+
+    Raises ScannMissingError if it cannot be imported.
     """
     # TensorFlow reports GPUs and instructions that it does not find.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -262,7 +266,7 @@ def package() -> Any:
     # Not only ImportError: beside another TensorFlow it fails with an error of TensorFlow's own.
     except Exception as error:
         message = " ".join(str(error).split())[:MAX_REASON]
-        raise ScannMissing(f"ScaNN cannot be imported on {_platform()} ({message})") from error
+        raise ScannMissingError(f"ScaNN cannot be imported on {_platform()} ({message})") from error
 
     for kernels in usable_kernels():
         kernels_allowed(scann_ops_pybind, kernels).value = True
@@ -278,8 +282,9 @@ def _platform() -> str:
 
 
 def _where_scann_works() -> str:
-    """Say what makes ScaNN available: a package on a platform that has wheels, and that platform
-    elsewhere.
+    """Return what the user can do to have ScaNN.
+
+    A platform that has wheels needs a package. On any other platform there is no ScaNN.
     """
     if platform.system() == "Linux" and platform.machine() == "x86_64":
         return f"install ScaNN (`pip install {REQUIREMENT} 'tensorflow~=2.20.0'`)"

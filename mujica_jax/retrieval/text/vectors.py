@@ -1,5 +1,6 @@
-"""Embeddings of a corpus on disk: written chunk by chunk, so that a killed build goes on, and
-mapped when they are read.
+"""Embeddings of a corpus on disk, mapped when they are read.
+
+They are written chunk by chunk, so a build that was killed can continue.
 
 embeddings.bfloat16                   [rows, dimension], or
 embeddings.int8, embeddings.scales    x = scale * integer, one float32 scale a row: half the bytes,
@@ -34,8 +35,10 @@ DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "int8": np.dtype(np.int8)}
 
 @dataclasses.dataclass(frozen=True)
 class Embeddings:
-    """[rows, dimension] of bfloat16, or of int8 with a scale a row; on disk unless a test made
-    them."""
+    """Embeddings, [rows, dimension], of bfloat16, or of int8 with a scale for each row.
+
+    They are on disk unless a test made them.
+    """
 
     vectors: np.ndarray
     scales: np.ndarray | None = None
@@ -62,7 +65,7 @@ class Embeddings:
         return vectors * self.scales[rows, None]
 
     def of_length_1(self) -> bool:
-        """Tell whether the first rows have length 1, up to the rounding of bfloat16."""
+        """Return whether the first rows have length 1, up to the rounding of bfloat16."""
         lengths = np.linalg.norm(self.float32(0, 1000), axis=1)
         return bool((np.abs(lengths - 1) < 0.01).all())
 

@@ -173,7 +173,7 @@ class _Questions(tfds.core.GeneratorBasedBuilder):
 
 
 def _manual_instructions(kind: str) -> str:
-    """Say which files to put into the manual folder."""
+    """Return which files to put into the manual folder, as advice to the user."""
     files = OFFICIAL_FILES[kind].summary
     if kind in DOWNLOADS:
         return (

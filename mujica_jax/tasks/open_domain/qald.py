@@ -1,5 +1,6 @@
-"""QALD-10: questions over Wikidata whose answers are what a SPARQL query finds, answered over a
-knowledge graph.
+"""QALD-10: questions over Wikidata, answered over a knowledge graph.
+
+Their gold answers are what a SPARQL query finds.
 
 A question's candidates are the entities that its query names. Its answers are what the query found:
 labels of entities, values, yes or no. Each is written as the graph that is searched prints it, so

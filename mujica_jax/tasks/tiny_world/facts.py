@@ -113,7 +113,7 @@ class WorldPart:
         self._known_numbers = self._known_entities()
 
     def knows(self, topics: Sequence[int], chains: Sequence[Sequence[Value]]) -> bool:
-        """Whether all subjects on the way from the topics to the ends are common knowledge."""
+        """Return whether all subjects between the topics and the ends are common knowledge."""
         for topic, chain in zip(topics, chains, strict=True):
             subjects = (topic, *chain[:-1])
             if not all(subject in self._known_numbers for subject in subjects):
@@ -394,7 +394,7 @@ class WorldPart:
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class _Person:
-    """What later generations and films need to know about someone."""
+    """The facts about someone that later generations and films need."""
 
     number: int
     is_male: bool

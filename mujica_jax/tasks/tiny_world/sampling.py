@@ -127,7 +127,7 @@ class _Pool:
         return (first, second) if self._is_pair(first, second, wants_equal_ends) else ()
 
     def _is_pair(self, first: int, second: int, wants_equal_ends: bool) -> bool:
-        """Whether these are two topics with different bridges.
+        """Return whether these are two topics with different bridges.
 
         Their ends must be equal where the answer is to be yes, and different everywhere else.
         """

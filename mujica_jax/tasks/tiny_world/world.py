@@ -1,5 +1,6 @@
-"""The tiny world: a generated encyclopaedia with the question kinds of 2WikiMultihopQA, needing no
-download.
+"""The tiny world: a generated encyclopaedia with the question kinds of 2WikiMultihopQA.
+
+It needs no download.
 
 It has four parts without a common entity (`facts.py`): train, demonstrations, dev and test. Their
 names share words and no full name (`names.py`). Each question is a template (`questions.py`) filled
@@ -337,7 +338,7 @@ def _question(part: WorldPart, number: int, plan: Plan) -> Question:
     evidences = _evidences(part, plan)
     return Question(
         id=id,
-        text=template.wordings[plan.wording].format(**topic_of_letter),
+        text=template.wordings[plan.wording].format_map(topic_of_letter),
         answers=(template.answer(topics, ends),),
         # Only graphs read the candidates.
         candidates=tuple(_entity(part, topic) for topic in plan.topics),

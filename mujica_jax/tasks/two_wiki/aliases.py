@@ -1,5 +1,6 @@
-"""Other names of an answer: `id_aliases.json` of 2WikiMultihopQA's release with `answer_id`
-(December 2020).
+"""Other names of an answer, from `id_aliases.json` of 2WikiMultihopQA.
+
+The file comes with the release that has `answer_id` (December 2020).
 
 A line of the file is `{"Q_id": ..., "aliases": [...], "demonyms": [...]}`. The official script
 (`2wikimultihop_evaluate_v1.1.py`) counts both lists of a question's `answer_id` as gold answers. So
@@ -102,5 +103,5 @@ def _read_line(line: object, place: str) -> tuple[str, tuple[str, ...]]:
 
 
 def _are_texts(names: object) -> TypeGuard[list[str]]:
-    """Whether this is a list of texts."""
+    """Return whether this is a list of texts."""
     return isinstance(names, list) and all(isinstance(name, str) for name in names)

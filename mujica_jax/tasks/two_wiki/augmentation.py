@@ -154,7 +154,7 @@ class Piece:
 
 
 class NameParts:
-    """What new names are made of: words, closed labels and facts of the training side.
+    """The parts of new names: words, closed labels and facts of the training side.
 
     - `words`: by sort and place in the name, see `_pool_key`.
     - `closed`: the labels of each closed relation.

@@ -153,7 +153,7 @@ def answer_from_evidence(question: Question) -> str | None:
 
 
 def follows_from_evidence(question: Question) -> bool:
-    """Whether the gold answer is reproduced (exact match under the 2Wiki rule)."""
+    """Return whether the gold answer is reproduced (exact match under the 2Wiki rule)."""
     answer = answer_from_evidence(question)
     return answer is not None and score(answer, question.answers, "two_wiki").em == 1.0
 
@@ -295,7 +295,7 @@ def _month(name: str | None) -> int:
 
 
 def _found_by(later: Evidence, earlier: Evidence) -> bool:
-    """Whether the subject of the later evidence is the object of the earlier one."""
+    """Return whether the subject of the later evidence is the object of the earlier one."""
     if later.subject_id and earlier.object_id:
         return later.subject_id == earlier.object_id
     return later.subject.casefold() == earlier.object.casefold()

@@ -53,7 +53,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CopyPlan:
-    """What all copies of a question share.
+    """The plan that all copies of a question share.
 
     `labels` and `sorts` tell each entity's original name, and what it is.
     """

@@ -1,11 +1,13 @@
-"""2WikiMultihopQA records as their files hold them: official `dev.json` and `train.json`, and the
-smaller files made from them.
+"""2WikiMultihopQA records as their files hold them.
 
-One question can stand in several files with different fields (evidences here, aliases there); they
-are merged by id. The name of a file says to which official split its questions belong: `train*` or
-`dev*`. Evidences carry labels, and Q-ids only where the record gives `evidences_id`; `entity_ids`
-names the subjects of every record, so the ids of all subjects and bridge entities are known here,
-and from here the graph learns which labels mean the same entity.
+The files are the official `dev.json` and `train.json`, and the smaller files made from them. One
+question can stand in several files with different fields (evidences here, aliases there); they are
+merged by id. The name of a file says to which official split its questions belong: `train*` or
+`dev*`.
+
+Evidences carry labels, and Q-ids only where the record gives `evidences_id`. `entity_ids` names the
+subjects of every record. So the ids of all subjects and bridge entities are known here, and the
+graph learns from them which labels mean the same entity.
 """
 
 import dataclasses

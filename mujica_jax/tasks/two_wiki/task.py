@@ -1,5 +1,6 @@
-"""2WikiMultihopQA (Ho et al., 2020) as a task: questions over its knowledge graph or over a corpus
-of passages.
+"""2WikiMultihopQA (Ho et al., 2020) as a task.
+
+Its questions are asked over its knowledge graph or over a corpus of passages.
 
 - `environment="graph"` (2Wiki-KG): every question with evidences. Its candidates are the topic
   entities that the question itself names, under the graph's labels, in the order of the question. A
@@ -99,7 +100,7 @@ PRETRAINING_YEARS = (1000, 2020)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Environments:
-    """Where questions are answered, and where demonstrations are played."""
+    """The environments in which questions are answered and demonstrations are played."""
 
     searched: Environment
     # By id, where questions are answered whose passages `searched` lacks.
@@ -110,7 +111,7 @@ class Environments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remarks:
-    """What a task says about its questions."""
+    """A task's remarks about its questions."""
 
     left_out: Sequence[str]  # ids of questions that cannot be asked
     notes: Sequence[str]  # sentences for the user
@@ -135,7 +136,7 @@ class TwoWiki:
         remarks: Remarks,
         demonstrated: Sequence[Question] = (),
     ) -> None:
-        """`demonstrated` are questions for demonstrations alone."""
+        """Join the parts of the task. `demonstrated` are questions for demonstrations alone."""
         self.config = config
         self.left_out = remarks.left_out
         self.notes = tuple(remarks.notes)

@@ -174,10 +174,7 @@ def grow(
 
     async def growing() -> Tree:
         growth = Growth(
-            agent,
-            attempt(QUESTION),
-            world or Echo(kind="text"),
-            policy,
+            agent.begin(attempt(QUESTION), world or Echo(kind="text"), policy),
             dataclasses.replace(METHOD if both else CHEAP, **changes),
             reward=reward,
             gate=asyncio.Semaphore(4),
@@ -690,7 +687,8 @@ def test_dpo_moves_towards_what_was_chosen():
     rows = packed.with_columns(reference_log_probs=reference)
     metrics = []
     rates = schedule(peak=3e-3, end_value=3e-3, total_steps=8)
-    state = fit(trainer, state, rows, schedule=rates, steps=8, seed=0, on_step=metrics.append).state
+    batches = trainer.batches(rows, seed=0)
+    state = fit(trainer, state, batches, schedule=rates, steps=8, on_step=metrics.append).state
     assert metrics[0].loss == pytest.approx(math.log(2), abs=1e-5)
     assert metrics[-1].loss < 0.6
     gains = np.where(packed.loss_mask, trainer.score(state, packed) - reference, 0.0)

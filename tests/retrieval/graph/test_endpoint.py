@@ -11,7 +11,11 @@ import pytest
 
 from mujica_jax.errors import UserError
 from mujica_jax.http.retry import RetryPolicy
-from mujica_jax.retrieval.errors import RetrieverRefused, RetrieverTimeout, RetrieverUnavailable
+from mujica_jax.retrieval.errors import (
+    RetrieverRefusedError,
+    RetrieverTimeoutError,
+    RetrieverUnavailableError,
+)
 from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint, _rows, open_endpoint
 from mujica_jax.retrieval.search_cache import SearchCache
 from tests.helpers.little_graph import FILM, graph_in_memory, texts, write_dump
@@ -97,32 +101,32 @@ def test_what_passes_is_survived(store, clock, fault):
         (
             Answer(status=500),
             {"max_attempts": 3},
-            RetrieverUnavailable,
+            RetrieverUnavailableError,
             "failed 3 times, the last time with status 500",
         ),
         (
             Answer(content=b"no"),
             {"max_attempts": 2},
-            RetrieverUnavailable,
+            RetrieverUnavailableError,
             "an answer that is no SPARQL result",
         ),
         (
             Answer(status=400, content=b"bad query"),
             {},
-            RetrieverRefused,
+            RetrieverRefusedError,
             "refused the request with status 400: bad query",
         ),
-        (Answer(status=403, content=b"banned"), {}, RetrieverRefused, "status 403: banned"),
+        (Answer(status=403, content=b"banned"), {}, RetrieverRefusedError, "status 403: banned"),
         (
             Answer(status=429, headers={"Retry-After": "3600"}),
             {"deadline_seconds": 0.5},
-            RetrieverTimeout,
+            RetrieverTimeoutError,
             r"of 0\.5 s",
         ),
         (
             Answer(fault="silent"),
             {"deadline_seconds": 0.5},
-            RetrieverTimeout,
+            RetrieverTimeoutError,
             "within the deadline",
         ),
     ],
@@ -169,7 +173,7 @@ def test_a_table_of_something_else_is_a_typed_error(row, tmp_path):
         # The second time the answer comes from the cache.
         for _ in range(2):
             with pytest.raises(
-                RetrieverUnavailable, match="answered something else than was asked"
+                RetrieverUnavailableError, match="answered something else than was asked"
             ):
                 asked(graph.triples_of("Nobody" if "rank" in row else "Q1"))
 
@@ -191,7 +195,9 @@ def test_triples_quoted_in_one_another_are_a_typed_error(name):
         deep = Answer(content=answer.encode())
         with serving(lambda request, before, deep=deep: deep) as endpoint:
             graph = endpoint_at(endpoint.base_url, policy=RetryPolicy(max_attempts=1))
-            with pytest.raises(RetrieverUnavailable, match=r"no SPARQL result \(RecursionError"):
+            with pytest.raises(
+                RetrieverUnavailableError, match=r"no SPARQL result \(RecursionError"
+            ):
                 asked(graph.find("Nobody"))
     rows = _rows(row % quoted(2, name), "SELECT ?entity ?rank WHERE")
     assert rows == [{"entity": None, "rank": None}], "a few are a table"
@@ -229,7 +235,7 @@ def test_what_is_damaged_in_the_cache_is_asked_again_and_failures_are_not_kept(s
         lambda request, before: truth(store, request) if before else Answer(status=400)
     ) as endpoint:
         graph = endpoint_at(endpoint.base_url, cache=cache)
-        with pytest.raises(RetrieverRefused):
+        with pytest.raises(RetrieverRefusedError):
             asked(graph.triples_of("Q1"))
         assert texts(asked(graph.triples_of("Q1"))) == FILM
         query = endpoint.requests[0].body["query"]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mujica_jax.retrieval.errors import RetrieverTimeout, RetrieverUnavailable
+from mujica_jax.retrieval.errors import RetrieverTimeoutError, RetrieverUnavailableError
 from mujica_jax.retrieval.graph import knowledge_graph, sparql
 from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint
 from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
@@ -267,7 +267,7 @@ def test_a_store_that_fails_or_hangs_is_a_typed_error():
 
     broken: object = Broken()
     graph = GraphStore(broken, version="", languages=("en",))  # pyright: ignore
-    with pytest.raises(RetrieverUnavailable, match="the disk is gone"):
+    with pytest.raises(RetrieverUnavailableError, match="the disk is gone"):
         asked(graph.triples_of("Q1"))
     assert graph.statistics.queries == 1
     assert graph.statistics.failed == 1
@@ -280,7 +280,7 @@ def test_a_store_that_fails_or_hangs_is_a_typed_error():
         finally:
             too_late.set()
 
-    with pytest.raises(RetrieverTimeout, match=r"deadline of 0\.1 s"):
+    with pytest.raises(RetrieverTimeoutError, match=r"deadline of 0\.1 s"):
         asked(hang())
 
 

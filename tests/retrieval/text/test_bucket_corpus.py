@@ -14,7 +14,7 @@ import pyarrow.parquet
 import pytest
 
 from mujica_jax import index
-from mujica_jax.errors import StoreUnavailable, UserError
+from mujica_jax.errors import StoreUnavailableError, UserError
 from mujica_jax.retrieval import files
 from mujica_jax.retrieval.graph import files as graph_files
 from mujica_jax.retrieval.graph.files import pieces
@@ -116,7 +116,8 @@ def test_it_is_built_and_another_content_is_another_corpus(bucket, tmp_path):
 def test_a_bucket_that_never_answers_ends_in_one_sentence(bucket):
     bucket.faults = lambda request: "503" if request.query.get("alt") == "media" else None
     with pytest.raises(
-        StoreUnavailable, match=r"gs://mine/folder/corpus\.jsonl could not be read in 8 attempts"
+        StoreUnavailableError,
+        match=r"gs://mine/folder/corpus\.jsonl could not be read in 8 attempts",
     ):
         read_corpus(["gs://mine/folder/corpus.jsonl"])
 

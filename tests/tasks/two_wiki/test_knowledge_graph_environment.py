@@ -13,7 +13,7 @@ from mujica_jax.errors import UserError
 from mujica_jax.http.retry import RetryPolicy
 from mujica_jax.metrics import score
 from mujica_jax.records import Entity, StopReason
-from mujica_jax.retrieval.errors import RetrievalError, RetrieverUnavailable
+from mujica_jax.retrieval.errors import RetrievalError, RetrieverUnavailableError
 from mujica_jax.retrieval.graph.dumps import claim_quads
 from mujica_jax.retrieval.graph.endpoint import SparqlEndpoint
 from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
@@ -216,7 +216,7 @@ def test_an_endpoint_is_searched_and_its_failure_is_the_searchs(
         endpoint.answer = lambda request, before: Answer(status=500)
         assert len(search(world_of(remote), "x", BRICK)) == 3, "what was asked once is kept"
         hasty = SparqlEndpoint(address, policy=RetryPolicy(max_attempts=2, first_wait_seconds=0.01))
-        with pytest.raises(RetrieverUnavailable):
+        with pytest.raises(RetrieverUnavailableError):
             search(GraphEnvironment(hasty, 5), "x", BRICK)
         assert hasty.statistics.failed == 1
 
