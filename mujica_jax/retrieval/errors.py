@@ -5,7 +5,7 @@ episode ends as `retriever_failed`.
 import contextlib
 from collections.abc import Iterator
 
-from mujica_jax.http.client import DeadlineExceeded, HttpError, RequestRefused
+from mujica_jax.http.client import DeadlineExceededError, HttpError, RequestRefusedError
 
 
 class RetrievalError(Exception):
@@ -33,9 +33,9 @@ def as_retrieval_errors() -> Iterator[None]:
     """Raise the errors of a request to another host as those of a search."""
     try:
         yield
-    except DeadlineExceeded as error:
+    except DeadlineExceededError as error:
         raise RetrieverTimeout(str(error)) from error
-    except RequestRefused as error:
+    except RequestRefusedError as error:
         raise RetrieverRefused(str(error)) from error
     except HttpError as error:
         raise RetrieverUnavailable(str(error)) from error
