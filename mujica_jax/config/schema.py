@@ -298,7 +298,7 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    """What happens when a search or the judge fails after all retries of its request.
+    """How failures of searches and of the judge are handled, after all retries of a request.
 
     Such a failure never counts against the policy. May change at a restart.
     """
@@ -313,7 +313,7 @@ class FaultConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """What a run reports beside metrics.jsonl (docs/metrics.md). May change at a restart."""
+    """Reports of a run beside metrics.jsonl (docs/metrics.md). May change at a restart."""
 
     every_steps: PositiveInt = 10  # learning steps between two lines
     tensorboard: bool = True  # the same numbers as TensorBoard files in the run directory

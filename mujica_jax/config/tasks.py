@@ -13,7 +13,7 @@ DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassageSearch:
-    """What is searched, and how."""
+    """The collection that is searched, and how."""
 
     # Fields of earlier releases. A stored configuration may have them.
     retired: ClassVar[tuple[str, ...]] = ("index_rows",)

@@ -21,7 +21,10 @@ from mujica_jax.inference.requests import Completion, RequestError, SamplingPara
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can do for a single request. Requests for anything else raise an error."""
+    """The requests that an engine can serve.
+
+    A request for anything else raises an error that names it.
+    """
 
     # Each request has its own temperature, seed, top-k, top-p and min-p.
     sampling_per_request: bool

@@ -105,7 +105,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What was generated for one request."""
+    """The tokens that were generated for one request, and why they end."""
 
     # What was sampled, with the stop token or the token that completed a stop string.
     token_ids: tuple[int, ...]

@@ -55,7 +55,7 @@ class EngineOptions:
 
 
 class SlotState(NamedTuple):
-    """What decoding needs to know of each slot."""
+    """The state of every slot, as decoding needs it."""
 
     # The last token, whose keys and values are not in memory yet.
     token: Int[np.ndarray | Array, " slots"]
@@ -103,7 +103,10 @@ class FlushRow(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What a decode call generated, [steps, slots]. Where `valid` is False, nothing was."""
+    """The result of a decode call, [steps, slots].
+
+    No token was generated where `valid` is False.
+    """
 
     tokens: Int[np.ndarray | Array, "steps slots"]
     logprobs: Float[np.ndarray | Array, "steps slots"]  # under the unmodified policy

@@ -133,7 +133,7 @@ class _Tile(NamedTuple):
 
 
 class ContiguousEngine(Engine):
-    """See `Engine`."""
+    """The engine on XLA, see `Engine`."""
 
     def __init__(self, decoder: Decoder, options: EngineOptions) -> None:
         super().__init__(decoder, options)

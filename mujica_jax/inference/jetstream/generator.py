@@ -34,7 +34,7 @@ PLAIN_CAPABILITIES = Capabilities(sampling_per_request=False, log_probabilities=
 
 
 class _SlotResult(NamedTuple):
-    """What one call of the engine generated in one slot."""
+    """The tokens that one call of the engine generated in one slot."""
 
     tokens: list[int]
     is_complete: bool  # False: a token is not valid, or there is none

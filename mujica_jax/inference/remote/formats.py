@@ -70,7 +70,7 @@ class NoChoiceError(UnusableReplyError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What an endpoint generated for one prompt."""
+    """An endpoint's reply to one prompt."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
