@@ -1,8 +1,8 @@
-"""The agent door: what an agent is, whom it asks for its turns, and how episodes are played.
+"""The interface of agents: what an agent is, who writes its turns, and how episodes are played.
 
-An agent plays one episode of an `Attempt` in an environment and records it. Who writes its turns is
-a `Policy`, which is asked with token ids, sampling parameters and a state: what the agent knows at
-this turn as plain values, opaque to everything but the agent's own scripts (`demonstrations/`).
+An agent plays one episode of an `Attempt` in an environment and records it. A `Policy` writes its
+turns. The policy gets token ids, sampling parameters and a state. The state holds what the agent
+knows at this turn as plain values. Only the agent's own scripts (`demonstrations/`) read it.
 Evaluation, runs and methods know this file and no agent's own types.
 """
 
@@ -39,7 +39,8 @@ class Attempt:
     def turn_seed(self, place: str) -> int:
         """Return the seed of one turn.
 
-        It depends on run seed, question, attempt and place in the episode alone."""
+        It depends on run seed, question, attempt and place in the episode alone.
+        """
         text = f"{self.seed}/{self.question.id}/{self.number}/{place}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
@@ -77,9 +78,10 @@ class EnginePolicy:
 
 
 class TwoPolicies:
-    """Lets one model write as worker and another one write all else.
+    """Two models: one writes as worker, the other one writes everything else.
 
-    An agent's state says by its `role` whose turn it is."""
+    The `role` of an agent's state says whose turn it is.
+    """
 
     def __init__(self, planner: Policy, worker: Policy) -> None:
         self._planner = planner
@@ -107,12 +109,44 @@ class Agent(Protocol):
         ...
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
-        """Return what conversations of this role begin with, so that trajectories can be moved to
-        another prompt."""
+        """Return what conversations of this role begin with.
+
+        With it, trajectories can be moved to another prompt.
+        """
         ...
 
 
 PlayAttempt = Callable[[Agent, Attempt, Environment, Policy], Awaitable[Trajectory]]
+
+
+def _play_once(
+    agent: Agent, attempt: Attempt, environment: Environment, policy: Policy
+) -> Awaitable[Trajectory]:
+    """Play an attempt. It is not repeated if a search fails."""
+    return agent.run(attempt, environment, policy)
+
+
+def _ignore_episode(trajectory: Trajectory) -> None:
+    """Do nothing with an episode."""
+
+
+def _no_poll() -> None:
+    """Do nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EpisodeHooks:
+    """The functions of a program that `run_episodes` calls while it plays."""
+
+    # Plays one attempt. `faults.FaultGuard.play` repeats it if a search fails.
+    play: PlayAttempt = _play_once
+    # Takes each trajectory, with its reward, when its episode has ended.
+    on_episode: OnEpisode = _ignore_episode
+    # Is called every POLL_SECONDS. An exception that it raises ends all episodes.
+    poll: Callable[[], None] = _no_poll
+
+
+NO_HOOKS = EpisodeHooks()
 
 
 async def run_episodes(
@@ -123,30 +157,23 @@ async def run_episodes(
     *,
     reward: RewardFunction,
     concurrency: int,
-    play: PlayAttempt | None = None,
-    on_episode: OnEpisode = lambda trajectory: None,
-    poll: Callable[[], None] = lambda: None,
+    hooks: EpisodeHooks = NO_HOOKS,
 ) -> list[Trajectory]:
-    """Play all attempts, at most `concurrency` at a time, and return their rewarded trajectories in
-    the order of `attempts`.
+    """Play all attempts, at most `concurrency` at a time.
 
-    `play` plays one attempt (`faults.FaultGuard.play`). Without it an attempt whose search fails is
-    not repeated. The reward is waited for outside of `concurrency`: a slow judge does not keep the
-    engine idle. An exception that `poll` raises ends all episodes (`gather_polled`)."""
+    Returns their trajectories with rewards, in the order of `attempts`. The reward is waited for
+    outside of `concurrency`, so that a slow judge does not keep the engine idle.
+    """
     free_places = asyncio.Semaphore(concurrency)
 
     async def play_and_reward(attempt: Attempt) -> Trajectory:
         async with free_places:
-            environment_of_attempt = environment(attempt.question)
-            if play is None:
-                trajectory = await agent.run(attempt, environment_of_attempt, policy)
-            else:
-                trajectory = await play(agent, attempt, environment_of_attempt, policy)
+            trajectory = await hooks.play(agent, attempt, environment(attempt.question), policy)
         trajectory = await reward.rewarded(trajectory, attempt.question)
-        on_episode(trajectory)
+        hooks.on_episode(trajectory)
         return trajectory
 
-    return await gather_polled([play_and_reward(attempt) for attempt in attempts], poll)
+    return await gather_polled([play_and_reward(attempt) for attempt in attempts], hooks.poll)
 
 
 async def gather_polled(

@@ -1,8 +1,7 @@
-"""The contract that planner and workers keep: what they are shown, what they write, and how that is
-read.
+"""The contract of planner and workers: what they are shown, what they write, and how it is read.
 
-`Contract` is Mujica's own, which `protocol.py` holds. A paper with other tags and prompts derives
-from it (`evipath_contract.py`), and an agent's configuration chooses by `agent.protocol`. The
+`Contract` is Mujica's own; its parts are in `protocol.py`. A paper with other tags and prompts
+derives from it (`evipath_contract.py`). `agent.protocol` of the configuration chooses one. The
 episode (`mujica.py`), the scripts and the synthesis of trajectories know this object and no tags.
 """
 

@@ -1,8 +1,7 @@
-"""DecEx-RAG's process of decisions and executions (section 2.1 of the paper), in the output format
-of its table 3.
+"""DecEx-RAG's process of decisions and executions (section 2.1 of the paper).
 
-A turn of the model is one thought, then one search or the final answer. What a search finds is the
-next message:
+The output format is that of the paper's table 3. A turn of the model is one thought, then one
+search or the final answer. The result of a search is the next message:
 
     <think> I need the director. So, the next sub-question is: Who directed the film Amber Tide?
     I need to look this up. </think>
@@ -15,19 +14,19 @@ next message:
     She was born in Ghent. </think>
     <answer> Ghent </answer>
 
-Both decisions stand in the thought. The termination decision is a sub-question or the end of the
-thought with the final answer. The retrieval decision is what is recalled or the end of the thought
+Both decisions stand in the thought. The termination decision is a sub-question, or the end of the
+thought with the final answer. The retrieval decision is a recalled fact, or the end of the thought
 with a sub-query. Each decision with its execution is a `Piece` of a turn. An episode is sampled
-turn by turn. A search tree (`methods/decex/tree.py`) samples it piece by piece: it samples the
-rest of a turn and keeps the tokens of the first piece, so the pieces of a turn are the very tokens
-of that turn.
+turn by turn. A search tree (`methods/decex/tree.py`) samples it piece by piece: it samples the rest
+of a turn and keeps the tokens of the first piece. So the pieces of a turn are the very tokens of
+that turn.
 
-Differences from the paper. Table 3 prints a thought without line breaks; here a line break ends a
-sub-question and what is recalled, and text without line breaks is read too. The sentences that
-begin an execution ("I know about this:", "I need to look this up.") are ours, so that a tree can
-ask for either branch. The paper's trees ask for each kind of execution under a prompt of its own
-(tables 4 to 8). Here the policy writes all of them under one prompt; a second model has those
-prompts (`decex_writer.py`). The wording of all prompts is ours.
+Differences from the paper. Table 3 prints a thought without line breaks. Here a line break ends a
+sub-question or a recalled fact; text without line breaks is read too. The sentences that begin an
+execution ("I know about this:", "I need to look this up.") are ours, so that a tree can ask for
+either branch. The paper's trees ask for each kind of execution under a prompt of its own (tables 4
+to 8). Here the policy writes all of them under one prompt; a second model has those prompts
+(`decex_writer.py`). The wording of all prompts is ours.
 """
 
 import copy
@@ -214,8 +213,10 @@ _EXAMPLES = (
 
 
 def opening(mode: protocol.PromptMode) -> Opening:
-    """Return the prompt of a mode: one line (`brief`), the rules, or the rules and a worked example
-    (`few_shot`)."""
+    """Return the prompt of a mode.
+
+    `brief` is one line, `zero_shot` the rules, `few_shot` the rules and a worked example.
+    """
     if mode == "brief":
         return Opening(system=_BRIEF)
     return Opening(system=_RULES, examples=_EXAMPLES if mode == "few_shot" else ())
@@ -226,7 +227,7 @@ def opening(mode: protocol.PromptMode) -> Opening:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """A sub-question that was solved, by what is recalled or by the passages that were found."""
+    """A sub-question that was solved, by a recalled fact or by passages."""
 
     # The sub-question, or the query of a turn that searched without one.
     question: str
@@ -337,8 +338,10 @@ class Chain(Episode):
         return self._dialogue.record()
 
     def record(self) -> Conversation:
-        """Return the conversation with the pieces of each turn joined, as if a turn had been
-        sampled at once."""
+        """Return the conversation with the pieces of each turn joined.
+
+        The turns are as if each had been sampled at once.
+        """
         conversation = self._dialogue.record()
         return dataclasses.replace(conversation, turns=_joined(conversation.turns))
 
@@ -353,8 +356,10 @@ class Chain(Episode):
         )
 
     async def decide(self) -> None:
-        """Take the termination decision: the final answer, or the next sub-question while
-        iterations are left."""
+        """Take the termination decision: the final answer or the next sub-question.
+
+        A sub-question is possible only while iterations are left.
+        """
         await self._piece("sub-question", "answer")
 
     async def decide_otherwise(self, sample: "Chain", to: Decided) -> None:
@@ -469,8 +474,10 @@ class Chain(Episode):
     def _part(
         self, *, begins: tuple[int, ...], read_piece: Callable[[str], Piece | None] | None
     ) -> "_PartOfTurn":
-        """Return the policy that writes the rest of a turn, or with `read_piece` its first
-        piece."""
+        """Return the policy that writes the rest of a turn.
+
+        With `read_piece` it writes the first piece of the rest only.
+        """
         return _PartOfTurn(
             self.policy,
             self.tokenizer,

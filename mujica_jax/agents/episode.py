@@ -1,5 +1,7 @@
-"""The parts that episodes of all agents share: a turn within its limits, a search whose materials
-fit, and the record at the end."""
+"""The parts that episodes of all agents share.
+
+These are: a turn within its limits, a search whose materials fit, and the record at the end.
+"""
 
 import dataclasses
 import time

@@ -1,5 +1,6 @@
-"""EviPath's contract between planner, executor and environment ("From Evidence to Trajectory",
-tables 8 to 11).
+"""EviPath's contract between planner, executor and environment.
+
+The paper is "From Evidence to Trajectory"; the contract is that of its tables 8 to 11.
 
     planner, graph   <think> ... </think> <action> Search([i], "...") ... </action>
                      <think> ... </think> <answer> ... </answer>
@@ -8,17 +9,17 @@ tables 8 to 11).
     executor         <think> ... </think> <select> [i][j] </select> <answer> ... </answer>
                      No relevant information found.        (bare, where no evidence matches)
 
-Mujica's contract (`protocol.py`) has <search> in the place of the planner's calls over text,
-<sentence> in the place of the executor's <answer>, and [-1] in the place of the bare sentence.
-Tags, fields and the order of the fields are the paper's; the rules and the invented examples are in
-our words. The paper's executor is called `worker` in records.
+Mujica's contract (`protocol.py`) has <search> in place of the planner's calls over text, <sentence>
+in place of the executor's <answer>, and [-1] in place of the bare sentence. Tags, fields and the
+order of the fields are the paper's. The rules and the invented examples are in our words. The
+paper's executor is called `worker` in records.
 
-Readings of ours:
+Our readings of the paper:
 
 - Table 10 shows one search in a turn. Section 4.1.2 has a set of them, so a turn over text may hold
   several, one a line.
-- Table 8 is a prompt for synthesis. The paper shows no planner's prompt for training over a graph;
-  it is table 10's, with table 8's calls, candidates and observations.
+- Table 8 is a prompt for synthesis. The paper shows no planner's prompt for training over a graph.
+  Ours is that of table 10, with table 8's calls, candidates and observations.
 - Table 9 is a prompt for synthesis as well. The executor's prompt over a graph is table 11's, with
   triples.
 - `brief` prompts, for small models trained from scratch, are Mujica's one-line prompts.
@@ -101,8 +102,10 @@ class EviPathContract(Contract):
         first: int,
         kind: EnvironmentKind,
     ) -> str:
-        """Return the message with each search's sentence and, behind it, the new candidates that
-        the search named."""
+        """Return the message with each search's sentence and its new candidates.
+
+        The candidates that a search named stand behind its sentence, numbered from `first` on.
+        """
         lines = []
         next_number = first
         for sentence, entities in zip(sentences, new_candidates, strict=True):

@@ -1,15 +1,15 @@
-"""One Mujica episode: a planner splits the question, workers answer its searches at the same time,
-the planner goes on or answers.
+"""One Mujica episode (section 2.2 of the Mujica-MyGO paper).
 
-Section 2.2 of the Mujica-MyGO paper. Planner and worker are one policy under two prompts; each
-search of a turn is an independent worker conversation. Malformed output ends an episode with a
-counted `StopReason` and never with an exception; failed episodes are records too.
+A planner splits the question into searches, workers answer them at the same time, and the planner
+searches again or answers. Planner and worker are one policy under two prompts. Each search of a
+turn is an independent worker conversation. Malformed output ends an episode with a counted
+`StopReason` and never with an exception. Failed episodes are records too.
 
 Tags and prompts are a `Contract` that `agent.protocol` chooses, so that other papers' planners and
 workers play the same episodes.
 
-The state that a policy is asked with (`agent.py`) is `PlannerState` or `WorkerState`: the same
-facts as the tokens, as plain values.
+The state that a policy gets (`agent.py`) is `PlannerState` or `WorkerState`: the same facts as the
+tokens, as plain values.
 """
 
 import asyncio
@@ -39,8 +39,10 @@ _CONTRACTS: dict[str, Contract] = {
 
 
 def contract_of(agent: object) -> Contract:
-    """Return the contract that an agent's configuration names. Agents without workers have
-    Mujica's."""
+    """Return the contract that an agent's configuration names.
+
+    Agents without workers have Mujica's.
+    """
     return _CONTRACTS[agent.protocol] if isinstance(agent, MujicaConfig) else MUJICA_CONTRACT
 
 

@@ -1,5 +1,4 @@
-"""The contract between planner, worker and environment: the prompts, and the parser of what comes
-back.
+"""Mujica's prompts for planner and worker, and the parser of their turns.
 
 The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first version, tables
 7-10), and worked examples are chat turns as there. The wording and the examples are ours.
@@ -12,14 +11,15 @@ The tags and fields are those of the paper's prompt tables (Mujica-MyGO, first v
 
 Differences from the paper: a planner over a graph is told the number of every new candidate; a
 worker over a graph does not write the number of its source before the sentence; the prompt without
-workers is ours, for the paper prints none.
+workers is ours, because the paper prints none.
 
 Everything here reads only text that the model generated, outside of its thoughts
-(`models/thoughts.py`). Tags are read in capital and small letters, and the innermost of nested
-ones. What cannot be read is counted: see `PlannerAction.unreadable` and `WorkerReply.well_formed`.
+(`models/thoughts.py`). Tags may have capital or small letters. Of nested tags, the innermost
+counts. Text that cannot be read is counted: see `PlannerAction.unreadable` and
+`WorkerReply.well_formed`.
 
-What environments, users and the other agent say reaches a prompt through `Tokenizer.encode_plain`,
-which neutralises these tags, and on one line, so that it can neither end a field nor number a
+Text of environments, users and the other agent enters a prompt through `Tokenizer.encode_plain`,
+which neutralises these tags. It stands on one line, so that it can neither end a field nor number a
 material.
 """
 
@@ -155,8 +155,10 @@ def opens(tag: str, text: str) -> int:
 
 
 def parse_answer(text: str) -> str | None:
-    """Return the first answer outside of thoughts. Text with another tag of ours inside is no
-    answer."""
+    """Return the first answer outside of thoughts.
+
+    Text with another tag of ours inside is no answer.
+    """
     for answer in _field_pattern("answer").findall(outside_thoughts(text)):
         if not TAG_PATTERN.search(answer):
             return one_line(answer)
@@ -166,11 +168,12 @@ def parse_answer(text: str) -> str | None:
 def parse_planner(
     text: str, kind: EnvironmentKind, *, candidates: int, max_searches: int
 ) -> PlannerAction:
-    """Read one planner turn without its thoughts. `candidates` is how many are numbered so far.
+    """Read one planner turn without its thoughts.
 
-    An answer ends the episode even where the turn also searches: searching on after an answer has
-    no meaning. A search of a candidate that is not numbered is refused. The other searches of the
-    turn are made."""
+    `candidates` is the number of candidates so far. An answer ends the episode even if the turn
+    also searches: a search after an answer has no meaning. A search of a candidate that is not
+    numbered is refused. The other searches of the turn are made.
+    """
     answer = parse_answer(text)
     if answer is not None:
         return PlannerAction(answer=answer)
@@ -539,8 +542,10 @@ def _planner_graph_examples(
 def _planner_text_examples(
     dates: Sequence[str], director: str, birth: str
 ) -> tuple[tuple[Exchange, ...], ...]:
-    """Return two examples over texts. `dates`, `director` and `birth` are the answers to the
-    searches."""
+    """Return two examples over texts.
+
+    `dates`, `director` and `birth` are the answers to the searches.
+    """
     return (
         (
             (

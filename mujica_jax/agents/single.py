@@ -167,19 +167,22 @@ _EXAMPLES = {
 
 
 def opening(style: Style, mode: protocol.PromptMode) -> Opening:
-    """Return the prompt of a mode: one line (`brief`), the rules, or the rules and worked examples
-    (`few_shot`)."""
+    """Return the prompt of a mode.
+
+    `brief` is one line, `zero_shot` the rules, `few_shot` the rules and worked examples.
+    """
     if mode == "brief":
         return Opening(system=_BRIEF[style])
     return Opening(system=_RULES[style], examples=_EXAMPLES[style] if mode == "few_shot" else ())
 
 
 def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bool = False) -> bool:
-    """Check whether every turn of the model has one of the shapes that its prompt permits.
+    """Return whether every turn of the model has one of the shapes that its prompt permits.
 
     With `thought_open` the chat template begins every turn with a thought. That thought is the
-    first field of the first turn. In later turns of `reflect` the prompt asks for none, so it is
-    left out."""
+    first field of the first turn. In later turns of `reflect` the prompt asks for no thought, so it
+    is left out.
+    """
     turns = [turn.text for turn in conversation.turns if turn.role == "model"]
     if thought_open:
         turns = [f"{OPEN_THOUGHT}{text}" for text in turns]

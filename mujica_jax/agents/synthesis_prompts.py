@@ -1,11 +1,10 @@
-"""What a teacher of EviPath is asked, and how its replies are read (tables 8 and 9 of the paper;
-the wording is ours).
+"""The prompts of EviPath's teacher, and the parser of its replies (tables 8 and 9 of the paper).
 
-A teacher that plays planner or executor reads the agent's own prompt and writes the agent's own
-tags (`contract.py`), so the agent's parsers read its turns. Beside that it is shown what the agent
-never sees, under the paper's field names: the answer, the supporting evidences, a plan of its own,
-and for the executor the index of the golden evidence. The hint stands before the planner's opening
-and behind the executor's, as in the tables.
+The wording is ours. A teacher that plays planner or executor reads the agent's own prompt and
+writes the agent's own tags (`contract.py`), so the agent's parsers read its turns. In addition the
+teacher is shown what the agent never sees, under the paper's field names: the answer, the
+supporting evidences, a plan of its own, and for the executor the index of the golden evidence. The
+hint stands before the planner's opening and behind the executor's, as in the tables.
 
 Two more prompts have replies of their own: the plan, as numbered lines, and a sub-question's
 answer, as one sentence. The paper prints neither.
@@ -118,10 +117,11 @@ def answer_request(query: str, evidence: Sequence[str]) -> str:
 
 
 def worker_hint(answer: str, golden: Sequence[tuple[int, str]], mode: PromptMode) -> str:
-    """Write what stands behind the opening that the agent's own worker reads: the answer and the
-    golden evidence.
+    """Return the answer and the golden evidence.
 
-    `golden` holds the index and the text of each piece. `brief` names the indexes alone."""
+    They stand behind the opening that the agent's own worker reads. `golden` holds the index and
+    the text of each piece. `brief` names the indexes alone.
+    """
     if mode == "brief":
         evidence = "".join(f"[{index}]" for index, _ in golden)
     else:

@@ -13,7 +13,7 @@ from typing import Annotated
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """What a number must be."""
+    """A condition on a number."""
 
     words: str  # as an error says it: "at least 1"
     holds: Callable[[float], bool]  # whether a finite number is within the bound

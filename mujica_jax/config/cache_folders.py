@@ -1,8 +1,8 @@
-"""The folder of files that may be lost and made again: `$XDG_CACHE_HOME/mujica_jax`, else
-`~/.cache/mujica_jax`.
+"""The folder of files that may be lost and made again.
 
-A program works without them. Where nothing can be written there (a read-only container, a user
-without a home), it keeps them in a temporary folder, which it removes when it ends.
+It is `$XDG_CACHE_HOME/mujica_jax`, or `~/.cache/mujica_jax` without that variable. A program works
+without these files. If the folder cannot be written (a read-only container, a user without a home),
+the program keeps them in a temporary folder, which it removes when it ends.
 """
 
 import atexit

@@ -1,9 +1,9 @@
-"""Check that a configuration agrees with itself, before the task is read or a device is asked.
+"""Check that a configuration agrees with itself, before the task is read or a device is used.
 
-Both entry points call `check` first, so a mistake is answered in a second and before a run
-directory exists. The bounds of a single number stand at its field (`bounds.py`). What only the
-machine, the task or a checkpoint can tell (devices, files, sizes of a checkpoint) is checked where
-these are opened.
+Both entry points call `check` first, so a mistake is reported within a second and before a run
+directory exists. The bounds of a single number stand at its field (`bounds.py`). Settings that
+depend on the machine, the task or a checkpoint (devices, files, sizes of a checkpoint) are checked
+where these are opened.
 """
 
 import dataclasses
@@ -44,8 +44,10 @@ REMOTE_BOUNDS = {
 
 
 def check(config: Config) -> None:
-    """Check a whole configuration. Raises UserError naming the first wrong field, its value, and
-    what it may be."""
+    """Check a whole configuration.
+
+    Raises UserError naming the first wrong field, its value, and the values that it may have.
+    """
     check_types(config)
     check_bounds(config)
     _check_row_parts(config)
@@ -62,8 +64,10 @@ def check(config: Config) -> None:
 
 
 def check_demonstrations(config: Config) -> None:
-    """Check that a run which begins has demonstrations for its agent, and rows that hold what it
-    learns."""
+    """Check that a new run has demonstrations for its agent, and rows that hold what it learns.
+
+    Raises UserError.
+    """
     check_pairs(config)
     kind = config.agent.kind
     warmup = config.warmup
@@ -90,9 +94,10 @@ def check_demonstrations(config: Config) -> None:
 
 
 def check_log_probabilities(config: Config) -> None:
-    """Check that a method which learns from log-probabilities samples by an engine that gives them.
+    """Check that the engine gives log-probabilities if the method learns from them.
 
-    Called for runs that train: evaluations need none."""
+    Raises UserError. Call this for runs that train: evaluations need none.
+    """
     if isinstance(config.method, PolicyGradientConfig) and config.engine.kind == "jetstream":
         raise UserError(
             f"method.kind is {config.method.kind}, which learns from the log-probability of each "
@@ -102,8 +107,10 @@ def check_log_probabilities(config: Config) -> None:
 
 
 def check_judge_is_asked(config: Config) -> None:
-    """Check that the reward of a run that trains asks the judge that is described. (`eval` asks it
-    for scores too.)"""
+    """Check that the reward of a run that trains uses the judge that is described.
+
+    `eval` asks the judge for scores too. Raises UserError.
+    """
     if config.judge.base_url is not None and not needs_judge(config.reward, config.staged):
         raise UserError(
             f"judge.base_url is {config.judge.base_url} and reward {config.reward} asks no judge: "
@@ -113,7 +120,7 @@ def check_judge_is_asked(config: Config) -> None:
 
 
 def check_remote(remote: RemoteConfig, section: str = "remote") -> None:
-    """Check that an endpoint is described wholly, or not at all."""
+    """Check that an endpoint is described wholly, or not at all. Raises UserError."""
     if remote.base_url is None:
         for field in dataclasses.fields(remote):
             if getattr(remote, field.name) != field.default:
@@ -145,8 +152,9 @@ def has_script(config: Config) -> bool:
 def is_taught(config: Config) -> bool:
     """Return whether the warm-up shows a model from scratch the prompts of EviPath's teacher.
 
-    It does so in every mode, so that modes that are compared start with the same policy and have
-    the same teacher."""
+    It does so in every mode. So modes that are compared start with the same policy and have the
+    same teacher.
+    """
     method = config.method
     is_own_teacher = isinstance(method, EviPathConfig) and method.teacher == "policy"
     return is_own_teacher and config.init is None and config.warmup.steps > 0 and has_script(config)
@@ -329,8 +337,10 @@ def _check_policy_gradient(config: Config, method: PolicyGradientConfig) -> None
 
 
 def _check_evipath(config: Config, method: EviPathConfig) -> None:
-    """Check that the teacher can write what it is asked for, and that the agent is the one that it
-    plays."""
+    """Check that the teacher can write the mode's trajectories, and that the agent is `mujica`.
+
+    Raises UserError.
+    """
     if not isinstance(config.agent, MujicaConfig):
         raise UserError(
             "method evipath writes for planner and workers, and agent.kind is "
@@ -435,8 +445,10 @@ def _check_trees(config: Config, method: DecexTreeConfig) -> None:
 
 
 def check_pairs(config: Config) -> None:
-    """Check that a row holds both conversations of a preference pair, for a run that begins. Raises
-    UserError."""
+    """Check that a row holds both conversations of a preference pair, for a new run.
+
+    Raises UserError.
+    """
     method = config.method
     if not isinstance(method, DecexTreeConfig) or not _learns_pairs(method):
         return
@@ -457,8 +469,10 @@ def _learns_pairs(method: DecexTreeConfig) -> bool:
 
 
 def _check_staged(staged: StagedRewardConfig) -> None:
-    """Check that something can be earned, and that no stage is switched off where there are no
-    stages."""
+    """Check that a staged reward can be earned, and that its switches agree.
+
+    Without stages (`unified`) no stage may be switched off. Raises UserError.
+    """
     if not (staged.answer or staged.format):
         raise UserError(
             "staged.answer and staged.format are both False, and nothing can be earned: leave one "
@@ -544,8 +558,10 @@ def check_agent(config: Config) -> None:
 
 
 def check_rows(trainer: TrainerConfig) -> None:
-    """Check that a step's rows divide over devices and parts, and that the kernel takes their
-    length."""
+    """Check that a step's rows divide over devices and parts.
+
+    The attention kernel must take their length too. Raises UserError.
+    """
     devices = trainer.data * trainer.fsdp
     row_groups = devices * trainer.accumulation_steps
     if trainer.rows_per_step % devices:

@@ -82,8 +82,10 @@ def _in_words(hint: Any) -> str:
 
 
 def require(config: Any, name: str, holds: Callable[[float], bool], words: str) -> None:
-    """Check that a field's value is a finite number for which `holds` is true. `words` say it in
-    the error. A kind of section that lacks the field passes."""
+    """Check that a field's value is a finite number for which `holds` is true. Raises UserError.
+
+    `words` describe the condition in the error. A kind of section that lacks the field passes.
+    """
     value = field_value(config, name)
     if value is not ...:
         _check_number(name, value, holds, words)

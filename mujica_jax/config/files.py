@@ -1,11 +1,10 @@
-"""Configuration files and the command line: `configs/NAME.py` gives a Config, flags override its
-fields.
+"""Configuration files and the command line.
 
-A mistyped flag is answered by tyro with the nearest known one, a wrong choice with the list of
-choices; both exit with status 2.
+`configs/NAME.py` gives a Config, and flags override its fields. For a mistyped flag tyro shows the
+nearest known one, for a wrong choice the list of choices. Both end with status 2.
 
 A section of several kinds is a union of dataclasses that carry a `kind` literal (`schema.py`).
-`--section.kind NAME` changes the kind: fields that both kinds have keep their values, others take
+`--section.kind NAME` changes the kind. Fields that both kinds have keep their values. Others take
 the default of the new kind or must be given.
 """
 
@@ -37,7 +36,8 @@ Section = TypeVar("Section")
 def command_line(arguments: Sequence[str], *, default: str) -> Config:
     """Return the Config of a command line `[FILE] [flags]`.
 
-    FILE is a path or the name of a file in configs/."""
+    FILE is a path or the name of a file in configs/.
+    """
     words = list(arguments)
     name = take_file(words) or default
     return override(load_config(name), words, prog=f"python -m mujica_jax.train {name}")
@@ -46,7 +46,9 @@ def command_line(arguments: Sequence[str], *, default: str) -> Config:
 def take_file(words: list[str]) -> str | None:
     """Remove the configuration's name from a command line, and return it.
 
-    It is the first word, unless that is a flag, or a `.py` file that is no flag's value."""
+    It is the first word, unless that is a flag. Otherwise it is the first `.py` file that is not
+    the value of a flag.
+    """
     if words and not words[0].startswith("-"):
         return words.pop(0)
     for index in range(1, len(words)):
@@ -60,9 +62,10 @@ def take_file(words: list[str]) -> str | None:
 
 
 def override(values: Section, arguments: Sequence[str], *, prog: str) -> Section:
-    """Return the dataclass with the fields replaced that flags name.
+    """Return the dataclass with the values of flags in place of its own.
 
-    Tyro parses the flags. Three things that it cannot do come first."""
+    Tyro parses the flags. Three things that it cannot do come first.
+    """
     # Flags of the last release get their new names.
     words = with_new_flags(arguments, _sections(type(values)))
 
@@ -110,7 +113,9 @@ def _true_or_false(prefix: str, section: Any) -> Iterator[str]:
 def of_kind(config: Config, section: str, kind: str) -> Config:
     """Return the configuration with a section of another kind.
 
-    Fields that both kinds have keep a value that was chosen. The others have their default."""
+    Fields that both kinds have keep a value that was chosen. The others have their default. Raises
+    UserError if a field has none.
+    """
     kinds = _sections_with_kinds(type(config))[section]
     _check_kind(section, kind, kinds, words=[])
     changed = _of_kind(config, section, kinds[kind])
@@ -175,8 +180,10 @@ def implementation(section: Any) -> Callable[..., Any]:
 
 
 def named_object(place: str, *, setting: str) -> Callable[..., Any]:
-    """Return the function that a setting names as module:function. Raises UserError if there is
-    none."""
+    """Return the function that a setting names as module:function.
+
+    Raises UserError if there is none.
+    """
     imported = _imported(
         place, f"{setting} is {place!r} and is not there: name it as module:function"
     )
@@ -188,8 +195,11 @@ def named_object(place: str, *, setting: str) -> Callable[..., Any]:
 
 
 def _imported(place: str, sentence: str) -> Any:
-    """Return what module:function names. Raises UserError with this sentence where the module or
-    function is absent, and with the new name of a module of this package that has moved."""
+    """Return the object that module:function names.
+
+    Raises UserError with this sentence if the module or the function does not exist, and with the
+    new name of a module of this package that has moved.
+    """
     module, _, name = place.partition(":")
     if not module or not name:
         raise UserError(sentence)
@@ -213,7 +223,7 @@ def _imported(place: str, sentence: str) -> Any:
 
 
 def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
-    """Return the config dataclass that `dataclasses.asdict` and JSON made these values of.
+    """Restore a config dataclass from the values that `dataclasses.asdict` and JSON made of it.
 
     Raises UserError naming a field that this program does not know or that is missing.
     """
@@ -245,8 +255,10 @@ def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
 
 
 def _value(name: str, hint: Any, value: Any) -> Any:
-    """Return the value of one field as its type has it: a tuple for a list, a section for an
-    object."""
+    """Return the value of one field in its type: a tuple for a list, a section for an object.
+
+    Raises UserError.
+    """
     options = union_members(hint)
     has_tuple = any(typing.get_origin(option) is tuple for option in options)
     if isinstance(value, list) and has_tuple:
@@ -279,10 +291,10 @@ def _fields(section: type) -> set[str]:
 
 
 def _kind_of(section: type) -> str:
-    """Return the literal that tells this dataclass from the others of its union; empty for one that
-    has none.
+    """Return the literal that tells this dataclass from the others of its union; empty without one.
 
-    A `kind` with several values, as of the engine, is a field like any other."""
+    A `kind` with several values, as of the engine, is a field like any other.
+    """
     hint = typing.get_type_hints(section).get("kind")
     if typing.get_origin(hint) is not typing.Literal or len(typing.get_args(hint)) > 1:
         return ""

@@ -51,8 +51,10 @@ class MygoConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyGradientConfig:
-    """Rounds of: sample a group of attempts at each question, compare each attempt with its group,
-    climb."""
+    """Rounds that sample a group of attempts at each question and compare each with its group.
+
+    The policy then moves towards attempts above their group's mean.
+    """
 
     kind: str
     implementation: ClassVar[str] = "mujica_jax.methods.grpo:policy_gradient"
@@ -96,8 +98,10 @@ class GrpoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DapoConfig(PolicyGradientConfig):
-    """DAPO: every token counts the same, the upper clip is wider, groups that teach nothing are
-    replaced."""
+    """DAPO: every token counts the same, and the upper clip is wider.
+
+    Groups whose rewards are all equal teach nothing: other questions replace them.
+    """
 
     kind: Literal["dapo"] = "dapo"
     # how far above 1 the ratio to the policy that sampled may count
@@ -108,7 +112,7 @@ class DapoConfig(PolicyGradientConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
-    """A model behind an OpenAI-compatible endpoint, which writes in the place of a checkpoint."""
+    """A model behind an OpenAI-compatible endpoint, which writes in place of a checkpoint."""
 
     # what stands before /completions or /chat/completions, as in http://localhost:8000/v1
     base_url: str | None = None
@@ -130,8 +134,10 @@ NO_ENDPOINT = RemoteConfig()
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EviPathConfig:
-    """EviPath: a teacher writes a trajectory for each question, led by its answer and its evidence;
-    they are learnt."""
+    """EviPath: a teacher writes a trajectory for each question, and the trajectories are learnt.
+
+    The question's answer and its evidence lead the teacher.
+    """
 
     kind: Literal["evipath"] = "evipath"
     implementation: ClassVar[str] = "mujica_jax.methods.evipath.method:evipath"
@@ -173,8 +179,10 @@ class EviPathConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecexTreeConfig:
-    """DecEx-RAG: a search tree for each question, maximum likelihood on the best chains, DPO on
-    what was scored. `sampling` says how many questions there are. The agent is decex.
+    """DecEx-RAG: a search tree for each question, and learning from its chains and pairs.
+
+    The best chains are learnt by maximum likelihood, scored pairs by DPO. `sampling` says how many
+    questions there are. The agent is decex.
     """
 
     kind: Literal["decex"] = "decex"
@@ -217,8 +225,10 @@ JUDGE = "judge"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StagedRewardConfig:
-    """The reward `staged` ("Learning When to Search"). Each switch is an ablation of its table 4,
-    `format` is ours."""
+    """The reward `staged` ("Learning When to Search").
+
+    Each switch is an ablation of the paper's table 4; `format` is ours.
+    """
 
     # First round of the second stage. The paper does not say when it begins: each stage has half of
     # its 500 rounds.
@@ -243,8 +253,10 @@ class StagedRewardConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JudgeConfig(RemoteConfig):
-    """A model behind an OpenAI-compatible endpoint that says which answers mean the same as the
-    gold ones."""
+    """A model behind an OpenAI-compatible endpoint that judges answers.
+
+    It says which answers mean the same as the gold ones.
+    """
 
     # Whether the judge reads the question. "Learning When to Search" shows it the prediction and
     # the references alone.

@@ -1,12 +1,11 @@
-"""Configuration: frozen dataclasses, filled by the Python files in `configs/` and by
-`--section.field value` on the command line.
+"""Configuration: frozen dataclasses that the Python files in `configs/` fill.
 
-Every field is read by some code and changes what a run does. A field's comment is its help text on
-the command line. The bounds of a number stand in its type (`bounds.py`). A field that every config
-file sets has no default here.
+`--section.field value` on the command line overrides a field. Every field is read by some code and
+changes what a run does. A field's comment is its help text on the command line. The bounds of a
+number stand in its type (`bounds.py`). A field that every config file sets has no default here.
 
-Sections of several kinds (`task`, `agent`, `method`) are unions of dataclasses told apart by their
-`kind`. Each names its `implementation` as `module:function`, called with (config) for a task,
+Sections of several kinds (`task`, `agent`, `method`) are unions of dataclasses with different
+`kind`s. Each names its `implementation` as `module:function`, called with (config) for a task,
 (tokenizer, config) for an agent and (run) for a method. A new kind is a dataclass, in this file or
 its own, and its name in the union (docs/extending.md).
 """
@@ -125,8 +124,10 @@ TaskConfig = TinyWorldConfig | TwoWikiConfig | OpenDomain
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Size of a decoder trained from scratch; ignored with `--init`, where the checkpoint's
-    config.json decides."""
+    """Size of a decoder trained from scratch.
+
+    With `--init` these fields are ignored: the checkpoint's config.json decides.
+    """
 
     family: Literal["qwen2", "qwen3", "llama"]  # architecture, as that of Qwen2.5, Qwen3 or Llama-3
     # size of the byte-level BPE vocabulary that is trained on the task's training text
@@ -149,7 +150,7 @@ AgentConfig = MujicaConfig | SingleConfig | DecexConfig | Baseline
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What generates, for a rollout or an evaluation."""
+    """The engine that generates, for sampling and evaluation."""
 
     # native: our own scheduler. jetstream: an engine with JetStream's interface, driven through
     # prefill, insert and generate; it gives no log-probabilities, which grpo and dapo need.
@@ -177,7 +178,7 @@ class EngineConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
-    """What learns: rows, optimizer, numbers, adapters and the device mesh."""
+    """The trainer: rows, optimizer, number types, adapters and the device mesh."""
 
     row_tokens: Annotated[int, at_least(MIN_ROW_TOKENS)]  # length of a packed row
     rows_per_step: PositiveInt  # packed rows in one update, of all devices together
@@ -230,8 +231,10 @@ class TrainerConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PretrainingConfig:
-    """What stands in for pre-training from scratch: plain text about the training side of the
-    task."""
+    """A stand-in for pre-training, for a model from scratch.
+
+    It is plain text about the training side of the task.
+    """
 
     documents: NonNegativeInt  # distinct documents; 0 with `--init`
     steps: NonNegativeInt  # updates
@@ -244,8 +247,10 @@ class PretrainingConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WarmupConfig:
-    """Supervised start: demonstrations played by a script, or trajectories with EM = 1 of a
-    checkpoint (`--init`) that is shown worked examples.
+    """Supervised start: learn demonstrations.
+
+    A script plays them, or they are trajectories with EM = 1 of a checkpoint (`--init`) that is
+    shown worked examples.
     """
 
     source: Literal["scripted", "few_shot"] = "scripted"  # where demonstrations come from
@@ -294,8 +299,10 @@ class EvalConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FaultConfig:
-    """What happens when a search or the judge fails after all retries of its request. That is never
-    counted against the policy. May change at a restart."""
+    """How failures of searches and of the judge are handled, after all retries of a request.
+
+    Such a failure never counts against the policy. May change at a restart.
+    """
 
     # How often an attempt whose search failed is played again, by the same seeds. Then it is left
     # out and counted.
@@ -307,7 +314,7 @@ class FaultConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """What a run reports beside metrics.jsonl (docs/metrics.md). May change at a restart."""
+    """Reports of a run beside metrics.jsonl (docs/metrics.md). May change at a restart."""
 
     every_steps: PositiveInt = 10  # learning steps between two lines
     tensorboard: bool = True  # the same numbers as TensorBoard files in the run directory
@@ -324,8 +331,10 @@ class MetricsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Learning steps under JAX's profiler, into the run directory (docs/metrics.md). May change at
-    a restart."""
+    """Learning steps under JAX's profiler, into the run directory (docs/metrics.md).
+
+    May change at a restart.
+    """
 
     # the first and the last step traced, as in `--profile.steps 20 25`
     steps: tuple[int, int] | None = None
@@ -335,8 +344,10 @@ class ProfileConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """Several processes as one job: the same command on every host, with its own number. A TPU pod
-    needs none of it."""
+    """Several processes as one job: the same command on every host, with its own number.
+
+    A TPU pod needs none of it.
+    """
 
     # Host of process 0 and a free port there, as in 10.0.0.2:8476; the same on every host.
     coordinator: str | None = None

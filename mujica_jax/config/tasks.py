@@ -13,7 +13,7 @@ DEFAULT_EMBEDDER = "BAAI/bge-large-en-v1.5"  # of the Mujica-MyGO paper
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PassageSearch:
-    """What is searched, and how."""
+    """The collection that is searched, and how."""
 
     # Fields of earlier releases. A stored configuration may have them.
     retired: ClassVar[tuple[str, ...]] = ("index_rows",)
@@ -31,9 +31,10 @@ class PassageSearch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OpenDomainConfig(PassageSearch):
-    """Questions of an official file, answered from passages. Training questions are those of files
-    with `train` in their name; of all others `dev_percent` (by the hash of their ids) are for
-    choices and the rest for reports.
+    """Questions of an official file, answered from passages.
+
+    Training questions are those of files with `train` in their name. Of all others, `dev_percent`
+    (by the hash of their ids) are for choices and the rest for reports.
     """
 
     kind: str

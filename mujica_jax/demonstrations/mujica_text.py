@@ -1,14 +1,15 @@
-"""The scripted demonstrator over passages: it asks for each gold triple whose subject is known, and
-reads the object off the passages that the search found.
+"""The scripted demonstrator over passages.
 
-The worker names the passage and repeats the object as it stands there, a date in the passage's own
-order of day and month. Where no passage states the object, the worker selects [-1], and then:
+It asks for each gold triple whose subject is known, and reads the object off the passages that the
+search found. The worker names the passage and repeats the object as it stands there, a date in the
+passage's own order of day and month. If no passage states the object, the worker selects [-1], and
+then:
 
 - If the question's kind says that its facts are common knowledge, the worker answers from its own
   knowledge, as its prompt asks. A model can have learnt such a fact from the pre-training text.
-- Any other fact it cannot know, and a demonstration that states it would teach a model to invent
-  facts. So the worker says that nothing was found, and the planner asks once more in other words,
-  then gives up. The prompt asks for an answer here too, so the warm-up does not learn such a
+- The worker cannot know any other fact, and a demonstration that states it would teach a model to
+  invent facts. So the worker says that nothing was found, and the planner asks once more in other
+  words, then gives up. The prompt asks for an answer here too, so the warm-up does not learn such a
   worker's reply (`without_silent_workers`).
 """
 

@@ -1,12 +1,12 @@
-"""A policy that knows the gold chain: it writes the demonstrations a from-scratch model is warmed
-up on.
+"""A policy that knows the gold chain, for demonstrations.
 
-It plays ordinary episodes in the ordinary environment, so demonstrations are the same records as
-sampled trajectories. The plan is the question's evidence as a graph: every triple whose subject is
-a numbered candidate can be asked now, all such triples in one turn, or the first of them where the
-agent searches once a turn. The worker does not know the chain: it reads the relation off the query
-and selects the materials that state it. Where no worker reads, the planner's next thought begins
-with what it reads itself.
+A model from scratch is warmed up on them. The policy plays ordinary episodes in the ordinary
+environment, so demonstrations are the same records as sampled trajectories. The plan is the
+question's evidence as a graph. Every triple whose subject is a numbered candidate can be asked now:
+all such triples in one turn, or the first of them if the agent searches once a turn. The worker
+does not know the chain: it reads the relation off the query and selects the materials that state
+it. If there is no worker, the planner reads the materials itself, and its next thought begins with
+what it read.
 
 Thoughts are short and put next to each other what the next decision needs: the relation before the
 number of its line, the number before the object, both years before the one that decides.

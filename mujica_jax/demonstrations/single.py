@@ -1,11 +1,10 @@
-"""The scripted demonstrator for the agent that searches and reads in one conversation
-(`single.py`).
+"""The scripted demonstrator of the agent that searches and reads in one conversation.
 
-A question whose facts are common knowledge is answered from memory: the facts in order, then the
-answer. The tiny world marks it by its kind, "compositional, known". Any other question is searched
-step by step. The query holds keywords for the first gold triple that no passage states so far. If
-they were in vain, it is the subject alone. If that was in vain too, the episode ends without an
-answer.
+That agent is `single.py`. A question whose facts are common knowledge is answered from memory: the
+facts in order, then the answer. The tiny world marks it by its kind, "compositional, known". Any
+other question is searched step by step. The query holds keywords for the first gold triple that no
+passage states so far. If that search found nothing, the next query is the subject alone. If that
+found nothing either, the episode ends without an answer.
 
 A thought says that the fact is unknown in the words in which it would be recalled. A model that
 remembers the fact can notice that.

@@ -1,21 +1,21 @@
 """An HTTP client with deadlines, bounded retries and typed errors."""
 
 from mujica_jax.http.client import (
-    DeadlineExceeded,
+    DeadlineExceededError,
     HttpClient,
     HttpError,
-    PayloadTooLarge,
-    RequestRefused,
-    RetriesExhausted,
+    PayloadTooLargeError,
+    RequestRefusedError,
+    RetriesExhaustedError,
 )
 from mujica_jax.http.retry import RetryPolicy
 
 __all__ = [
-    "DeadlineExceeded",
+    "DeadlineExceededError",
     "HttpClient",
     "HttpError",
-    "PayloadTooLarge",
-    "RequestRefused",
-    "RetriesExhausted",
+    "PayloadTooLargeError",
+    "RequestRefusedError",
+    "RetriesExhaustedError",
     "RetryPolicy",
 ]

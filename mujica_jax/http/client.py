@@ -1,7 +1,7 @@
-"""One request to an endpoint, sent once: the connection, the bounds of an answer, and which errors
-are transient.
+"""Send one request to an endpoint, once.
 
-The API key comes from an environment variable and goes nowhere but into the request's header.
+This module holds the connection, the bounds of an answer, and which errors are transient. The API
+key comes from an environment variable and goes nowhere but into the request's header.
 """
 
 import contextlib
@@ -29,29 +29,33 @@ class HttpError(Exception):
     """A request that failed for good. Its text is one sentence for the user."""
 
 
-class RequestRefused(HttpError):
-    """The same request would be refused again. `status` is the server's status, 0 if no server
-    refused it."""
+class RequestRefusedError(HttpError):
+    """The same request would be refused again.
+
+    `status` is the server's status, 0 if no server refused it.
+    """
 
     def __init__(self, sentence: str, status: int = 0) -> None:
         super().__init__(sentence)
         self.status = status
 
 
-class PayloadTooLarge(RequestRefused):
-    """The server takes no request that large, or its answer is too large: part of it may do."""
+class PayloadTooLargeError(RequestRefusedError):
+    """The request or its answer is too large. A part of the request may succeed."""
 
 
-class RetriesExhausted(HttpError):
-    """Every attempt met a transient error. `was_answered` says that the last one had an answer of
-    the server itself."""
+class RetriesExhaustedError(HttpError):
+    """Every attempt met a transient error.
+
+    `was_answered` says that the server itself answered the last one.
+    """
 
     def __init__(self, sentence: str, *, was_answered: bool = False) -> None:
         super().__init__(sentence)
         self.was_answered = was_answered
 
 
-class DeadlineExceeded(HttpError):
+class DeadlineExceededError(HttpError):
     """No answer within the deadline."""
 
 
@@ -94,7 +98,8 @@ class HttpClient:
     async def post(self, body: dict[str, Any]) -> dict[str, Any]:
         """Send a JSON object and return the one that comes back.
 
-        Raises TransientError or RequestRefused."""
+        Raises TransientError or RequestRefusedError.
+        """
         content = await self.exchange(json.dumps(body), {"Content-Type": "application/json"})
         answer = _json(content)
         if not isinstance(answer, dict):
@@ -123,7 +128,7 @@ class HttpClient:
                 was_answered=status == SERVER_ERROR,
             )
         if status != 200:
-            refusal = PayloadTooLarge if status == TOO_LARGE else RequestRefused
+            refusal = PayloadTooLargeError if status == TOO_LARGE else RequestRefusedError
             raise refusal(
                 f"{self.url} refused the request with status {status}: {self._message(answer)}",
                 status,
@@ -131,12 +136,12 @@ class HttpClient:
         return answer
 
     async def _read_answer(self, response: "httpx.Response") -> bytes:
-        """Return the body of an answer. Raises PayloadTooLarge as soon as it is too long."""
+        """Return the body of an answer. Raises PayloadTooLargeError as soon as it is too long."""
         answer = bytearray()
         async for part in response.aiter_raw():
             answer += part
             if len(answer) > self._max_answer_bytes:
-                raise PayloadTooLarge(
+                raise PayloadTooLargeError(
                     f"{self.url} sent more than {self._max_answer_bytes:,} bytes, and no answer is "
                     "that large: check the address"
                 )
@@ -181,8 +186,10 @@ class HttpClient:
         return self.shown(str(message)) or "without a word"
 
     def shown(self, text: str) -> str:
-        """Return text as one line of bounded length, without control characters and without the
-        key."""
+        """Return text as one line of bounded length.
+
+        Control characters and the key are replaced.
+        """
         if self._key is not None:
             text = text.replace(self._key, "***")
         printable = [character if character.isprintable() else " " for character in text]
@@ -203,7 +210,8 @@ def _json(content: bytes) -> Any:
 def _retry_after(response: "httpx.Response") -> float:
     """Return the seconds that the server asks to wait, which it gives as a number or a date.
 
-    Return 0 if it asks for nothing that can be read."""
+    The result is 0 if it asks for nothing that can be read.
+    """
     value = response.headers.get("retry-after", "").strip()
     try:
         seconds = float(value)

@@ -1,4 +1,4 @@
-"""What a generator does now, for a console and for Prometheus.
+"""Show what a generator does, on a console and for Prometheus.
 
 counters = LiveCounters(lambda: server.statistics)
 counters.figures()                                  # for a progress display

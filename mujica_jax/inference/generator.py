@@ -21,7 +21,10 @@ from mujica_jax.inference.requests import Completion, RequestError, SamplingPara
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What an engine can do for a single request, so that what it cannot do is refused by name."""
+    """The requests that an engine can serve.
+
+    A request for anything else raises an error that names it.
+    """
 
     # Each request has its own temperature, seed, top-k, top-p and min-p.
     sampling_per_request: bool
@@ -35,8 +38,10 @@ class Capabilities:
 
 
 def check_sampling(capabilities: Capabilities, params: SamplingParams, engine: str) -> None:
-    """Raise RequestError for sampling that the engine cannot do. `engine` is its name for the
-    user."""
+    """Check that the engine can sample a request. Raises RequestError.
+
+    `engine` is its name for the user.
+    """
     if capabilities.sampling_per_request:
         return
     if params.temperature != capabilities.temperature:
@@ -62,10 +67,11 @@ def check_sampling(capabilities: Capabilities, params: SamplingParams, engine: s
 def check_temperatures(
     capabilities: Capabilities, temperatures: Mapping[str, float], engine: str
 ) -> None:
-    """Raise UserError if a setting asks for a temperature that the engine cannot sample at.
+    """Check that the engine can sample at the temperatures of the settings. Raises UserError.
 
-    `temperatures` are by the name of their setting, as in {"temperature": 1.0}. `engine` is its
-    name for the user."""
+    `temperatures` maps the name of a setting to its value, as in {"temperature": 1.0}. `engine` is
+    the engine's name for the user.
+    """
     if capabilities.sampling_per_request:
         return
     for setting, temperature in temperatures.items():
@@ -83,9 +89,10 @@ def _temperature_error(capabilities: Capabilities, engine: str, wish: str) -> st
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeneratorStatistics:
-    """Counted since the generator was made; `running`, `waiting` and `free_pages` are of now.
+    """Counters since the generator was made; `running`, `waiting` and `free_pages` are of now.
 
-    None: the engine does not know it."""
+    None means that the engine does not know the number.
+    """
 
     requests: int
     prompt_tokens: int
@@ -136,14 +143,18 @@ class PolicyGenerator(Protocol):
     def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
     ) -> AsyncIterator[Sequence[int]]:
-        """Yield tokens as they are decoded, at least one at a time. Raises OverloadError where the
-        queue is full."""
+        """Yield tokens as they are decoded, at least one at a time.
+
+        Raises OverloadError if the queue is full.
+        """
         ...
 
     def reset_cache(self) -> None:
-        """Drop what was computed of earlier prompts, while nothing runs.
+        """Drop the cache of earlier prompts, while nothing runs.
 
-        Each unit of work begins with it, so that its results depend on its own requests alone."""
+        Each unit of work begins with this call, so that its results depend on its own requests
+        alone.
+        """
         ...
 
     def set_weights(self, weights: nnx.State, policy_version: int) -> None:

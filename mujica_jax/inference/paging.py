@@ -1,14 +1,13 @@
-"""Which page of the KV cache holds which tokens: block tables, reference counts, and a radix tree
-of shared prefixes.
+"""Assign tokens to pages of the KV cache: block tables, reference counts, and a radix tree.
 
 Memory is cut into pages of `page_tokens` tokens. A request's block table has the pages that its
 longest possible sequence needs. If its prompt begins like an earlier sequence, the pages of that
 prefix come from the tree (the prefix cache) and are not computed again.
 
 The tree's nodes are pages: inner nodes are full, a leaf may be partly filled. A page that several
-sequences read is never written. A sequence that goes on from the middle of a page gets a copy (copy
-on write). There is one exception: a partly filled leaf that is continued where it ends, and that no
-other sequence reads, is taken over.
+sequences read is never written. A sequence that continues from the middle of a page gets a copy
+(copy on write). There is one exception: a partly filled leaf that is continued where it ends, and
+that no other sequence reads, is taken over.
 
 Pages that no running request uses stay in the tree until memory is needed. Then the least recently
 used leaves are evicted. This module holds numbers only. The arrays are in the engine, and the
@@ -72,8 +71,7 @@ class BlockAllocator:
 
     @property
     def available(self) -> int:
-        """Pages that can be allocated: those that hold nothing, and those that no running request
-        reads."""
+        """Pages that can be allocated: empty pages, and pages that no running request reads."""
         return len(self._free) + len(self._idle)
 
     def needed(self, tokens: int) -> int:
@@ -83,10 +81,10 @@ class BlockAllocator:
     def allocate(
         self, prompt: Int[np.ndarray, " prompt"], capacity_tokens: int, *, reuse: bool = True
     ) -> BlockTable | None:
-        """Return a block table for a sequence of up to `capacity_tokens` that begins with `prompt`,
-        or None if memory is short at present.
+        """Return a block table for a sequence that begins with `prompt`; None if memory is short.
 
-        The last prompt token never counts as cached, because its logits are needed.
+        The sequence may have up to `capacity_tokens`. The last prompt token never counts as cached,
+        because its logits are needed.
         """
         # The full pages of the prefix, and a page of which only the first tokens match.
         path: list[RadixNode] = []
@@ -151,7 +149,8 @@ class BlockAllocator:
     def release(self, table: BlockTable, tokens: Int[np.ndarray, " tokens"]) -> None:
         """End a request whose pages hold these tokens. The pages go to the tree, or are freed.
 
-        `tokens` are empty if what the pages hold must not be used again."""
+        Pass no `tokens` if the contents of the pages must not be used again.
+        """
         self.share(table, tokens)
         pages_in_tree = len(table.shared)
         rest = tokens[pages_in_tree * self.page_tokens :]
@@ -167,10 +166,10 @@ class BlockAllocator:
         table.duplicates = []
 
     def evict(self, table: BlockTable) -> list[int]:
-        """Take the table's pages out of the tree, because what they hold must not be read. Pages
-        that other requests read stay.
+        """Take the table's pages out of the tree, because their contents must not be read.
 
-        Returns the pages that only this request has. They must be emptied before it is released.
+        Pages that other requests read stay. Returns the pages that only this request has. They must
+        be emptied before it is released.
         """
         while table.shared and table.shared[-1].users == 1 and not table.shared[-1].children:
             self._detach(table.shared.pop())
@@ -179,7 +178,8 @@ class BlockAllocator:
     def _match(self, tokens: np.ndarray) -> tuple[list[RadixNode], RadixNode | None, int]:
         """Find the longest beginning of `tokens` in the tree.
 
-        Returns (its full pages, the page that continues it best, how many tokens of that page)."""
+        Returns (its full pages, the page that continues it best, how many tokens of that page).
+        """
         path = []
         node = self._root
         size = self.page_tokens
@@ -229,7 +229,8 @@ class BlockAllocator:
     def _unpin(self, *path: RadixNode) -> None:
         """Count one request less for each of these pages, which are in order from the root.
 
-        The last one goes first, so that children are idle before their parents."""
+        The last page is released first, so that children are idle before their parents.
+        """
         for node in reversed(path):
             node.users -= 1
             if node.users == 0:

@@ -11,6 +11,7 @@ depend on the clock.
 
 import abc
 import asyncio
+import dataclasses
 import heapq
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -31,28 +32,35 @@ from mujica_jax.inference.sequence import SequenceState
 EVENT_LOOP_TURNS = 6
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestLimits:
+    """The requests that a generator takes, and how many of them at a time."""
+
+    slots: int  # requests that run at a time
+    positions: int  # tokens of one request, prompt and completion
+    vocabulary: int  # token ids are below this number
+    # Requests that may wait before a stream is refused; `generate` waits in any case.
+    queue_size: int
+
+
 class QueuedGenerator(abc.ABC):
     """The requests that wait and those that run. Use it from one event loop at a time."""
 
     def __init__(
         self,
+        limits: RequestLimits,
         *,
-        slots: int,
-        positions: int,
-        vocabulary: int,
-        queue_size: int,
         token_bytes: Callable[[int], bytes] | None,
         policy_version: int,
     ) -> None:
-        """`slots` requests of up to `positions` tokens run at a time.
+        """Make an empty queue.
 
-        `queue_size` is how many may wait before a stream is refused; `generate` waits in any case.
         `token_bytes` returns a token's text, in which stop strings are looked for.
         """
-        self._slots = slots
-        self._positions = positions
-        self._vocabulary = vocabulary
-        self._queue_size = queue_size
+        self._slots = limits.slots
+        self._positions = limits.positions
+        self._vocabulary = limits.vocabulary
+        self._queue_size = limits.queue_size
         self._token_bytes = token_bytes
         self.policy_version = policy_version
         # A heap of (priority, number of submission, request).
@@ -79,8 +87,10 @@ class QueuedGenerator(abc.ABC):
 
     @abc.abstractmethod
     def _free_given_up(self) -> None:
-        """Free the slots of requests that were cancelled or have expired, and their places in the
-        queue."""
+        """Free the slots of requests that were cancelled or have expired.
+
+        Their places in the queue are freed too.
+        """
 
     @property
     def capacity(self) -> int:
@@ -96,8 +106,10 @@ class QueuedGenerator(abc.ABC):
     async def stream(
         self, prompt: Sequence[int], params: SamplingParams, *, continues: bool = False
     ) -> AsyncIterator[Sequence[int]]:
-        """Yield tokens as they are decoded, at least one at a time. Raises OverloadError if the
-        queue is full."""
+        """Yield tokens as they are decoded, at least one at a time.
+
+        Raises OverloadError if the queue is full.
+        """
         stream = asyncio.Queue()
         sequence = self._request(prompt, params, continues, stream=stream)
 
@@ -148,7 +160,7 @@ class QueuedGenerator(abc.ABC):
         )
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
-        """Raise RequestError for a request that cannot be served."""
+        """Check that a request can be served. Raises RequestError."""
         check_params(params)
         check_prompt(prompt, self._vocabulary)
         if params.stop_strings and self._token_bytes is None:

@@ -1,29 +1,30 @@
-"""The interface between agents and generators: token ids and sampling parameters in, token ids and
-log-probabilities out.
+"""The interface between agents and generators: token ids in, token ids and log-probabilities out.
 
 Three generators implement it: `scheduler.BatchedGenerator` on our own engine,
 `jetstream.generator.JetStreamGenerator` on any engine with JetStream's interface,
 `remote.RemoteGenerator` over an OpenAI-compatible endpoint.
 
 **Stop strings** are found in the bytes of tokens as they are sampled, wherever token borders fall.
-What an agent gets that passes `SamplingParams.stop_strings`, from every generator: the completion
-ends with the token that completes one of them. `finish_reason` is then "stop_string" and
-`stop_string` names it ("stop" is a stop token, "length" neither). `token_ids` hold what was
-sampled, that last token included, and so do the log-probabilities: all of it may be learnt. So the
-text of a completion ends with its stop string, or with what the last token says beyond it: the stop
-`"</a>"` may be completed by a token `">\\n"`, and `text.partition(stop_string)[0]` is what stands
-before it. A stop token in the same place counts first. Of two stop strings that one token
-completes, the one that ends first counts, and the longer of two that end together. A stop string
-never begins in the prompt.
+The rules for `SamplingParams.stop_strings`, for every generator:
 
-Stop strings sleep while a thought is open (`models/thoughts.py`): inside of a thought they end
-nothing. `SamplingParams.thought_open` says that the prompt ends inside of a thought, where the chat
-template opens one.
+- The completion ends with the token that completes a stop string. `finish_reason` is then
+  "stop_string", and `stop_string` names it. ("stop" is a stop token, "length" neither.)
+- `token_ids` hold all sampled tokens with that last one, and so do the log-probabilities: all of
+  them may be learnt. So the text of a completion ends with its stop string, or with the rest of the
+  last token: the stop `"</a>"` may be completed by a token `">\\n"`. Then
+  `text.partition(stop_string)[0]` is the text before it.
+- A stop token in the same place counts first. Of two stop strings that one token completes, the one
+  that ends first counts, and the longer of two that end together.
+- A stop string never begins in the prompt.
+
+Stop strings do not count while a thought is open (`models/thoughts.py`): inside of a thought they
+end nothing. `SamplingParams.thought_open` says that the prompt ends inside of a thought, because
+the chat template opens one.
 
 A turn that a stop string ends has no end-of-turn token. The conversation continues with
 `Tokenizer.continue_conversation(text, stopped=False)`, and its prompt is found in the prefix cache
-up to and including that last token, although the engine decodes a few tokens further in the same
-call. Those are thrown away. Which stop string is found depends on the sampled tokens alone, not on
+up to and including that last token. The engine may decode a few tokens further in the same call;
+these are discarded. Which stop string is found depends on the sampled tokens alone, not on
 `decode_steps_per_call` or on other requests in the batch.
 """
 
@@ -78,8 +79,10 @@ class UnusableReplyError(ReplyError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled. The filters apply after the temperature, in this order: top_k,
-    top_p, min_p."""
+    """How one request is sampled.
+
+    The filters apply after the temperature, in this order: top_k, top_p, min_p.
+    """
 
     max_new_tokens: int
     temperature: float  # 0 means greedy
@@ -102,7 +105,7 @@ class SamplingParams:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """What was generated for one request."""
+    """The tokens that were generated for one request, and why they end."""
 
     # What was sampled, with the stop token or the token that completed a stop string.
     token_ids: tuple[int, ...]
@@ -156,10 +159,10 @@ class StopMatcher:
 def first_stop(
     text: bytes, stops: Sequence[bytes], *, thought_open: bool = False
 ) -> tuple[int, bytes] | None:
-    """Return (where it ends, the stop string) for the first stop string that is complete outside of
-    thoughts.
+    """Return (where it ends, the stop string) for the first stop string outside of thoughts.
 
-    A `StopMatcher` finds the same while the text grows."""
+    A `StopMatcher` finds the same while the text grows.
+    """
     ending, _ = _scan(text, stops, 0, thought_open)
     return ending
 
@@ -167,7 +170,8 @@ def first_stop(
 def first_stop_of_turn(text: str, stops: Sequence[str]) -> tuple[str, str] | None:
     """Return a whole turn up to the end of its first stop string, and that stop string.
 
-    A turn that closes a thought before it opens one began inside of that thought."""
+    A turn that closes a thought before it opens one began inside of that thought.
+    """
     start = end_of_unopened_thought(text)
     encoded = text[start:].encode()
     ending = first_stop(encoded, [stop.encode() for stop in stops])
@@ -178,14 +182,19 @@ def first_stop_of_turn(text: str, stops: Sequence[str]) -> tuple[str, str] | Non
 
 
 def before_stop(text: str, stop: str) -> str:
-    """Return a whole turn up to where this string begins outside of thoughts, or all of it if the
-    string is not in it."""
+    """Return a whole turn up to where this string begins outside of thoughts.
+
+    If the string is not in it, the result is the whole turn.
+    """
     ending = first_stop_of_turn(text, [stop])
     return text if ending is None else ending[0].removesuffix(stop)
 
 
 def check_params(params: SamplingParams) -> None:
-    """Raise RequestError for the first parameter that no generator can honour."""
+    """Check that generators can honour all parameters.
+
+    Raises RequestError for the first that is wrong.
+    """
     if params.max_new_tokens < 1:
         raise RequestError(f"max_new_tokens is {params.max_new_tokens}: ask for at least 1")
     if not 0 <= params.temperature < math.inf:  # NaN is refused too
@@ -207,7 +216,7 @@ def check_params(params: SamplingParams) -> None:
 
 
 def check_prompt(prompt: Sequence[int], vocabulary: int) -> None:
-    """Raise RequestError if a prompt is empty or has ids outside a vocabulary of this size."""
+    """Check that a prompt has ids, all in a vocabulary of this size. Raises RequestError."""
     if len(prompt) == 0:
         raise RequestError("the prompt is empty: send at least one token")
     if not 0 <= min(prompt) <= max(prompt) < vocabulary:
@@ -218,7 +227,7 @@ def check_prompt(prompt: Sequence[int], vocabulary: int) -> None:
 
 
 def _check_stops(params: SamplingParams) -> None:
-    """Raise RequestError for stop tokens and stop strings that no generator can honour."""
+    """Check the stop tokens and the stop strings. Raises RequestError."""
     if min(params.stop_token_ids, default=0) < 0:
         raise RequestError(
             f"stop_token_ids hold {min(params.stop_token_ids)}: token ids begin at 0"
@@ -265,7 +274,8 @@ def _first_ending(
 ) -> tuple[int, bytes] | None:
     """Return the first stop string that ends between these two positions, with where it ends.
 
-    Of two that end together it is the longer."""
+    Of two that end together, the result is the longer one.
+    """
     endings = []
     for stop in stops:
         start = text.find(stop, max(0, earliest - len(stop)), latest)

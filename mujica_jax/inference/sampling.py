@@ -41,8 +41,10 @@ class Sampled(NamedTuple):
 
 
 class Filters(NamedTuple):
-    """Which tokens may be drawn at all. Filters apply after the temperature, in this order, as in
-    transformers."""
+    """Which tokens may be drawn at all.
+
+    Filters apply after the temperature, in this order, as in transformers.
+    """
 
     # The k most likely tokens, and those as likely as the k-th; 0 means all.
     top_k: Int[np.ndarray | Array, " batch"]

@@ -1,7 +1,7 @@
-"""Continuous batching: requests of token ids in, completions of token ids and log-probabilities
-out.
+"""Continuous batching: schedule the requests of one engine.
 
-`BatchedGenerator` schedules one engine. A request goes through these stages:
+Requests are token ids; completions are token ids and log-probabilities. A request of
+`BatchedGenerator` goes through these stages:
 
 1. It waits in a priority queue.
 2. Admission: it gets a slot and a block table, with the pages of its prompt that are in the prefix
@@ -25,7 +25,7 @@ from flax import nnx
 from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, SlotState
 from mujica_jax.inference.generator import Capabilities, GeneratorStatistics
 from mujica_jax.inference.paging import BlockAllocator
-from mujica_jax.inference.queueing import QueuedGenerator
+from mujica_jax.inference.queueing import QueuedGenerator, RequestLimits
 from mujica_jax.inference.requests import PolicyError, RequestError, SamplingParams
 from mujica_jax.inference.sequence import (
     SequenceState,
@@ -58,15 +58,17 @@ class BatchedGenerator(QueuedGenerator):
         token_bytes: Callable[[int], bytes] | None = None,
         policy_version: int = 0,
     ) -> None:
-        """See `QueuedGenerator`."""
-        super().__init__(
+        """Schedule the requests of one engine.
+
+        `prefix_reuse` turns the prefix cache on. For the others see `QueuedGenerator`.
+        """
+        limits = RequestLimits(
             slots=engine.slots,
             positions=engine.positions,
             vocabulary=engine.config.vocab_size,
             queue_size=queue_size,
-            token_bytes=token_bytes,
-            policy_version=policy_version,
         )
+        super().__init__(limits, token_bytes=token_bytes, policy_version=policy_version)
         self._engine = engine
         self._prefix_reuse = prefix_reuse
         self._evicted_pages = 0  # before the last reset of the cache
@@ -148,7 +150,8 @@ class BatchedGenerator(QueuedGenerator):
     def _admit(self) -> bool:
         """Move waiting requests into free slots, as long as there are pages for them.
 
-        Returns whether any moved."""
+        Returns whether any moved.
+        """
         running_before = len(self._running)
         free_slots = [slot for slot in range(self._engine.slots) if slot not in self._running]
         being_computed = self._blocks_being_computed()
@@ -218,9 +221,9 @@ class BatchedGenerator(QueuedGenerator):
         self._count_started(sequence)
 
     def _prefill(self) -> None:
-        """Compute prompts: one chunk of `prefill_tokens` if most running requests decode, else
-        chunks until they do.
+        """Compute prompts in chunks of `prefill_tokens`.
 
+        If most running requests decode, this is one chunk, otherwise chunks until most of them do.
         In a batch, tokens that would not fill a call of the engine wait for more.
         """
         start_time = time.monotonic()
@@ -261,7 +264,7 @@ class BatchedGenerator(QueuedGenerator):
         return tokens - tokens % self._engine.min_call_tokens
 
     def _most_decode(self, is_watched: bool) -> bool:
-        """Whether so many running requests decode that a decode call is due."""
+        """Return whether so many running requests decode that a decode call is due."""
         share = DECODING_SHARE_WATCHED if is_watched else DECODING_SHARE
         return int(np.count_nonzero(self._state.remaining)) >= share * len(self._running)
 

@@ -1,8 +1,8 @@
-"""One request between its submission and its completion: its state, what was generated for it, and
-where that ends.
+"""The state of a request between its submission and its completion.
 
-`PagedSequence` is the part that an engine with pages needs: a prompt, its block table, and how much
-of the prompt is computed.
+It holds the prompt and what was generated, and finds where the completion ends. `PagedSequence` is
+the part that an engine with pages needs: a prompt, its block table, and how much of the prompt is
+computed.
 """
 
 import asyncio
@@ -44,8 +44,10 @@ class PagedSequence:
         return self.prefilled_tokens >= len(self.prompt) - 1
 
     def block_hashes(self, page_tokens: int) -> list[int]:
-        """Return a hash for every full page of the prompt. It covers all tokens up to the page's
-        end."""
+        """Return a hash for every full page of the prompt.
+
+        The hash covers all tokens up to the page's end.
+        """
         if self._block_hashes is None:
             self._block_hashes = []
             block_hash = 0
@@ -118,9 +120,10 @@ class SequenceState(PagedSequence):
     def ending(
         self, new: Sequence[int], stop_token_ids: Collection[int]
     ) -> tuple[int, FinishReason] | None:
-        """Return (tokens of the completion, why it ends there) if the new tokens end it, else None.
+        """Return where the new tokens end the completion, and why; None if they do not.
 
-        `new` are the last tokens that were taken."""
+        The result is (tokens of the completion, reason). `new` are the last tokens that were taken.
+        """
         tokens_before = len(self.tokens) - len(new)
         for length, token in enumerate(new, start=tokens_before + 1):
             if token in stop_token_ids or token in self.params.stop_token_ids:
@@ -197,8 +200,10 @@ def next_prefill(
 
 
 def next_flush(pages: BlockAllocator, ready: Sequence[tuple[int, PagedSequence]]) -> list[FlushRow]:
-    """Return what to write to the full pages of prompts that were just computed, so that others can
-    read them."""
+    """Return the rows to flush of prompts that were just computed, so that others can read them.
+
+    Only full pages are flushed.
+    """
     rows = []
     for slot, sequence in ready:
         start = sequence.flushed_tokens

@@ -161,9 +161,8 @@ def softmax_mix(
 ) -> Float[Array, "batch kv_heads rows head_dim"]:
     """Return softmax(queries keys^T + bias) values, in float32.
 
-    The division comes after the second product. This saves the backward pass a sum over keys. The
-    additive mask saves it a select. Together they take a third of the time of the textbook form on
-    CPU.
+    The division comes after the second product: this saves the backward pass a sum over keys. The
+    mask is added: this saves it a select.
     """
     scores = jnp.matmul(queries, keys.mT, preferred_element_type=jnp.float32) + bias
     weights = jnp.exp(scores - jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True)))

@@ -41,7 +41,7 @@ POSITIVE = ("num_key_value_heads", "head_dim", "rope_theta", "rms_norm_eps")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FamilyTraits:
-    """What a family fixes for all its members."""
+    """The properties that all members of a family share."""
 
     architecture: str  # class name in transformers
     attention_bias: bool  # bias on query, key and value, none on the output

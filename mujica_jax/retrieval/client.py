@@ -12,8 +12,8 @@ import time
 from typing import Any
 
 from mujica_jax.errors import UserError
-from mujica_jax.http.client import HttpClient, PayloadTooLarge, TransientError
-from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
+from mujica_jax.http.client import HttpClient, PayloadTooLargeError, TransientError
+from mujica_jax.http.retry import RetryPolicy, RetryTarget, deadline_exceeded, retry
 from mujica_jax.retrieval.batching import Batcher
 from mujica_jax.retrieval.errors import (
     RetrievalError,
@@ -103,13 +103,15 @@ class RemoteRetriever(Counted):
                 return await retry(
                     attempt,
                     self._policy,
-                    url=self.url,
-                    advice="check that `python -m mujica_jax.index serve` runs there",
-                    draw=self._random,
+                    RetryTarget(
+                        url=self.url,
+                        advice="check that `python -m mujica_jax.index serve` runs there",
+                    ),
+                    pause_random=self._random,
                     on_retry=lambda error: self.count(retries=1),
                 )
         except RetrieverRefusedError as refused:
-            if len(queries) == 1 or not isinstance(refused.__cause__, PayloadTooLarge):
+            if len(queries) == 1 or not isinstance(refused.__cause__, PayloadTooLargeError):
                 raise
 
         half = len(queries) // 2

@@ -6,7 +6,7 @@ Agents catch RetrievalError; the episode ends as `retriever_failed`.
 import contextlib
 from collections.abc import Iterator
 
-from mujica_jax.http.client import DeadlineExceeded, HttpError, RequestRefused
+from mujica_jax.http.client import DeadlineExceededError, HttpError, RequestRefusedError
 
 
 class RetrievalError(Exception):
@@ -34,9 +34,9 @@ def as_retrieval_errors() -> Iterator[None]:
     """Turn the errors of a request to another host into errors of a search."""
     try:
         yield
-    except DeadlineExceeded as error:
+    except DeadlineExceededError as error:
         raise RetrieverTimeoutError(str(error)) from error
-    except RequestRefused as error:
+    except RequestRefusedError as error:
         raise RetrieverRefusedError(str(error)) from error
     except HttpError as error:
         raise RetrieverUnavailableError(str(error)) from error

@@ -18,6 +18,7 @@ from mujica_jax.agents.agent import (
     Agent,
     Attempt,
     EnginePolicy,
+    EpisodeHooks,
     OnEpisode,
     Policy,
     TwoPolicies,
@@ -328,10 +329,10 @@ class PolicyEvaluator:
                 self.task.environment,
                 policy,
                 reward=self.reward,
-                play=self.faults.play,
-                on_episode=on_episode,
                 concurrency=self.concurrency,
-                poll=self.preemption.check,
+                hooks=EpisodeHooks(
+                    play=self.faults.play, on_episode=on_episode, poll=self.preemption.check
+                ),
             )
         )
         _check_any_scored(trajectories)  # the next start plays them again

@@ -13,7 +13,14 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from mujica_jax.agents.agent import Agent, Attempt, EnginePolicy, OnEpisode, run_episodes
+from mujica_jax.agents.agent import (
+    Agent,
+    Attempt,
+    EnginePolicy,
+    EpisodeHooks,
+    OnEpisode,
+    run_episodes,
+)
 from mujica_jax.errors import StoreError
 from mujica_jax.records import Question, Trajectory
 from mujica_jax.report.progress import Progress, Stage
@@ -96,10 +103,8 @@ def play_waves(
                     run.task.environment,
                     EnginePolicy(run.generator),
                     reward=run.reward.at(round_number),
-                    play=run.faults.play,
                     concurrency=concurrency or run.config.engine.slots,
-                    on_episode=on_episode,
-                    poll=run.poll,
+                    hooks=EpisodeHooks(play=run.faults.play, on_episode=on_episode, poll=run.poll),
                 )
             )
         return trajectories

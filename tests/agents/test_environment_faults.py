@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from mujica_jax.agents.agent import EnginePolicy, run_episodes
-from mujica_jax.agents.faults import EnvironmentLost, FaultGuard
+from mujica_jax.agents.agent import EnginePolicy, EpisodeHooks, run_episodes
+from mujica_jax.agents.faults import EnvironmentLostError, FaultGuard
 from mujica_jax.config.schema import FaultConfig
 from mujica_jax.errors import UserError
 from mujica_jax.records import Conversation, Question, Search, StopReason, Trajectory, Turn
@@ -86,7 +86,7 @@ def played(
             EnginePolicy(model),
             reward=F1,
             concurrency=1,
-            play=guard.play,
+            hooks=EpisodeHooks(play=guard.play),
         )
     )
     return trajectories, model
@@ -118,13 +118,13 @@ def test_a_retriever_that_is_gone_ends_the_program_and_one_that_comes_back_does_
         r"4 attempts in a row ended because a search failed, each of them played 2 times, and faults\.max_in_a_row is "
         "3: start the retriever again"
     )
-    with pytest.raises(EnvironmentLost, match=sentence):
+    with pytest.raises(EnvironmentLostError, match=sentence):
         played(failures=8, repeats=1, attempts=4)
     found, _ = played(failures=6, repeats=1, attempts=7)
     assert [trajectory.is_rewarded for trajectory in found] == [False] * 3 + [True] * 4
     guard = FaultGuard(FaultConfig(repeats=1, max_in_a_row=3))
     played(failures=6, repeats=1, attempts=3, guard=guard)
-    with pytest.raises(EnvironmentLost):  # the count goes on from one unit of work to the next
+    with pytest.raises(EnvironmentLostError):  # the count goes on from one unit of work to the next
         played(failures=2, repeats=1, attempts=1, guard=guard)
 
 
@@ -142,7 +142,7 @@ def test_an_episode_without_a_search_does_not_show_that_the_retriever_answers():
     searched = episode(searches=(Search(iteration=0, query="a"),))
     for one in (failed, searched, failed, silent):
         asyncio.run(play(one))
-    with pytest.raises(EnvironmentLost):
+    with pytest.raises(EnvironmentLostError):
         asyncio.run(play(failed))
 
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mujica_jax.agents import agent as agents
-from mujica_jax.agents.agent import EnginePolicy, run_episodes
+from mujica_jax.agents.agent import EnginePolicy, EpisodeHooks, run_episodes
 from mujica_jax.agents.mujica import PlannerState, WorkerState
 from mujica_jax.agents.protocol import NOTHING_FOUND
 from mujica_jax.inference.requests import SamplingParams
@@ -534,7 +534,7 @@ def test_episodes_come_back_in_the_order_of_their_attempts_and_no_more_than_allo
             Counting(),
             reward=F1,
             concurrency=3,
-            on_episode=lambda trajectory: played.append(trajectory.question_id),
+            hooks=EpisodeHooks(on_episode=lambda trajectory: played.append(trajectory.question_id)),
         )
     )
     assert [trajectory.question_id for trajectory in trajectories] == list("012345")
@@ -577,7 +577,7 @@ def test_what_a_poll_raises_ends_all_episodes(monkeypatch):
                 Silent(),
                 reward=F1,
                 concurrency=4,
-                poll=poll,
+                hooks=EpisodeHooks(poll=poll),
             )
         )
     assert (polled, ended) == (3, 4)

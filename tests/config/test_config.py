@@ -17,8 +17,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import Mesh
 
 from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config import schema as config_module
@@ -54,6 +56,7 @@ from mujica_jax.config.schema import (
 )
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import factory as engines
+from mujica_jax.inference.engine.base import EngineOptions
 from mujica_jax.learning.optimizer import make_optimizer
 from mujica_jax.learning.packing import PackedRows
 from mujica_jax.learning.trainer import Trainer
@@ -372,11 +375,15 @@ def test_the_embedding_is_drawn_as_wide_as_asked(smoke):
 
 def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
     class Told(engines.ContiguousEngine):
-        def __init__(self, decoder: Decoder, **options: Any) -> None:
+        def __init__(self, decoder: Decoder, options: EngineOptions) -> None:
             self.options = options
 
+    def mesh_of(engine: EngineConfig) -> Mesh:
+        """A mesh of the one device that there is, whose name says how many are asked for."""
+        return Mesh(np.asarray(jax.devices()[:1]), (f"tensor {engine.tensor}",))
+
     monkeypatch.setattr(engines, "ContiguousEngine", Told)
-    monkeypatch.setattr(engines, "engine_mesh", lambda engine: engine.tensor)
+    monkeypatch.setattr(engines, "engine_mesh", mesh_of)
     monkeypatch.setattr(
         parts, "BatchedGenerator", lambda engine, **options: (engine.options, options)
     )
@@ -878,7 +885,7 @@ def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
 
 
 def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke, monkeypatch):
-    async def played(agent, attempts, *_, on_episode, **options):
+    async def played(agent, attempts, *_, hooks, **options):
         found = [
             types.SimpleNamespace(
                 question_id=attempt.question.id,
@@ -889,7 +896,7 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
             for attempt in attempts
         ]
         for one in found:
-            on_episode(one)
+            hooks.on_episode(one)
         return found
 
     monkeypatch.setattr(scoring, "run_episodes", played)

@@ -12,6 +12,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
+from mujica_jax.inference.engine.base import EngineOptions
 from mujica_jax.inference.engine.contiguous import ContiguousEngine
 from mujica_jax.inference.requests import SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
@@ -87,8 +88,7 @@ def sampled(tensor: int, storage: Storage = "compute") -> np.ndarray:
     """Tokens and log-probabilities of six conversations that begin alike, by an engine whose heads
     are split."""
     decoder = tiny_decoder(WIDE)
-    engine = ContiguousEngine(
-        decoder,
+    options = EngineOptions(
         slots=6,
         positions=128,
         page_tokens=8,
@@ -98,6 +98,7 @@ def sampled(tensor: int, storage: Storage = "compute") -> np.ndarray:
         stop_token_ids=[WIDE.vocab_size],
         mesh=make_mesh(1, 1, tensor) if tensor > 1 else None,
     )
+    engine = ContiguousEngine(decoder, options)
     engine.set_weights(engine_weights(nnx.state(decoder), WIDE, storage, decoder.dtype))
     generator = BatchedGenerator(engine, prefix_reuse=True, queue_size=6)
     shared = [token % WIDE.vocab_size for token in range(3, 73)]

@@ -14,7 +14,7 @@ from flax import nnx
 
 from mujica_jax import kernels
 from mujica_jax.inference.engine import contiguous
-from mujica_jax.inference.engine.base import Engine, SlotState
+from mujica_jax.inference.engine.base import Engine, EngineOptions, SlotState
 from mujica_jax.models.attention import causal_self_attention
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -45,8 +45,7 @@ def make_engine(
     # Read once, by the constructor. With rows read by XLA, of 128 tokens at least, 192 positions
     # have two widths.
     with mock.patch.object(contiguous, "MIN_WIDTH_TOKENS", 128):
-        return contiguous.ContiguousEngine(
-            decoder() if of is None else of,
+        options = EngineOptions(
             slots=slots,
             positions=POSITIONS,
             page_tokens=PAGE_TOKENS,
@@ -56,6 +55,7 @@ def make_engine(
             stop_token_ids=[stop],
             cache_dtype=cache_dtype,
         )
+        return contiguous.ContiguousEngine(decoder() if of is None else of, options)
 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,14 +130,11 @@ def engine(
         given = (graph, weights, scales, pages)
         decode = ragged._decode.lower(
             *given,
-            state,
-            tables,
-            whole((1,)),
-            layout=layout,
-            steps=DECODE_STEPS,
-            filtered=bool(filtered),
+            ragged.DecodeCall(state, tables, whole((1,))),
+            program=ragged.DecodeProgram(layout, DECODE_STEPS, bool(filtered)),
         )
-        prefill = ragged._prefill.lower(*given, tokens, tokens, tokens, sequences, layout=layout)
+        new_tokens = ragged.NewTokens(tokens, tokens, tokens)
+        prefill = ragged._prefill.lower(*given, new_tokens, sequences, layout=layout)
     for kind, lowered in (("decode", decode), ("prefill", prefill)):
         kernels = lowered.as_text().count("tpu_custom_call")
         found[kind] = sizes(lowered.compile()) | {"kernels": kernels}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mujica_jax.inference.engine.base import Engine
+from mujica_jax.inference.engine.base import Engine, EngineOptions
 from mujica_jax.inference.engine.contiguous import ContiguousEngine
 from mujica_jax.inference.requests import Completion, RequestError
 from mujica_jax.models.decoder import Decoder
@@ -58,7 +58,7 @@ def engine_of(of: Decoder, **changes: Any) -> Engine:
         "num_pages": PAGES_A_SLOT,
     }
     settings |= {"prefill_tokens": 128, "decode_steps": DECODE_STEPS, "stop_token_ids": [NO_STOP]}
-    return ContiguousEngine(of, **(settings | changes))
+    return ContiguousEngine(of, EngineOptions(**(settings | changes)))
 
 
 # Both sides of page borders; some begin alike.

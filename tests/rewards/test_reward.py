@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mujica_jax.errors import UserError
 from mujica_jax.records import Question, Reward, StopReason, Trajectory
-from mujica_jax.rewards.reward import REWARDS, NoVerdictError, find_reward
+from mujica_jax.rewards.reward import REWARDS, NoVerdict, NoVerdictError, find_reward
 from tests.helpers import episodes
 
 
@@ -68,7 +68,7 @@ def test_an_episode_whose_search_failed_earns_nothing_under_any_reward(name):
 
 def test_a_reward_that_raises_the_old_name_has_no_verdict(monkeypatch):
     def without_verdict(answer, trajectory):
-        raise NoVerdictError("nobody answered")
+        raise NoVerdict("nobody answered")
 
     monkeypatch.setitem(REWARDS, "old", without_verdict)
     judged = asyncio.run(find_reward("old", "two_wiki").rewarded(episode("Ghent"), asked("Ghent")))

@@ -1,5 +1,6 @@
-"""Prompt-only baselines: published ways of answering with and without retrieval, on the same
-records and environments as the trained agents.
+"""Prompt-only baselines: published ways of answering with and without retrieval.
+
+They use the same records and environments as the trained agents.
 
     agent.kind        class            how it answers
     direct            Direct           from the question alone

@@ -1,9 +1,11 @@
-"""The parts that all prompt-only baselines share: how an episode is played and recorded, the
-message with passages and question, words of the prompts, and reading an answer.
+"""The parts that all prompt-only baselines share.
+
+These are: how an episode is played and recorded, the message with passages and question, words of
+the prompts, and reading an answer.
 
 Each call of the model is a turn of a conversation of its own. In the record the conversation that
-gave the answer comes first. Search-o1 and ReAct go on with one conversation instead. Only what the
-model generated is parsed.
+gave the answer comes first. Search-o1 and ReAct continue one conversation instead. Only text that
+the model generated is parsed.
 """
 
 import abc
@@ -42,7 +44,7 @@ Outcome = tuple[str, StopReason]
 
 
 class Baseline(abc.ABC):
-    """Implements `Agent`. A baseline derives from it, and says by `play` how it answers."""
+    """Implements `Agent`. A baseline derives from it and defines `play`: how it answers."""
 
     system_prompt: ClassVar[str]
 
@@ -121,8 +123,10 @@ class BaselineEpisode(Episode):
     async def write_turn(
         self, dialogue: Dialogue, stop_strings: tuple[str, ...], cut_at: str | None = None
     ) -> Written:
-        """Write one turn. Other turns may follow a turn with `cut_at`, which begins an
-        observation."""
+        """Write one turn.
+
+        With `cut_at`, the text that begins an observation, other turns may follow this one.
+        """
         place = str(self._turns_started)
         self._turns_started += 1
         return await self.write(

@@ -1,5 +1,7 @@
-"""FLARE: a sentence with an unlikely token is written again after a search for its likely ones
-(Jiang et al., 2023)."""
+"""FLARE: search when a sentence has an unlikely token (Jiang et al., 2023).
+
+The search is for the likely tokens of the sentence. Then the sentence is written again.
+"""
 
 import itertools
 import math
@@ -30,9 +32,10 @@ _PROMPT = (
 
 
 class Flare(Baseline):
-    """Reasons sentence by sentence, and searches where a sentence is unlikely.
+    """Reasons sentence by sentence, and searches if a sentence is unlikely.
 
-    It reads log-probabilities, which not every engine gives."""
+    It reads log-probabilities, which not every engine gives.
+    """
 
     system_prompt = _PROMPT
 

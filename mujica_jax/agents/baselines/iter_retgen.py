@@ -1,5 +1,7 @@
-"""Iter-RetGen: searches with the question and the last answer's reasoning, a few times (Shao et
-al., 2023)."""
+"""Iter-RetGen: search with the question and the last answer's reasoning (Shao et al., 2023).
+
+Searches and answers alternate a few times.
+"""
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.baselines.baseline import (

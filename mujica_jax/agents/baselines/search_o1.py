@@ -1,5 +1,7 @@
-"""Search-o1: searches within the reasoning; a second prompt reduces what was found to what helps
-(Li et al., 2025)."""
+"""Search-o1: search within the reasoning (Li et al., 2025).
+
+A second prompt reduces the passages that were found to the facts that help.
+"""
 
 from mujica_jax.agents import protocol
 from mujica_jax.agents.baselines.baseline import (
@@ -37,8 +39,10 @@ _READER_STOPS = ("</sentence>",)
 
 
 class SearchO1(Baseline):
-    """Reasons and searches in one conversation. A conversation of its own reads the passages of
-    each search."""
+    """Reasons and searches in one conversation.
+
+    Another conversation reads the passages of each search.
+    """
 
     system_prompt = _PROMPT
 
@@ -75,9 +79,10 @@ class SearchO1(Baseline):
 async def _read_passages(
     episode: BaselineEpisode, dialogue: Dialogue, query: str, iteration: int
 ) -> Written:
-    """Search, and let a conversation of its own read the passages for `dialogue`, which reasons.
+    """Search, and let a conversation of its own read the passages.
 
-    Raises RetrievalError."""
+    `dialogue` is the conversation that reasons. Raises RetrievalError.
+    """
     passages = await episode.search_passages(query, iteration)
     reasoning = " ".join(turn.text for turn in dialogue.record().turns if turn.role == "model")
     lines = [

@@ -1,20 +1,21 @@
-"""The device side of sampling: a paged KV cache, a prefill program that reads prompts, and a decode
-program that generates several tokens for all slots.
+"""The interface of the engines: a paged KV cache, and programs that prefill prompts and decode.
 
 An engine holds arrays and decides nothing. `scheduler.py` decides which request runs in which slot,
 and `paging.py` which pages it has (its block table). There are two engines, with the same results:
 
-- `contiguous.ContiguousEngine`, XLA on CPU and GPU: running sequences have a contiguous KV cache
-  beside the pages, and a prefix that many share is held once and read by all of them together;
-- `ragged.RaggedEngine`, TPU: the ragged paged attention kernel reads the pages where they lie, and
-  the programs write them in place.
+- `contiguous.ContiguousEngine`, for XLA on CPU and GPU. Running sequences have a contiguous KV
+  cache beside the pages. A prefix that many sequences share is stored once and read by all of them
+  together.
+- `ragged.RaggedEngine`, for TPU. The ragged paged attention kernel reads the pages where they lie,
+  and the programs write them in place.
 
-Shapes are bounded, so the number of compiled programs is a few dozen whatever the traffic;
+Shapes are bounded, so the number of compiled programs is a few dozen whatever the traffic.
 `compiled_programs` counts them.
 """
 
 import abc
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -36,8 +37,25 @@ from mujica_jax.models.weight_sync import sync_weights
 LOT_SIZE = 32
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The sizes of an engine, the types of its cache, and the devices that it runs on."""
+
+    slots: int  # requests that run at a time
+    positions: int  # tokens of the longest request, prompt and completion
+    page_tokens: int
+    num_pages: int
+    prefill_tokens: int  # prompt tokens that are computed between two decode calls
+    decode_steps: int  # steps in a decode call
+    stop_token_ids: Sequence[int]
+    # Heads and the matrices around them are split over the axis `tensor`. None: one device.
+    mesh: Mesh | None = None
+    # What keys and values are stored as. None: the compute type. Attention computes in that type.
+    cache_dtype: DTypeLike | None = None
+
+
 class SlotState(NamedTuple):
-    """What decoding needs to know of each slot."""
+    """The state of every slot, as decoding needs it."""
 
     # The last token, whose keys and values are not in memory yet.
     token: Int[np.ndarray | Array, " slots"]
@@ -85,7 +103,10 @@ class FlushRow(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """What a decode call generated, [steps, slots]. Where `valid` is False, nothing was."""
+    """The result of a decode call, [steps, slots].
+
+    No token was generated where `valid` is False.
+    """
 
     tokens: Int[np.ndarray | Array, "steps slots"]
     logprobs: Float[np.ndarray | Array, "steps slots"]  # under the unmodified policy
@@ -96,46 +117,35 @@ class Decoded(NamedTuple):
 class Engine(abc.ABC):
     """Weights, KV cache and compiled programs.
 
-    Use it from one thread: every call takes the memory over and gives it back."""
+    Use it from one thread: the compiled programs donate the memory and return it.
+    """
 
     tile_tokens = 1  # a request's tokens in a prefill call are rounded up to a multiple of this
     min_call_tokens = 1  # a prefill call of fewer tokens costs as much as one of these
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        slots: int,
-        positions: int,
-        page_tokens: int,
-        num_pages: int,
-        prefill_tokens: int,
-        decode_steps: int,
-        stop_token_ids: Sequence[int],
-        mesh: Mesh | None = None,
-        cache_dtype: DTypeLike | None = None,
-    ) -> None:
-        """Allocate the KV cache.
+    def __init__(self, decoder: Decoder, options: EngineOptions) -> None:
+        """Take the weights of a decoder. Subclasses allocate the KV cache.
 
-        With a mesh, heads and the matrices around them are split over its axis `tensor`. Keys and
-        values are stored as `cache_dtype`, by default the compute type; attention computes in the
-        compute type. A decoder without arrays (`nnx.eval_shape`) gives only the shapes: then call
-        `set_weights` before the first prompt."""
-        if mesh is not None:
-            check_heads(decoder.config, mesh)
+        A decoder without arrays (`nnx.eval_shape`) gives only the shapes: then call `set_weights`
+        before the first prompt.
+        """
+        if options.mesh is not None:
+            check_heads(decoder.config, options.mesh)
         self.config = decoder.config
-        self.slots = slots
-        self.positions = positions
-        self.page_tokens = page_tokens
-        self.num_pages = num_pages
-        self.prefill_tokens = prefill_tokens
-        self.decode_steps = decode_steps
-        self.stop_token_ids = frozenset(stop_token_ids)
-        self._stops = jnp.asarray(sorted(stop_token_ids), jnp.int32)
-        self.mesh = mesh
+        self.slots = options.slots
+        self.positions = options.positions
+        self.page_tokens = options.page_tokens
+        self.num_pages = options.num_pages
+        self.prefill_tokens = options.prefill_tokens
+        self.decode_steps = options.decode_steps
+        self.stop_token_ids = frozenset(options.stop_token_ids)
+        self._stops = jnp.asarray(sorted(options.stop_token_ids), jnp.int32)
+        self.mesh = options.mesh
         self._graph, weights = nnx.split(decoder)
         self._compute_dtype = jnp.dtype(decoder.dtype)
-        self._dtype = self._compute_dtype if cache_dtype is None else jnp.dtype(cache_dtype)
+        self._dtype = self._compute_dtype
+        if options.cache_dtype is not None:
+            self._dtype = jnp.dtype(options.cache_dtype)
         self.release_weights()
         if not any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(weights)):
             self._load_weights(weights)
@@ -151,8 +161,11 @@ class Engine(abc.ABC):
         return self._weights
 
     def set_weights(self, weights: nnx.State) -> None:
-        """Replace the policy and reset the cache; returns when the weights are on the engine's
-        devices, which never hold two policies."""
+        """Replace the policy, and reset the cache.
+
+        The call returns when the weights are on the engine's devices. These never hold two
+        policies.
+        """
         self.release_weights()
         self._load_weights(weights)
         jax.block_until_ready(self._weights)
@@ -183,14 +196,17 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy pages (from, to), in the order in which they were allocated: a page may be copied
-        from and then copied to, never the other way."""
+        """Copy pages (from, to), in the order in which they were allocated.
+
+        A page may be copied from and then copied to, never the other way.
+        """
 
     @abc.abstractmethod
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
         """Compute the keys and values of these tokens.
 
-        The last token of a request is not among them: decode computes it."""
+        The last token of a request is not among them: decode computes it.
+        """
 
     @abc.abstractmethod
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
@@ -204,8 +220,9 @@ class Engine(abc.ABC):
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         """End the request of a slot.
 
-        `broken_pages` may hold values that are not finite. They and the slot are set to zero:
-        masked positions weigh 0, and 0 x NaN would be NaN for the next request too."""
+        `broken_pages` may hold values that are not finite. These pages and the slot are set to
+        zero: masked positions weigh 0, and 0 x NaN would be NaN for the next request too.
+        """
 
 
 def advance(
@@ -232,7 +249,10 @@ def advance(
 
 
 def filtered(state: SlotState) -> bool:
-    """Whether a running slot draws from a part of the vocabulary: then everything is sorted."""
+    """Return whether a running slot draws from a part of the vocabulary.
+
+    Then the program that sorts the vocabulary runs.
+    """
     is_running = state.remaining > 0
     has_filter = (state.top_k > 0) | (state.top_p < 1) | (state.min_p > 0)
     return bool(np.any(is_running & has_filter))
@@ -251,8 +271,10 @@ def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Num[Array, "*s
 
 
 def bucket(needed: int, smallest: int, largest: int) -> int:
-    """Return the least of `smallest` x 1, 1.5, 2, 3, 4, 6, ... that holds `needed`, at most
-    `largest`."""
+    """Return the smallest size of `smallest` x 1, 1.5, 2, 3, 4, 6, ... that holds `needed`.
+
+    The result is at most `largest`.
+    """
     size = smallest
     while size < needed:
         half_larger = size * 3 // 2
@@ -280,8 +302,10 @@ def check_heads(config: DecoderConfig, mesh: Mesh) -> None:
 
 
 def page_bytes(config: DecoderConfig, page_tokens: int, dtype: DTypeLike, lanes: int = 1) -> int:
-    """Return the bytes of one page: keys and values of all layers, with heads filled up to a
-    multiple of `lanes`."""
+    """Return the bytes of one page: keys and values of all layers.
+
+    Heads are filled up to a multiple of `lanes`.
+    """
     head_dim = -(-config.head_dim // lanes) * lanes
     keys = config.num_layers * page_tokens * config.num_kv_heads * head_dim
     return 2 * keys * jnp.dtype(dtype).itemsize

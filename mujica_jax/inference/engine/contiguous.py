@@ -5,30 +5,30 @@ rows, because gathering pages at every step would cost as much memory traffic as
 
 - prefill loads the cached pages of a request into the row of its slot, then computes the rest of
   its prompt in the row;
-- decode goes on in the row;
+- decode continues in the row;
 - flush writes what was computed back to the pages, where other requests can share it.
 
 A row remembers which pages it holds, so a conversation that comes back to its slot loads nothing.
 
-What several rows begin with (a system prompt, worked examples) is held once, as a shared prefix:
-its scores are one matrix product for all rows instead of a read for each, and the rows hold only
-what follows. With a shared prompt of 384 tokens this reads a third of the memory (prefix sharing as
-in Hydragen, arXiv 2402.05099, section 3).
+A common beginning of several rows (a system prompt, worked examples) is stored once, as a shared
+prefix. Its scores are one matrix product for all rows instead of a read for each, and the rows hold
+only what follows. With a shared prompt of 384 tokens this reads a third of the memory (prefix
+sharing as in Hydragen, arXiv 2402.05099, section 3).
 
-Each shape of the rows is a compiled program of its own (docs/LOG.md has what that costs). The
-engine chooses between few shapes:
+Each shape of the rows is a compiled program of its own (docs/LOG.md has its cost). The engine
+chooses between few shapes:
 
-- `kernels.paged_attention` reads only the tokens that a row holds, wherever the row lies. So the rows have
-  one shape. A decode call takes one entry for each running request, rounded up to all slots, a
-  half, a quarter or an eighth of them.
+- `kernels.paged_attention` reads only the tokens that a row holds, wherever the row lies. So the
+  rows have one shape. A decode call takes one entry for each running request, rounded up to all
+  slots, a half, a quarter or an eighth of them.
 - XLA reads every row to its end. So rows are as wide as the longest of them needs, in steps of 1,
   1.5, 2, 3, ..., and there is one for each running request, rounded up to all slots, a half or a
   quarter of them.
 
 Arrays of a layer: keys [n, kv_heads, head_dim, tokens] and values [n, kv_heads, tokens, head_dim],
-where n counts pages, rows or prefixes: both products then run along what lies together (on CPU a
-fifth to a half faster with 48 rows than keys laid out like values, and as fast with 256). Token t
-of a sequence lies at t - offset of its row, where offset is the length of its prefix.
+where n counts pages, rows or prefixes. Both products then read contiguous memory (on CPU a fifth to
+a half faster with 48 rows than keys laid out like values, and as fast with 256). Token t of a
+sequence lies at t - offset of its row, where offset is the length of its prefix.
 """
 
 import collections
@@ -48,6 +48,7 @@ from mujica_jax.inference.engine import contiguous_programs as programs
 from mujica_jax.inference.engine.base import (
     Decoded,
     Engine,
+    EngineOptions,
     FlushRow,
     PrefillRow,
     SlotState,
@@ -67,8 +68,11 @@ MIN_PREFIX_ROWS = 4
 
 
 class TileSizes(NamedTuple):
-    """Shapes of a prefill call. It is cut into tiles of one request each, so that each request is
-    padded by less than one tile."""
+    """Shapes of a prefill call.
+
+    A call is cut into tiles of one request each, so that each request is padded by less than one
+    tile.
+    """
 
     tile_tokens: int
     tiles_per_call: tuple[int, ...]  # every size is a program for each shape of the rows
@@ -94,7 +98,7 @@ PageVersion = tuple[int, int]
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _SlotCache:
-    """What a slot has in its row."""
+    """The contents of a slot's row."""
 
     row: int = -1  # -1: it has no row
     pages: list[PageVersion] = dataclasses.field(default_factory=list)  # of the request, in order
@@ -114,7 +118,7 @@ class _SlotCache:
 
 @dataclasses.dataclass(frozen=True)
 class _SharedPrefix:
-    """What several rows begin with."""
+    """The common beginning of several rows."""
 
     pages: list[PageVersion]
     tokens: int
@@ -129,10 +133,10 @@ class _Tile(NamedTuple):
 
 
 class ContiguousEngine(Engine):
-    """See `Engine`."""
+    """The engine on XLA, see `Engine`."""
 
-    def __init__(self, decoder: Decoder, **settings: Any) -> None:
-        super().__init__(decoder, **settings)
+    def __init__(self, decoder: Decoder, options: EngineOptions) -> None:
+        super().__init__(decoder, options)
         with self._over_mesh():
             attend = kernels.paged_attention(head_dim=self.config.head_dim, dtype=self._dtype)
         self._has_kernel = attend is not None
@@ -186,7 +190,8 @@ class ContiguousEngine(Engine):
     def _reset_memory(self, pages: programs.KeysValues) -> None:
         """Make empty rows in the first shapes, whatever the shapes were before.
 
-        So a run that goes on after a kill computes in the shapes of one that was never killed."""
+        So a run that continues after a kill computes in the shapes of a run that was never killed.
+        """
         self._width = min(self._smallest_width, self._largest_width)
         if self._has_kernel:
             row_count = self._row_counts[-1]
@@ -266,16 +271,14 @@ class ContiguousEngine(Engine):
         self._fit_rows(int(tokens_in_row[entries].max(initial=1)))
 
         self._count_program("decode", filtered(state), size)
+        call = programs.DecodeCall(call_state, places, self._prefix_lengths(), self._stops)
         with self._over_mesh():
             self._memory, call_state, call_decoded = programs.decode(
                 self._graph,
                 self._weights,
                 self._scales,
                 self._memory,
-                call_state,
-                places,
-                self._prefix_lengths(),
-                self._stops,
+                call,
                 steps=self.decode_steps,
                 filtered=filtered(state),
             )
@@ -385,7 +388,7 @@ class ContiguousEngine(Engine):
             self._memory = self._memory._replace(rows=rows)
 
     def _is_in_row(self, request: PrefillRow) -> bool:
-        """Whether the slot's row holds all tokens before the request's start."""
+        """Return whether the slot's row holds all tokens before the request's start."""
         slot_cache = self._slot_caches[request.slot]
         page_count = -(-request.start // self.page_tokens)
         if (
@@ -476,8 +479,10 @@ class ContiguousEngine(Engine):
             self._slot_of_row[row] = slot
 
     def _fit_rows(self, tokens: int) -> None:
-        """Give the rows room for this many tokens, and their number its new value, in one move of
-        the memory."""
+        """Resize the rows to the current number of rows, and to a width of at least `tokens`.
+
+        The memory moves once for both.
+        """
         width = bucket(tokens, self._smallest_width, self._largest_width)
         self._width = max(self._width, width)
         if self._memory.rows.shape != (self._num_rows, self._width):
@@ -497,9 +502,10 @@ class ContiguousEngine(Engine):
     # Shared prefixes.
 
     def _share_prefix(self, to_load: Sequence[PrefillRow]) -> None:
-        """Hold what many rows begin with once, as a shared prefix.
+        """Store the common beginning of many rows once, as a shared prefix.
 
-        Does nothing unless a request of `to_load` begins so, and if there is such a prefix already.
+        Nothing happens if no request of `to_load` begins with it, or if there is such a prefix
+        already.
         """
         slots_to_load = {request.slot for request in to_load}
         running = [
@@ -539,7 +545,10 @@ class ContiguousEngine(Engine):
     def _new_prefix(
         self, to_load: Sequence[PrefillRow], running: Sequence[_SlotCache]
     ) -> _SharedPrefix | None:
-        """Return what many rows begin with, if this is worth a shared prefix and is none yet."""
+        """Return the common beginning of many rows, or None.
+
+        It is None if a shared prefix would cost more than it saves, or if it exists already.
+        """
         beginnings = [
             self._page_versions(request.pages[: request.start // self.page_tokens])
             for request in to_load
@@ -580,8 +589,10 @@ class ContiguousEngine(Engine):
         self._memory = self._memory._replace(prefixes=prefixes)
 
     def _longest_prefix(self, pages: Sequence[PageVersion], start: int) -> int:
-        """Return the index of the longest prefix of at most `start` tokens that these pages begin
-        with, -1 if there is none."""
+        """Return the index of the longest shared prefix that these pages begin with.
+
+        The prefix has at most `start` tokens. The index is -1 if there is none.
+        """
         longest = (0, -1)  # (tokens, index)
         for index, prefix in enumerate(self._prefixes):
             if prefix is None or prefix.tokens > start:
@@ -636,8 +647,11 @@ def _places(
 def _common_beginning(
     sequences: Sequence[Sequence[PageVersion]], min_rows: int
 ) -> list[PageVersion]:
-    """Return the longest beginning that at least `min_rows` sequences have in common, and at least
-    half of those that share all but its last page."""
+    """Return the longest common beginning of at least `min_rows` sequences.
+
+    Beyond the first page, the sequences that share it are also at least half of those that share
+    all but its last page.
+    """
     common: list[PageVersion] = []
     while True:
         longer = [sequence for sequence in sequences if len(sequence) > len(common)]
@@ -657,7 +671,8 @@ def _tiles_in_next_call(waiting: int, sizes: Sequence[int]) -> int:
     """Return how many tiles to run in the next call.
 
     This is the smallest size that takes all waiting tiles if they fill three quarters of it,
-    otherwise the next smaller size."""
+    otherwise the next smaller size.
+    """
     smaller = sizes[0]
     for size in sizes:
         if waiting <= size:

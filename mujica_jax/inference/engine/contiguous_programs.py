@@ -68,6 +68,15 @@ class Tiles(NamedTuple):
     places: Places
 
 
+class DecodeCall(NamedTuple):
+    """A decode call: one entry for each sequence."""
+
+    state: SlotState
+    places: Places
+    prefix_lengths: Int[np.ndarray | Array, " prefixes"]  # tokens
+    stops: Int[Array, " stops"]  # token ids that end a sequence
+
+
 @functools.partial(jax.jit, static_argnames=("graph",), donate_argnames=("memory",))
 def prefill(
     graph: nnx.GraphDef,
@@ -113,21 +122,21 @@ def decode(
     weights: nnx.State,
     scales: KVScales | None,
     memory: Memory,
-    state: SlotState,
-    places: Places,
-    prefix_lengths: Int[Array, " prefixes"],
-    stops: Int[Array, " stops"],
+    call: DecodeCall,
     *,
     steps: int,
     filtered: bool,
 ) -> tuple[Memory, SlotState, Decoded]:
     """Generate up to `steps` tokens for every running sequence.
 
-    Without `kernels.paged_attention` the sequences are all rows, in order."""
+    Without `kernels.paged_attention` the sequences are all rows, in order.
+    """
     decoder = nnx.merge(graph, weights)
     width = memory.rows.shape[1]
-    row = places.row
-    filters = sampling.Filters(state.top_k, state.top_p, state.min_p) if filtered else None
+    places = call.places
+    filters = None
+    if filtered:
+        filters = sampling.Filters(call.state.top_k, call.state.top_p, call.state.min_p)
 
     def step(carry: tuple[KeysValues, SlotState], _: None) -> tuple:
         rows, state = carry
@@ -137,39 +146,40 @@ def decode(
         in_row = state.position - places.offset
         target = jnp.where(running, in_row, width)  # a slot that does not run writes nowhere
         seen = jnp.where(running, in_row + 1, 0)
-        read = _reader(memory, places, prefix_lengths, seen=seen, time=1, in_order=True)
+        read = _reader(memory, places, call.prefix_lengths, seen=seen, time=1, in_order=True)
 
         def attend(layer: int, query: Array, key: Array, value: Array) -> Array:
             new_key = narrowed(key[:, 0], keys[layer].dtype)
-            keys[layer] = keys[layer].at[row, :, :, target].set(new_key, mode="drop")
+            keys[layer] = keys[layer].at[places.row, :, :, target].set(new_key, mode="drop")
             new_value = narrowed(value[:, 0], values[layer].dtype)
-            values[layer] = values[layer].at[row, :, target].set(new_value, mode="drop")
+            values[layer] = values[layer].at[places.row, :, target].set(new_value, mode="drop")
             return read(layer, query, keys[layer], values[layer])
 
         hidden = decoder(
             state.token[:, None], state.position[:, None], scaled(attend, scales), scan=False
         )
-        state, decoded = advance(decoder.logits(hidden[:, 0]), state, stops, filters)
+        state, decoded = advance(decoder.logits(hidden[:, 0]), state, call.stops, filters)
         return (KeysValues(tuple(keys), tuple(values)), state), decoded
 
-    (rows, state), decoded = jax.lax.scan(step, (memory.rows, state), None, length=steps)
+    (rows, state), decoded = jax.lax.scan(step, (memory.rows, call.state), None, length=steps)
     return memory._replace(rows=rows), state, decoded
 
 
 def _reader(
     memory: Memory,
     places: Places,
-    prefix_lengths: Int[Array, " prefixes"],
+    prefix_lengths: Int[np.ndarray | Array, " prefixes"],
     *,
     seen: Int[Array, " rows"],
     time: int,
     in_order: bool = False,
 ) -> Callable[[int, Array, Array, Array], Array]:
-    """Return `read(layer, query, keys, values)`, the attention of rows over what they hold and over
-    their prefix.
+    """Return `read(layer, query, keys, values)`.
 
-    The first query of a row sees `seen` tokens of it, and each of the `time` queries one more than
-    the query before. With `in_order` the sequences are all rows, as they lie in memory."""
+    It is the attention of rows over the tokens that they hold and over their prefix. The first
+    query of a row sees `seen` tokens of the row. Each of the `time` queries sees one token more
+    than the query before. With `in_order` the sequences are all rows, as they lie in memory.
+    """
     prefix = places.prefix
     prefix_length = jnp.where(prefix < 0, 0, prefix_lengths[prefix])
     # What a kernel needs to know of each row.
@@ -204,7 +214,8 @@ def _attention(
 ) -> Float[Array, "rows time heads head_dim"]:
     """Return softmax attention over each row together with its prefix.
 
-    Scores and weights are float32."""
+    Scores and weights are float32.
+    """
     rows, time, heads, head_dim = query.shape
     compute_dtype = max(query.dtype, keys.dtype, key=lambda dtype: dtype.itemsize)
     keys = keys.astype(compute_dtype)
@@ -273,7 +284,10 @@ def load_pages(
     page_slots: Int[Array, " moves"],
     page_indices: Int[Array, " moves"],
 ) -> KeysValues:
-    """Copy pages into rows. A row is cut into places for pages, which `page_slots` count."""
+    """Copy pages into rows.
+
+    A row is cut into places for pages. `page_slots` are the numbers of these places.
+    """
 
     def load(token_axis: int, rows: Array, pages: Array) -> Array:
         paged = _cut_into_pages(rows, token_axis, pages.shape[token_axis])
@@ -324,7 +338,7 @@ def store_prefix(
 
 @functools.partial(jax.jit, donate_argnames=("rows",))
 def shift_row(rows: KeysValues, row_index: Int[Array, ""], tokens: Int[Array, ""]) -> KeysValues:
-    """Move what a row holds to its front by so many tokens."""
+    """Move the contents of a row to its front, by this many tokens."""
 
     def shift(token_axis: int, rows: Array) -> Array:
         shifted = jnp.roll(rows[row_index], -tokens, axis=token_axis - 1)
@@ -358,8 +372,7 @@ def resized(rows: KeysValues, count: int, tokens: int) -> KeysValues:
 
 
 def _map_layers(function: Callable[..., Array], *memories: KeysValues) -> KeysValues:
-    """Return `function(token_axis, layer of each memory)` for the keys and for the values of every
-    layer."""
+    """Return the memory of `function(token_axis, layer of each memory)` for all keys and values."""
     keys = []
     for layers in zip(*(memory.keys for memory in memories), strict=True):
         keys.append(function(3, *layers))

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
-from mujica_jax.inference.engine.base import Engine, check_heads, page_bytes
+from mujica_jax.inference.engine.base import Engine, EngineOptions, check_heads, page_bytes
 from mujica_jax.inference.engine.contiguous import ContiguousEngine
 from mujica_jax.inference.engine.ragged import LANES, RaggedEngine, check_tiles
 from mujica_jax.models.decoder import Decoder
@@ -34,19 +34,18 @@ def make_engine(
     stop_token_ids: Sequence[int],
     reserved_bytes: int = 0,
 ) -> Engine:
-    """Return an engine for requests of up to `positions` tokens, on this platform and over
-    `engine.tensor` devices.
+    """Return an engine for requests of up to `positions` tokens, on this platform.
 
-    `engine.cache_gigabytes` is the size of its KV cache. Without it the cache takes free memory,
-    and leaves `reserved_bytes` of each device for what the program will allocate later."""
+    It runs on `engine.tensor` devices. `engine.cache_gigabytes` is the size of its KV cache.
+    Without it the cache takes free memory, and leaves `reserved_bytes` of each device for what the
+    program will allocate later. Raises UserError.
+    """
     check_context(decoder.config, positions)
     dtype = _cache_dtype(decoder.dtype, engine)
     num_pages = _num_pages(
         decoder.config, engine, positions=positions, dtype=dtype, reserved_bytes=reserved_bytes
     )
-    engine_class = RaggedEngine if jax.default_backend() == "tpu" else ContiguousEngine
-    return engine_class(
-        decoder,
+    options = EngineOptions(
         slots=engine.slots,
         positions=positions,
         page_tokens=engine.page_tokens,
@@ -57,6 +56,8 @@ def make_engine(
         mesh=engine_mesh(engine),
         cache_dtype=dtype,
     )
+    engine_class = RaggedEngine if jax.default_backend() == "tpu" else ContiguousEngine
+    return engine_class(decoder, options)
 
 
 def check_engine(
@@ -77,7 +78,8 @@ def check_engine(
 def check_context(model: DecoderConfig, positions: int, *, setting: str = CONTEXT_SETTING) -> None:
     """Check that a model was made for conversations of `positions` tokens. Raises UserError.
 
-    `setting` names what the user lowers."""
+    `setting` names the setting that the user can lower.
+    """
     if positions > model.context_tokens:
         raise UserError(
             f"conversations may have {positions:,} tokens and the model reads at most "
@@ -89,7 +91,8 @@ def check_context(model: DecoderConfig, positions: int, *, setting: str = CONTEX
 def engine_mesh(engine: EngineConfig) -> Mesh | None:
     """Return the mesh of this host's engine, None for a single device.
 
-    Every host has an engine of its own, over devices of its own. Raises UserError."""
+    Every host has an engine of its own, over devices of its own. Raises UserError.
+    """
     devices = jax.local_devices()
     if engine.tensor > len(devices):
         raise UserError(
@@ -107,9 +110,10 @@ def _num_pages(
     dtype: DTypeLike,
     reserved_bytes: int,
 ) -> int:
-    """Return how many pages there are: for all slots at full length, or as many as fit.
+    """Return how many pages there are: enough for all slots at full length, or as many as fit.
 
-    Raises UserError if there is no room for one request."""
+    Raises UserError if there is no room for one request.
+    """
     lanes = LANES if jax.default_backend() == "tpu" else 1
     page_size = page_bytes(model, engine.page_tokens, dtype, lanes) // engine.tensor  # per device
     pages_per_request = -(-positions // engine.page_tokens)

@@ -1,16 +1,16 @@
-"""Keys and values in int8: every channel of every head has a scale of its own, computed once for
-each policy.
+"""Keys and values in int8, with a scale for every channel of every head.
 
     stored = round(x / scale)
     scale = MARGIN * max |x| / 127, over the keys, or values, of one channel
     query . key = (query * scale of the keys) . stored
     mixed values = (weights . stored) * scale of the values
 
-So attention itself computes as ever, on any platform. Rotary angles turn channel i and i + head_dim
-/ 2 into each other as positions grow: the two share a scale. The maxima are taken over random
-tokens, as a function of the policy alone: what was asked before changes no answer. What lies beyond
-the range is clipped (`base.narrowed`). A channel's scale holds for all positions, so it is not
-stored with them. Called by the engines where `cache_dtype` is int8.
+So attention itself is unchanged, on any platform. The scales are computed once for each policy.
+Rotary angles turn channel i and i + head_dim / 2 into each other as positions grow: the two share a
+scale. The maxima are taken over random tokens, so they depend on the policy alone: earlier requests
+change no answer. Numbers beyond the range are clipped (`base.narrowed`). A channel's scale holds
+for all positions, so it is not stored with them. The engines call this module if `cache_dtype` is
+int8.
 """
 
 import functools

@@ -1,11 +1,10 @@
-"""The engine on TPU: pages are read where they lie, by the ragged paged attention kernel, and
-written in place.
+"""The engine on TPU: the ragged paged attention kernel reads pages in place.
 
-All layers share one array of pages, [layers x num_pages, page_tokens, 2 x kv_heads, head_dim]; keys
-and values of a head stand side by side, as the kernel wants them, and page n of layer l lies at l x
+All layers share one array of pages, [layers x num_pages, page_tokens, 2 x kv_heads, head_dim]. Keys
+and values of a head stand side by side, as the kernel needs them. Page n of layer l lies at l x
 num_pages + n. So the layers run in a scan, compile time does not grow with depth, and the array is
-carried through without a copy. The kernel is told its block sizes: its own table asks the device
-that runs, and fails where a program is compiled for another one.
+updated without a copy. The block sizes of the kernel are set here: its own table asks the device
+that runs, and fails when a program is compiled for another one.
 
 Over a mesh the heads are split over `tensor`: each device holds the pages of its own key and value
 heads, and the kernel runs on each device's heads alone.
@@ -27,7 +26,14 @@ from jaxtyping import Array, Int, Num
 from mujica_jax.errors import UserError
 from mujica_jax.inference import sampling
 from mujica_jax.inference.engine import base
-from mujica_jax.inference.engine.base import Decoded, Engine, FlushRow, PrefillRow, SlotState
+from mujica_jax.inference.engine.base import (
+    Decoded,
+    Engine,
+    EngineOptions,
+    FlushRow,
+    PrefillRow,
+    SlotState,
+)
 from mujica_jax.inference.engine.kv_quantization import KVScales, scaled
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.families import DecoderConfig
@@ -48,8 +54,10 @@ Pages = Num[Array, "layers_x_pages page_tokens combined_heads head_dim"]
 
 
 class Sequences(NamedTuple):
-    """The sequences of one call, as the kernel wants them: their queries stand one after the
-    other."""
+    """The sequences of one call, as the kernel needs them.
+
+    Their queries stand one after the other.
+    """
 
     lengths: Int[np.ndarray | Array, " sequences"]  # in tokens, the new ones included
     tables: Int[np.ndarray | Array, "sequences pages"]  # block tables
@@ -58,18 +66,44 @@ class Sequences(NamedTuple):
     count: Int[np.ndarray | Array, " one"]  # of sequences that are used
 
 
+class NewTokens(NamedTuple):
+    """The tokens of a prefill call: those of all sequences, one after the other."""
+
+    ids: Int[np.ndarray | Array, " tokens"]
+    positions: Int[np.ndarray | Array, " tokens"]
+    # Their places in the pages of a layer: page x page_tokens + offset.
+    targets: Int[np.ndarray | Array, " tokens"]
+
+
+class DecodeCall(NamedTuple):
+    """A decode call: one entry for each slot."""
+
+    state: SlotState
+    tables: Int[np.ndarray | Array, "slots pages"]  # block tables
+    stops: Int[Array, " stops"]  # token ids that end a sequence
+
+
 class Layout(NamedTuple):
-    """What a program is compiled for, besides the shapes of its arguments."""
+    """The static sizes that a program is compiled for, besides the shapes of its arguments."""
 
     num_pages: int
     page_tokens: int
     mesh: Mesh | None
 
 
+class DecodeProgram(NamedTuple):
+    """The static arguments that a decode program is compiled for."""
+
+    layout: Layout
+    steps: int
+    filtered: bool  # whether a slot draws from a part of the vocabulary
+
+
 def check_tiles(config: DecoderConfig, tensor: int, dtype: DTypeLike) -> None:
     """Check that the kernel can read the heads of a device. Raises UserError.
 
-    It reads whole words of 32 bits, and 1, 2, 4 or a multiple of 8 of those."""
+    It reads whole words of 32 bits, and 1, 2, 4 or a multiple of 8 of those.
+    """
     heads = 2 * config.num_kv_heads // tensor  # of keys and of values
     heads_per_word = 4 // jnp.dtype(dtype).itemsize
     words = heads // heads_per_word
@@ -82,10 +116,13 @@ def check_tiles(config: DecoderConfig, tensor: int, dtype: DTypeLike) -> None:
 
 
 class RaggedEngine(Engine):
-    """See `Engine`. Pages are the only memory: nothing is loaded, nothing needs to be flushed."""
+    """The engine on TPU, see `Engine`.
 
-    def __init__(self, decoder: Decoder, **settings: Any) -> None:
-        super().__init__(decoder, **settings)
+    Pages are the only memory: nothing is loaded, and nothing needs to be flushed.
+    """
+
+    def __init__(self, decoder: Decoder, options: EngineOptions) -> None:
+        super().__init__(decoder, options)
         self._layout = Layout(self.num_pages, self.page_tokens, self.mesh)
         self._tables = np.zeros((self.slots, -(-self.positions // self.page_tokens)), np.int32)
         self._pages = self._empty_pages()
@@ -113,9 +150,9 @@ class RaggedEngine(Engine):
             return
 
         # The arrays of the call: the tokens of all rows one after the other, filled up to `size`.
-        new_tokens = sum(len(row.tokens) for row in rows)
+        num_tokens = sum(len(row.tokens) for row in rows)
         largest = max(self.prefill_tokens, MIN_PREFILL_TOKENS)
-        size = base.bucket(new_tokens, MIN_PREFILL_TOKENS, largest)
+        size = base.bucket(num_tokens, MIN_PREFILL_TOKENS, largest)
         tokens = np.zeros(size, np.int32)
         positions = np.zeros(size, np.int32)
         out_of_bounds = self.num_pages * self.page_tokens  # padding is written nowhere
@@ -138,6 +175,7 @@ class RaggedEngine(Engine):
             tables[index] = table
 
         self._programs.add(("prefill", size))
+        new_tokens = NewTokens(tokens, positions, targets)
         sequences = Sequences(lengths, tables, query_ends, np.asarray([len(rows)], np.int32))
         with self._over_mesh():
             self._pages = _prefill(
@@ -145,9 +183,7 @@ class RaggedEngine(Engine):
                 self._weights,
                 self._scales,
                 self._pages,
-                tokens,
-                positions,
-                targets,
+                new_tokens,
                 sequences,
                 layout=self._layout,
             )
@@ -155,18 +191,16 @@ class RaggedEngine(Engine):
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
         filtered = base.filtered(state)
         self._programs.add(("decode", filtered))
+        call = DecodeCall(state, self._tables, self._stops)
+        program = DecodeProgram(self._layout, self.decode_steps, filtered)
         with self._over_mesh():
             self._pages, state, decoded = _decode(
                 self._graph,
                 self._weights,
                 self._scales,
                 self._pages,
-                state,
-                self._tables,
-                self._stops,
-                layout=self._layout,
-                steps=self.decode_steps,
-                filtered=filtered,
+                call,
+                program=program,
             )
         return jax.tree.map(np.array, (state, decoded))
 
@@ -216,39 +250,36 @@ def _prefill(
     weights: nnx.State,
     scales: KVScales | None,
     pages: Pages,
-    tokens: Int[Array, " tokens"],
-    positions: Int[Array, " tokens"],
-    targets: Int[Array, " tokens"],
+    new_tokens: NewTokens,
     sequences: Sequences,
     *,
     layout: Layout,
 ) -> Pages:
-    """Compute the keys and values of these tokens into their pages, at `targets`."""
+    """Return the pages after writing the keys and values of these tokens at their targets."""
     decoder = nnx.merge(graph, weights)
-    attend = scaled(_attend(layout, targets, sequences, BLOCK_QUERIES), scales)
-    return decoder.with_memory(tokens[None], positions[None], attend, pages)[1]
+    attend = scaled(_attend(layout, new_tokens.targets, sequences, BLOCK_QUERIES), scales)
+    tokens = new_tokens.ids[None]
+    positions = new_tokens.positions[None]
+    return decoder.with_memory(tokens, positions, attend, pages)[1]
 
 
-@functools.partial(
-    jax.jit, static_argnames=("graph", "layout", "steps", "filtered"), donate_argnames=("pages",)
-)
+@functools.partial(jax.jit, static_argnames=("graph", "program"), donate_argnames=("pages",))
 def _decode(
     graph: nnx.GraphDef,
     weights: nnx.State,
     scales: KVScales | None,
     pages: Pages,
-    state: SlotState,
-    tables: Int[Array, "slots pages"],
-    stops: Int[Array, " stops"],
+    call: DecodeCall,
     *,
-    layout: Layout,
-    steps: int,
-    filtered: bool,
+    program: DecodeProgram,
 ) -> tuple[Pages, SlotState, Decoded]:
-    """Generate up to `steps` tokens for every running slot."""
+    """Generate up to `program.steps` tokens for every running slot."""
     decoder = nnx.merge(graph, weights)
-    filters = sampling.Filters(state.top_k, state.top_p, state.min_p) if filtered else None
-    slots = state.token.shape[0]
+    layout = program.layout
+    filters = None
+    if program.filtered:
+        filters = sampling.Filters(call.state.top_k, call.state.top_p, call.state.min_p)
+    slots = call.state.token.shape[0]
     page_tokens = layout.page_tokens
     out_of_bounds = layout.num_pages * page_tokens
     query_ends = jnp.arange(slots + 1, dtype=jnp.int32)  # one query for each slot
@@ -257,27 +288,34 @@ def _decode(
         pages, state = carry
         running = state.remaining > 0
         page_index = (state.position // page_tokens)[:, None]
-        page = jnp.take_along_axis(tables, page_index, axis=1)[:, 0]
+        page = jnp.take_along_axis(call.tables, page_index, axis=1)[:, 0]
         target = page * page_tokens + state.position % page_tokens
         # An idle slot writes nowhere, reads one token, and its result is not used.
         targets = jnp.where(running, target, out_of_bounds)
         lengths = jnp.where(running, state.position + 1, 1)
-        sequences = Sequences(lengths, tables, query_ends, jnp.full(1, slots, jnp.int32))
+        sequences = Sequences(lengths, call.tables, query_ends, jnp.full(1, slots, jnp.int32))
         attend = scaled(_attend(layout, targets, sequences, BLOCK_DECODE_QUERIES), scales)
         hidden, pages = decoder.with_memory(state.token[None], state.position[None], attend, pages)
-        state, decoded = base.advance(decoder.logits(hidden[0]), state, stops, filters)
+        state, decoded = base.advance(decoder.logits(hidden[0]), state, call.stops, filters)
         return (pages, state), decoded
 
-    (pages, state), decoded = jax.lax.scan(step, (pages, state), None, length=steps)
+    (pages, state), decoded = jax.lax.scan(step, (pages, call.state), None, length=program.steps)
     return pages, state, decoded
 
 
 def _write(
-    layout: Layout, layer: Array, pages: Array, *, key: Array, value: Array, targets: Array
+    layout: Layout,
+    layer: Array,
+    pages: Array,
+    *,
+    key: Array,
+    value: Array,
+    targets: np.ndarray | Array,
 ) -> Array:
     """Return the pages with new keys and values, [tokens, kv_heads, head_dim], in one layer.
 
-    `targets` are their places in that layer. What is beyond its last page is written nowhere."""
+    `targets` are their places in that layer. A place beyond its last page is not written.
+    """
     page_head_dim = pages.shape[3]
     keys_values = jnp.stack(
         [_pad_heads(key, page_head_dim), _pad_heads(value, page_head_dim)], axis=2
@@ -299,12 +337,16 @@ def _pad_heads(array: Array, head_dim: int) -> Array:
 
 
 def _attend(
-    layout: Layout, targets: Int[Array, " tokens"], sequences: Sequences, block_queries: int
+    layout: Layout,
+    targets: Int[np.ndarray | Array, " tokens"],
+    sequences: Sequences,
+    block_queries: int,
 ) -> Callable:
-    """Return `attend(layer, query, key, value, pages)`, which writes the new keys and values and
-    attends over the pages.
+    """Return `attend(layer, query, key, value, pages)`, which writes and reads the pages.
 
-    It returns (mixed values, pages); all but the pages are [1, tokens, heads, head_dim]."""
+    It writes the new keys and values, attends over the pages, and returns (mixed values, pages).
+    All arrays but the pages are [1, tokens, heads, head_dim].
+    """
     pages_per_block = min(BLOCK_KEY_TOKENS // layout.page_tokens, sequences.tables.shape[1])
     pages_per_block = max(1, pages_per_block)
 
@@ -314,7 +356,7 @@ def _attend(
         key: Array,
         value: Array,
         pages: Array,
-        targets: Array,
+        targets: np.ndarray | Array,
         sequences: Sequences,
     ) -> tuple[Array, Array]:
         pages = _write(layout, layer, pages, key=key, value=value, targets=targets)

@@ -1,2 +1,1 @@
-"""JetStream: its engine interface around our engine, and its gRPC protocol in front of a
-generator."""
+"""JetStream: its engine interface around our engine, and its gRPC protocol."""

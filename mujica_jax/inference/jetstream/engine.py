@@ -1,36 +1,38 @@
-"""JetStream's engine interface around one of our engines, for our own generator and for JetStream's
-orchestrator.
+"""JetStream's engine interface around one of our engines.
 
-Differences from the engines JetStream was written for:
+Our own generator (`generator.py`) and JetStream's orchestrator can drive it. Differences from the
+engines that JetStream was written for:
 
 - A prefix is its token ids, no arrays: `prefill` checks a prompt and computes nothing. `insert`
   notes it for its slot. The next `generate` computes all prompts that were inserted since the last
   one, in whole calls of the engine, and then decodes. One prompt a call would leave most of a call
   empty. The native scheduler does more: it computes a long prompt in chunks between decode calls,
   so that streams wait less.
-- A prefix that is dropped or sent to another engine costs nothing. `existing_prefix` is a prompt to
-  go on from.
-- Pages and their tree of prefixes are those of the native generator: what several prompts begin
-  with is computed once, also when they come together. What a slot computed stays in the tree for
+- A prefix that is dropped or sent to another engine costs nothing. `existing_prefix` is a prompt
+  that the new one continues.
+- Pages and their tree of prefixes are those of the native generator: a common beginning of several
+  prompts is computed once, also when they come together. What a slot computed stays in the tree for
   later requests.
-- The weights are the engine's own: `params` is what `load_params` gave, which also takes a new
-  policy.
+- The engine holds the weights itself: `params` is the result of `load_params`, which also takes a
+  new policy.
 - `insert` takes `sampling=SamplingParams`: the request's own temperature, filters, seed and limit.
 - A call generates up to `decode_steps` tokens a slot. A slot whose numbers are not finite is not
   valid any more.
 
-Our generator frees a slot with `free_resource` as soon as its request is over. So pages are needed
-for what runs, each request has as many as its prompt and its limit need, and `insert` raises
-`NoRoomError` where there are too few at present. JetStream's orchestrator (up to 0.2.2) does not
-free slots, has one limit for all, counts single steps, and ends its process on any exception. For
-it the engine is made with `sampling`: then there must be pages for every slot at full length and
-one decode step a call, and a prompt that cannot be served becomes an empty prefix, which is
-answered with no token; the reason is logged.
+Our generator frees a slot with `free_resource` as soon as its request is over. So only running
+requests need pages, each request has as many as its prompt and its limit need, and `insert` raises
+`NoRoomError` if there are too few at present.
 
-The orchestrator prefills and generates in different threads; a lock keeps calls of the engine
+JetStream's orchestrator (up to 0.2.2) does not free slots, has one limit for all requests, counts
+single steps, and ends its process on any exception. For the orchestrator, make the engine with
+`sampling`. Then there must be pages for every slot at full length, and one decode step a call. A
+prompt that cannot be served becomes an empty prefix, which is answered with no token, and the
+reason is logged.
+
+The orchestrator prefills and generates in different threads. A lock keeps calls of the engine
 apart.
 
-Importing this module imports TensorFlow (by seqio). Our own server, `server.py`, does without.
+Importing this module imports TensorFlow (by seqio). Our own server, `server.py`, does not need it.
 """
 
 import dataclasses
@@ -105,9 +107,10 @@ class _Running(PagedSequence):
 
 @dataclasses.dataclass(eq=False)
 class DecodeState:
-    """What runs in every slot.
+    """The requests of every slot.
 
-    Calls change it and return it. As with a donated array, only the last one is valid."""
+    Calls change it and return it. As with a donated array, only the last one is valid.
+    """
 
     slots: SlotState  # of our engine
     running: dict[int, _Running]  # by JetStream's slot
@@ -132,8 +135,9 @@ class JetStreamEngine(engine_api.Engine):
         """Wrap an engine.
 
         `sampling` holds for all requests of JetStream's orchestrator, its limit of new tokens
-        included. The first request has its seed, and each one after it the next. Without
-        `sampling` every insert brings its own. Without a tokenizer prompts are token ids."""
+        included. The first request has its seed, and each later request the next seed. Without
+        `sampling` every insert brings its own. Without a tokenizer prompts are token ids.
+        """
         if sampling is not None:
             check_params(sampling)
             _check_for_orchestrator(engine, sampling)
@@ -150,8 +154,10 @@ class JetStreamEngine(engine_api.Engine):
         self._state = self.init_decode_state()
 
     def load_params(self, weights: nnx.State | None = None) -> nnx.State:
-        """Return the policy, after replacing it if there is a new one. A new one needs a new decode
-        state."""
+        """Return the policy, after replacing it if `weights` are given.
+
+        A new policy needs a new decode state.
+        """
         if weights is not None:
             with self._lock:
                 self._engine.set_weights(weights)
@@ -185,7 +191,8 @@ class JetStreamEngine(engine_api.Engine):
         """Return the prefix of a prompt, which follows `existing_prefix` if there is one.
 
         A prompt that cannot be served raises RequestError. For JetStream's orchestrator it gives an
-        empty prefix."""
+        empty prefix.
+        """
         self._check_weights(params)
         try:
             prompt = self._read_prompt(
@@ -208,7 +215,8 @@ class JetStreamEngine(engine_api.Engine):
     ) -> DecodeState:
         """Let a slot decode after this prefix. A request that ran there before is ended.
 
-        Raises NoRoomError if memory is short at present: then nothing runs there."""
+        Raises NoRoomError if memory is short at present: then nothing runs there.
+        """
         state = self._check_state(decode_state)
         with self._lock:
             self._end(state, slot)
@@ -225,7 +233,8 @@ class JetStreamEngine(engine_api.Engine):
         """End the request of a slot. What it computed stays in the prefix cache.
 
         Its pages are released with those of other slots before the next call, or now if nothing
-        else runs."""
+        else runs.
+        """
         with self._lock:
             self._end(self._state, slot)
             if not self._state.running:
@@ -234,10 +243,10 @@ class JetStreamEngine(engine_api.Engine):
     def generate(
         self, params: Any, decode_state: DecodeState
     ) -> tuple[DecodeState, engine_api.ResultTokens]:
-        """Compute the prompts that were inserted, and then up to `decode_steps` tokens for every
-        slot that runs.
+        """Compute the prompts that were inserted, then decode every slot that runs.
 
-        The results of other slots are not valid."""
+        Each slot gets up to `decode_steps` tokens. The results of idle slots are not valid.
+        """
         self._check_weights(params)
         state = self._check_state(decode_state)
         with self._lock:
@@ -285,8 +294,10 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """What prompts are padded to at most. A prompt may have any length that leaves room for one
-        token."""
+        """The largest length that prompts are padded to.
+
+        A prompt may have any length that leaves room for one token.
+        """
         length = prefill_length(self._engine.positions)
         return length if self._sampling is None else min(length, ORCHESTRATOR_PREFILL_LENGTH)
 
@@ -351,8 +362,10 @@ class JetStreamEngine(engine_api.Engine):
         return _Running(prompt, max_new_tokens, sampling)
 
     def _check_room(self, state: DecodeState, new_request: _Running) -> None:
-        """Check that there are pages for all prompts that will be computed, whether or not they
-        share some. Raises NoRoomError."""
+        """Check that there are pages for all prompts that will be computed. Raises NoRoomError.
+
+        Each prompt counts in full, whether or not some of them share pages.
+        """
         pages_of_new_request = self._pages.needed(new_request.capacity_tokens)
         needed_pages = pages_of_new_request
         for request in state.pending.values():
@@ -364,8 +377,10 @@ class JetStreamEngine(engine_api.Engine):
             )
 
     def _end(self, state: DecodeState, slot: int) -> None:
-        """End the request in JetStream's slot, if there is one. Its pages are released before the
-        next call."""
+        """End the request in JetStream's slot, if there is one.
+
+        Its pages are released before the next call.
+        """
         state.generated[slot] = 0
         request = state.running.pop(slot, None)
         state.pending.pop(slot, None)
@@ -399,7 +414,8 @@ class JetStreamEngine(engine_api.Engine):
     def _prefill_pending(self, state: DecodeState) -> None:
         """Compute all prompts that were inserted.
 
-        Of those with a common beginning, one goes before the others."""
+        Of several prompts with a common beginning, one is computed before the others.
+        """
         while state.pending:
             batch = self._next_batch(state)
             for slot in batch:
@@ -499,12 +515,11 @@ class JetStreamEngine(engine_api.Engine):
 
 
 class JetStreamTokenizer(tokenizer_api.Tokenizer):
-    """Our tokenizer as JetStream calls it. No special token comes out of a text; clients with a
-    chat template send token ids.
+    """Our tokenizer as JetStream calls it. No special token comes out of a text.
 
-    JetStream puts texts together from single tokens, and bytes of a character only if each is a
-    token of its own: a character that is spread over longer tokens is shown as U+FFFD. Token ids,
-    and texts of `server.py`, are right in any case.
+    Clients with a chat template send token ids. JetStream puts texts together from single tokens,
+    and bytes of a character only if each is a token of its own. So a character that is spread over
+    longer tokens is shown as U+FFFD. Token ids, and texts of `server.py`, are right in any case.
     """
 
     def __init__(self, wrapped: Tokenizer | None, stop_token_ids: frozenset[int]) -> None:

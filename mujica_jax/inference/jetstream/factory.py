@@ -1,5 +1,7 @@
-"""Make the generator of `engine.kind jetstream`: our engine behind JetStream's interface, or one
-that a user names."""
+"""Make the generator of `engine.kind jetstream`.
+
+It drives our engine behind JetStream's interface, or an engine that the user names.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from mujica_jax.inference.jetstream.generator import (
     JetStreamGenerator,
     describe_error,
 )
+from mujica_jax.inference.queueing import RequestLimits
 from mujica_jax.models.decoder import Decoder
 from mujica_jax.models.tokenizer import Tokenizer
 from mujica_jax.models.weights import export_tensors
@@ -67,13 +70,16 @@ def make_jetstream_generator(
         engine = _foreign_engine(name, engine_config, request)
         load_params = _loader(name, engine, nnx.split(decoder)[0])
     _check_engine(name, engine, slots=engine_config.slots, positions=positions)
-    generator = JetStreamGenerator(
-        engine,
-        name=name,
+    limits = RequestLimits(
         slots=engine_config.slots,
         positions=positions,
         vocabulary=decoder.config.vocab_size,
         queue_size=queue_size,
+    )
+    generator = JetStreamGenerator(
+        engine,
+        limits,
+        name=name,
         stop_token_ids=stop_token_ids,
         token_bytes=tokenizer.token_bytes,
         load_params=load_params,
@@ -137,10 +143,10 @@ def _foreign_engine(name: str, engine_config: EngineConfig, request: EngineReque
 
 
 def _loader(name: str, engine: Any, graph: nnx.GraphDef) -> Callable[[nnx.State], Any]:
-    """Return a function that gives a policy to a foreign engine, by the names of Hugging Face
-    tensors.
+    """Return a function that gives a policy to a foreign engine, as Hugging Face tensors by name.
 
-    Raises UserError if `load_params` has no parameter for them."""
+    Raises UserError if `load_params` has no parameter for them.
+    """
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = inspect.signature(engine.load_params).parameters.values()
     if not any(parameter.kind in positional for parameter in parameters):
@@ -163,7 +169,7 @@ def _loader(name: str, engine: Any, graph: nnx.GraphDef) -> Callable[[nnx.State]
 
 
 def _check_engine(name: str, engine: Any, *, slots: int, positions: int) -> None:
-    """Raise UserError for an engine that declares what it cannot do, or that is too small."""
+    """Check that an engine is large enough, and can do what it declares. Raises UserError."""
     try:
         _check_capabilities(name, engine)
         _check_size(name, engine, slots=slots, positions=positions)
@@ -177,7 +183,7 @@ def _check_engine(name: str, engine: Any, *, slots: int, positions: int) -> None
 
 
 def _check_capabilities(name: str, engine: Any) -> None:
-    """Raise UserError for an engine that declares what its methods cannot do."""
+    """Check that an engine's methods can do what it declares. Raises UserError."""
     capabilities = getattr(engine, "capabilities", PLAIN_CAPABILITIES)
     if not isinstance(capabilities, Capabilities):
         raise UserError(
@@ -200,7 +206,7 @@ def _check_capabilities(name: str, engine: Any) -> None:
 
 
 def _check_size(name: str, engine: Any, *, slots: int, positions: int) -> None:
-    """Raise UserError for an engine that is too small."""
+    """Check that an engine is large enough. Raises UserError."""
     if engine.samples_per_slot != 1:
         raise UserError(
             f"{name} made an engine with {engine.samples_per_slot} samples a slot and each request "

@@ -1,9 +1,9 @@
-"""Requests in, completions out, through any engine with JetStream's interface.
+"""Drive any engine with JetStream's interface: requests in, completions out.
 
 `JetStreamGenerator` is a driver of our own in place of JetStream's orchestrator. It calls the
 engine's `load_params`, `prefill`, `insert` and `generate` from the event loop's thread, in
-submission order. So a run is a function of its requests, a request has stop strings, a deadline and
-a limit of its own, it can be cancelled, and an error of one request ends that request alone.
+submission order. So a run is a function of its requests. A request has stop strings, a deadline and
+a limit of its own, and it can be cancelled. An error of one request ends that request alone.
 `contract` says what an engine must offer.
 
 A free slot is filled by one `prefill` and one `insert`. Then `generate` is called for all slots
@@ -22,7 +22,7 @@ from flax import nnx
 from mujica_jax.errors import UserError
 from mujica_jax.inference.generator import Capabilities, GeneratorStatistics, check_sampling
 from mujica_jax.inference.jetstream.contract import NoRoomError
-from mujica_jax.inference.queueing import QueuedGenerator
+from mujica_jax.inference.queueing import QueuedGenerator, RequestLimits
 from mujica_jax.inference.requests import EngineError, PolicyError, RequestError, SamplingParams
 from mujica_jax.inference.sequence import SequenceState
 
@@ -34,7 +34,7 @@ PLAIN_CAPABILITIES = Capabilities(sampling_per_request=False, log_probabilities=
 
 
 class _SlotResult(NamedTuple):
-    """What one call of the engine generated in one slot."""
+    """The tokens that one call of the engine generated in one slot."""
 
     tokens: list[int]
     is_complete: bool  # False: a token is not valid, or there is none
@@ -46,12 +46,9 @@ class JetStreamGenerator(QueuedGenerator):
     def __init__(
         self,
         engine: Any,  # a jetstream.engine.engine_api.Engine, which this module does not import
+        limits: RequestLimits,
         *,
         name: str,
-        slots: int,
-        positions: int,
-        vocabulary: int,
-        queue_size: int,
         stop_token_ids: frozenset[int],
         token_bytes: Callable[[int], bytes] | None = None,
         load_params: Callable[[nnx.State], Any] | None = None,
@@ -62,14 +59,7 @@ class JetStreamGenerator(QueuedGenerator):
         `load_params` gives the engine a policy (default: the engine's own method). For the others
         see `QueuedGenerator`.
         """
-        super().__init__(
-            slots=slots,
-            positions=positions,
-            vocabulary=vocabulary,
-            queue_size=queue_size,
-            token_bytes=token_bytes,
-            policy_version=policy_version,
-        )
+        super().__init__(limits, token_bytes=token_bytes, policy_version=policy_version)
         self._engine = engine
         self._name = name
         self._stop_token_ids = stop_token_ids
@@ -88,10 +78,11 @@ class JetStreamGenerator(QueuedGenerator):
 
     @property
     def statistics(self) -> GeneratorStatistics:
-        """What the generator counted, and the engine's own counters if it has any.
+        """The generator's own counters, and those of the engine if it has any.
 
-        Without them every prompt counts as computed, because whole prompts are passed to the
-        engine. Its memory and its programs are not known then."""
+        Without the engine's counters every prompt counts as computed, because whole prompts are
+        passed to the engine, and its memory and its programs are not known.
+        """
         counts = dict(self._counts)
         counters = self._engine.counters() if hasattr(self._engine, "counters") else None
         if counters is not None:
@@ -109,7 +100,8 @@ class JetStreamGenerator(QueuedGenerator):
     def reset_cache(self) -> None:
         """Make an empty decode state, while nothing runs.
 
-        An engine without weights gets it when the next weights come."""
+        If the engine has no weights yet, the state is made when the next weights come.
+        """
         assert not self._running, "the cache is reset only while nothing runs"
         self._decode_state = None  # free its memory before there is a new one
         self._has_room = True
@@ -117,8 +109,10 @@ class JetStreamGenerator(QueuedGenerator):
             self._decode_state = self._engine.init_decode_state()
 
     def set_weights(self, weights: nnx.State, policy_version: int) -> None:
-        """Replace the policy while nothing runs. Raises UserError if the engine has no room for its
-        cache beside it."""
+        """Replace the policy while nothing runs.
+
+        Raises UserError if the engine has no room for its cache beside the policy.
+        """
         assert not self._running, "a policy is replaced only while nothing runs"
         self.release_weights()
         self._params = self._load_params(weights)
@@ -227,7 +221,9 @@ class JetStreamGenerator(QueuedGenerator):
     def _generate(self) -> None:
         """Generate for all slots.
 
-        If the engine fails, all requests that run fail. The others go on in a new decode state."""
+        If the engine fails, all running requests fail. Waiting requests continue in a new decode
+        state.
+        """
         if not self._running:
             return
         try:
@@ -292,8 +288,10 @@ class JetStreamGenerator(QueuedGenerator):
 
 
 def _read(data: Any) -> _SlotResult:
-    """Read a `jetstream.engine.engine_api.SlotData` of one sample: tokens up to the first that is
-    not valid."""
+    """Read a `jetstream.engine.engine_api.SlotData` of one sample.
+
+    The result holds the tokens before the first one that is not valid.
+    """
     valid = np.asarray(data.valid)[0].astype(bool)
     steps = len(valid) if valid.all() else int(valid.argmin())
     tokens = np.asarray(data.tokens)[0, :steps].astype(int).tolist()

@@ -1,17 +1,21 @@
-"""A generator behind JetStream's gRPC protocol (`Orchestrator`: Decode, HealthCheck), for
-JetStream's clients.
+"""Serve a generator through JetStream's gRPC protocol, for JetStream's clients.
 
-What is different from JetStream's own server: the queue is bounded, and a request that finds it
-full gets RESOURCE_EXHAUSTED at once; a client that goes away, or whose deadline passes, frees its
-slot; a bad request is told INVALID_ARGUMENT instead of ending the process; texts are whole wherever
-token borders fall. As there, the stop token is not part of an answer.
+The service is `Orchestrator`, with `Decode` and `HealthCheck`. Differences from JetStream's own
+server:
 
-Two threads, each with an event loop: one for the wire, and one for the generator, whose calls to
-the device block their loop. At most `generator.capacity` requests are known to the server, from the
-moment they arrive until the generator has let go of them.
+- The queue is bounded. A request that finds it full gets RESOURCE_EXHAUSTED at once.
+- A client that disconnects, or whose deadline passes, frees its slot.
+- A bad request gets INVALID_ARGUMENT. It does not end the process.
+- Texts hold whole characters, wherever token borders fall.
 
-`session_cache` is refused: what was computed for the beginning of a prompt is found again without a
-name. `priority` is not read.
+As there, the stop token is not part of an answer.
+
+There are two threads, each with an event loop: one for the connections, and one for the generator,
+whose calls to the device block their loop. At most `generator.capacity` requests are in the server,
+from the moment they arrive until the generator has ended them.
+
+`session_cache` is refused: the cached beginning of a prompt is found again without a name.
+`priority` is not read.
 """
 
 import asyncio
@@ -153,10 +157,10 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
         statistics = self._generator.statistics
         return dataclasses.replace(statistics, refused=statistics.refused + self._refused)
 
-    async def HealthCheck(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+    async def health_check(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         return messages.HealthCheckResponse(is_live=self.live and self._device.is_alive())
 
-    async def Decode(self, request: Any, context: grpc.aio.ServicerContext) -> None:
+    async def decode(self, request: Any, context: grpc.aio.ServicerContext) -> None:
         try:
             prompt, params = self._read(request, context.time_remaining())
             self._admit()
@@ -168,6 +172,10 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
             failure = await self._answer(prompt, params, as_text, context)
         if failure is not None:
             await context.abort(*_status(failure))
+
+    # gRPC calls the methods by the names that JetStream's protocol has for them.
+    HealthCheck = health_check
+    Decode = decode
 
     def _read(
         self, request: Any, seconds_left: float | None

@@ -70,7 +70,7 @@ class NoChoiceError(UnusableReplyError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reply:
-    """What an endpoint generated for one prompt."""
+    """An endpoint's reply to one prompt."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None
@@ -178,8 +178,11 @@ class CompletionsFormat:
         params: SamplingParams,
         room: int,
     ) -> None:
-        """Check that the endpoint generated between 1 and `room` ids of this vocabulary, with one
-        log-probability each. Raises ReplyError."""
+        """Check the ids of a reply. Raises ReplyError.
+
+        There must be between 1 and `room` ids, all of this vocabulary, with one log-probability
+        each.
+        """
         if not ids:
             raise UnusableReplyError(
                 f"the endpoint generated 0 tokens of {params.max_new_tokens} and says it ended by "
@@ -329,8 +332,10 @@ def _choice(answer: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _finish_reason(choice: Mapping[str, Any]) -> Literal["stop", "length"]:
-    """Return why the reply ended. Raises UnusableReplyError if it was withheld, or for an unknown
-    reason."""
+    """Return why the reply ended.
+
+    Raises UnusableReplyError if the reply was withheld, or if the reason is unknown.
+    """
     reason = choice.get("finish_reason")
     word = reason.lower() if isinstance(reason, str) else ""
     if word in FILTERED:

@@ -1,11 +1,11 @@
-"""The `Generator` protocol over an OpenAI-compatible endpoint: GPT-4.1 as a few-shot baseline, a
-model that vLLM serves on TPUs.
+"""The `Generator` protocol over an OpenAI-compatible endpoint.
 
-At most `concurrency` requests are sent at a time. A request is sent again after transient errors
+Such an endpoint may be GPT-4.1 as a few-shot baseline, or a model that vLLM serves on TPUs. At most
+`concurrency` requests are sent at a time. A request is sent again after transient errors
 (`http/retry.py`): a busy or failing server, a broken connection, an attempt without answer, an
 answer that is no JSON. The pause doubles each time, varies with the request's seed, and is at least
-what the server asks for. One deadline covers the waiting and all attempts. What the endpoint
-refuses is not sent again.
+as long as the server asks for. One deadline covers the waiting and all attempts. A request that the
+endpoint refuses is not sent again.
 """
 
 import asyncio
@@ -17,13 +17,13 @@ from typing import Any
 
 from mujica_jax.config.methods import RemoteConfig
 from mujica_jax.http.client import (
-    DeadlineExceeded,
+    DeadlineExceededError,
     HttpClient,
     HttpError,
-    RequestRefused,
-    RetriesExhausted,
+    RequestRefusedError,
+    RetriesExhaustedError,
 )
-from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
+from mujica_jax.http.retry import RetryPolicy, RetryTarget, deadline_exceeded, retry
 from mujica_jax.inference.remote.formats import (
     ChatFormat,
     CompletionsFormat,
@@ -149,7 +149,7 @@ class RemoteGenerator:
         except RequestError:
             self._counts["failed"] += 1
             raise
-        except RequestRefused as error:
+        except RequestRefusedError as error:
             self._counts["failed"] += 1
             reason = "filtered" if error.status == WITHHELD else reason_of_refusal(str(error))
             is_filtered = reason == "filtered" and error.status in (WITHHELD, FORBIDDEN)
@@ -158,17 +158,20 @@ class RemoteGenerator:
             raise self._refused(UnusableReplyError(str(error), reason)) from error
         except HttpError as error:
             self._counts["failed"] += 1
-            if isinstance(error, RetriesExhausted) and error.was_answered:
+            if isinstance(error, RetriesExhaustedError) and error.was_answered:
                 raise self._refused(UnusableReplyError(str(error))) from error
-            if isinstance(error, DeadlineExceeded):
+            if isinstance(error, DeadlineExceededError):
                 raise DeadlineError(str(error)) from error
             raise RequestError(str(error)) from error
         self._refusals_in_a_row = 0
         return self._completion(reply, prompt, params)
 
     def require_an_answer(self) -> None:
-        """Raise RequestError if every request was refused: then scores say nothing about the
-        model."""
+        """Check that the endpoint answered a request.
+
+        Raises RequestError if it refused all of them: scores would then say nothing about the
+        model.
+        """
         if self._last_refusal and self._counts["refused"] == self._counts["requests"]:
             raise RequestError(
                 f"{self._client.url} refused all of {self._counts['requests']} requests, the last "
@@ -178,7 +181,8 @@ class RemoteGenerator:
     def _refused(self, error: UnusableReplyError) -> RequestError:
         """Count a refusal, and return the error to raise.
 
-        It ends one episode, or the program if everything is refused."""
+        The error ends one episode, or the program if everything is refused.
+        """
         self._counts["refused"] += 1
         self._refusals_in_a_row += 1
         self._last_refusal = str(error)
@@ -194,7 +198,8 @@ class RemoteGenerator:
     ) -> Reply:
         """Send a request, and ask for the rest as long as the server stopped inside of a thought.
 
-        Raises RequestError and HttpError."""
+        Raises RequestError and HttpError.
+        """
         reply: Reply | None = None
         submit_time = time.monotonic()
         while reply is None or reply.is_unfinished:
@@ -256,10 +261,12 @@ class RemoteGenerator:
                     return await retry(
                         lambda: self._client.post(body),
                         retry_policy,
-                        url=self._client.url,
-                        advice="check that the endpoint is up, and its address",
-                        draw=pause_random,
-                        began=submit_time,
+                        RetryTarget(
+                            url=self._client.url,
+                            advice="check that the endpoint is up, and its address",
+                        ),
+                        pause_random=pause_random,
+                        start_time=submit_time,
                         on_retry=count_retry,
                     )
         except TimeoutError as error:

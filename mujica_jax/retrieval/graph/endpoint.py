@@ -23,7 +23,7 @@ from mujica_jax import __version__
 from mujica_jax.config.cache_folders import cache_folder
 from mujica_jax.errors import UserError
 from mujica_jax.http.client import HttpClient, TransientError
-from mujica_jax.http.retry import RetryPolicy, deadline_exceeded, retry
+from mujica_jax.http.retry import RetryPolicy, RetryTarget, deadline_exceeded, retry
 from mujica_jax.retrieval.batching import Batcher
 from mujica_jax.retrieval.errors import (
     RetrievalError,
@@ -142,9 +142,8 @@ class SparqlEndpoint(KnowledgeGraph):
             return await retry(
                 attempt,
                 policy,
-                url=self.version,
-                advice=ADVICE,
-                draw=self._random,
+                RetryTarget(url=self.version, advice=ADVICE),
+                pause_random=self._random,
                 before_attempt=self._wait_for_turn,
                 on_retry=self._pause,
             )

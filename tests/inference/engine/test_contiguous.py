@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mujica_jax.inference.engine import contiguous
-from mujica_jax.inference.engine.base import Engine, FlushRow, PrefillRow, SlotState
+from mujica_jax.inference.engine.base import Engine, EngineOptions, FlushRow, PrefillRow, SlotState
 from tests.helpers.tiny_engine import (
     MODEL,
     NO_STOP,
@@ -139,10 +139,11 @@ def test_a_second_width_must_save_a_third_of_the_largest(
 ):
     without_kernels(monkeypatch)
     with mock.patch.object(contiguous, "MIN_WIDTH_TOKENS", smallest):
-        engine = contiguous.ContiguousEngine(
-            decoder(ONE_LAYER), slots=2, positions=192, page_tokens=PAGE_TOKENS, num_pages=48, prefill_tokens=128,
-            decode_steps=4, stop_token_ids=[NO_STOP],
+        options = EngineOptions(
+            slots=2, positions=192, page_tokens=PAGE_TOKENS, num_pages=48, prefill_tokens=128, decode_steps=4,
+            stop_token_ids=[NO_STOP],
         )  # fmt: skip
+        engine = contiguous.ContiguousEngine(decoder(ONE_LAYER), options)
     held = [engine._memory.rows.shape[1]]
     engine.prefill([PrefillRow(0, pages_of_slot(0), 0, random_tokens(150, seed=1))])
     held.append(engine._memory.rows.shape[1])

@@ -21,7 +21,7 @@ from mujica_jax.inference.engine.base import (
     bucket,
     narrowed,
 )
-from mujica_jax.inference.engine.contiguous_programs import Places, Tiles
+from mujica_jax.inference.engine.contiguous_programs import DecodeCall, Places, Tiles
 from mujica_jax.inference.engine.contiguous_programs import decode as decode_program
 from mujica_jax.inference.engine.contiguous_programs import prefill as prefill_program
 from mujica_jax.inference.sampling import sample, uniforms
@@ -348,10 +348,12 @@ def lowered_decode(engine: Engine) -> Any:
         engine._weights,
         engine._scales,
         engine._memory,
-        idle(engine._num_rows),
-        Places(whole, whole, whole - 1),
-        engine._prefix_lengths(),
-        engine._stops,
+        DecodeCall(
+            idle(engine._num_rows),
+            Places(whole, whole, whole - 1),
+            engine._prefix_lengths(),
+            engine._stops,
+        ),
         steps=DECODE_STEPS,
         filtered=False,
     )

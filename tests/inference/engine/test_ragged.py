@@ -15,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_pa
 
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import ragged
-from mujica_jax.inference.engine.base import PrefillRow, SlotState, page_bytes
+from mujica_jax.inference.engine.base import EngineOptions, PrefillRow, SlotState, page_bytes
 from mujica_jax.inference.engine.ragged import Layout, RaggedEngine, check_tiles, pages_shape
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.inference.scheduler import BatchedGenerator
@@ -103,7 +103,7 @@ def make_ragged(**changes: Any) -> RaggedEngine:
         "decode_steps": 2,
         "stop_token_ids": [NO_STOP],
     }
-    return RaggedEngine(decoder(), **{**settings, **changes})
+    return RaggedEngine(decoder(), EngineOptions(**{**settings, **changes}))
 
 
 def test_attention_by_hand_is_the_kernels_reference():

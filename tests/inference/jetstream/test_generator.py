@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.generator import Capabilities, PolicyGenerator, check_temperatures
+from mujica_jax.inference.queueing import RequestLimits
 from mujica_jax.inference.requests import (
     DeadlineError,
     EngineError,
@@ -68,10 +69,21 @@ def adapter(engine: Any, **settings: Any) -> Any:
     )
 
 
-def driver(jetstream_engine: Any, **settings: Any) -> Any:
+def driver(
+    jetstream_engine: Any,
+    *,
+    slots: int,
+    positions: int,
+    vocabulary: int,
+    queue_size: int = 1000,
+    **settings: Any,
+) -> Any:
     module = importlib.import_module("mujica_jax.inference.jetstream.generator")
-    defaults = {"name": "the engine", "queue_size": 1000, "token_bytes": letter}
-    return module.JetStreamGenerator(jetstream_engine, **defaults | settings)
+    limits = RequestLimits(
+        slots=slots, positions=positions, vocabulary=vocabulary, queue_size=queue_size
+    )
+    defaults = {"name": "the engine", "token_bytes": letter}
+    return module.JetStreamGenerator(jetstream_engine, limits, **defaults | settings)
 
 
 def countable(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mujica_jax.agents import synthesis_prompts
-from mujica_jax.agents.agent import EnginePolicy, Policy, run_episodes
+from mujica_jax.agents.agent import EnginePolicy, EpisodeHooks, Policy, run_episodes
 from mujica_jax.agents.mujica import PlannerState, WorkerState, contract_of
 from mujica_jax.config.checks import check
 from mujica_jax.config.files import command_line, load_config
@@ -729,7 +729,7 @@ class LittleRun:
                 self.teacher,
                 reward=find_reward("f1", "two_wiki"),
                 concurrency=2,
-                on_episode=on_episode,
+                hooks=EpisodeHooks(on_episode=on_episode),
             )
         )
         return self.store.write_shard(number, shard, played), played
