@@ -157,7 +157,8 @@ def test_an_episode_searches_and_answers_as_its_method_says(kind):
     policy = Told(texts)
     passages = world()
     trajectory = play(kind, policy, passages)
-    assert (trajectory.answer, trajectory.stop_reason) == ("Ghent", StopReason.ANSWERED)
+    assert trajectory.answer == "Ghent"
+    assert trajectory.stop_reason == StopReason.ANSWERED
     assert queries(trajectory) == searched
     assert [query for query, _ in passages.searched] == searched
     assert all(search.materials == (FILM, PERSON) for search in trajectory.searches)
@@ -400,12 +401,14 @@ def test_what_was_found_is_sent_between_information_tags():
     expected = f"<information>\n[0] {FILM}\n[1] {PERSON}\n</information>"
     assert expected in tokenizer().decode(turn.token_ids)
     assert expected in policy.prompts[1]
-    tags = [
-        id for tag in ("<information>", "</information>") for id in tokenizer().encode_model(tag)
-    ]
-    assert len(tags) == 2
+    (opening,) = tokenizer().encode_model("<information>")
+    (closing,) = tokenizer().encode_model("</information>")
+    tags = [opening, closing]
     assert [id for id in turn.token_ids if id in tags] == tags
     assert not turn.trained
+
+
+def test_a_search_that_finds_nothing_is_answered_with_none():
     empty = Told([SEARCHING, f"<reflect> Nothing. </reflect>{GHENT}"])
     play("single", empty, Everything({"": ()}, kind="text"))
     assert "<information>\nnone\n</information>" in empty.prompts[1]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from mujica_jax.agents.dialogue import Dialogue, Opening, with_opening
 from mujica_jax.inference.requests import Completion
+from mujica_jax.records import Conversation
 from tests.helpers.little_agent import completion, tokenizer
 
 END = tokenizer().end_of_turn_id
@@ -87,26 +88,36 @@ def test_the_stop_token_is_trained_and_no_part_of_the_text():
     assert turn.text == "Ann"
 
 
+def replied(reply: Completion) -> Conversation:
+    """Return the conversation of a question, this reply and the next message."""
+    spoken = asked()
+    spoken.add_model(reply)
+    spoken.add_user("Obs: go on.")
+    return spoken.record()
+
+
 def test_a_turn_that_was_cut_off_is_not_trained_and_is_closed_before_the_next_one():
-    cut = asked()
-    whole = asked()
-    for spoken, reply in ((cut, completion("Ann", most_tokens=2)), (whole, completion("Ann"))):
-        spoken.add_model(reply)
-        spoken.add_user("Obs: go on.")
-    first, second, third = cut.record().turns
+    cut = replied(completion("Ann", most_tokens=2))
+    whole = replied(completion("Ann"))
+    _, second, third = cut.turns
     assert not second.trained
     assert second.cut
     assert END not in second.token_ids
     assert third.token_ids[0] == END
-    assert third.token_ids[1:] == whole.record().turns[2].token_ids
-    assert not any(cut.record().loss_mask)
-    learnt = cut.record().with_cut_turns_trained()
+    assert third.token_ids[1:] == whole.turns[2].token_ids
+    assert not any(cut.loss_mask)
+
+
+def test_a_turn_that_was_cut_off_can_be_trained():
+    cut = replied(completion("Ann", most_tokens=2))
+    learnt = cut.with_cut_turns_trained()
     assert learnt.loss_mask == [
         turn is learnt.turns[1] for turn in learnt.turns for _ in turn.token_ids
     ]
-    assert learnt.token_ids == cut.record().token_ids
-    assert learnt.turns[1].logprobs == second.logprobs
-    assert whole.record().with_cut_turns_trained() == whole.record()
+    assert learnt.token_ids == cut.token_ids
+    assert learnt.turns[1].logprobs == cut.turns[1].logprobs
+    whole = replied(completion("Ann"))
+    assert whole.with_cut_turns_trained() == whole
 
 
 def ended_by(stop_string: str, text: str) -> Completion:

@@ -6,7 +6,7 @@ The attempt is repeated, left out and counted, and earns nothing.
 import asyncio
 import dataclasses
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -162,7 +162,7 @@ def trajectory(
     )
 
 
-def test_the_mean_of_first_attempts_and_what_is_kept_leave_it_out():
+def test_the_mean_of_first_attempts_leaves_it_out():
     rows = [
         trajectory("a", 0, 1.0),
         trajectory("b", 0, 0.0, FAILED),
@@ -171,7 +171,9 @@ def test_the_mean_of_first_attempts_and_what_is_kept_leave_it_out():
     ]
     assert mean_first_attempt_reward(rows) == 0.75, "the mean of 1 and 1/2"
     assert mean_first_attempt_reward([trajectory("b", 0, 0.0, FAILED)]) == 0.0
-    # whatever number it holds
+
+
+def test_what_is_kept_leaves_it_out_whatever_reward_it_holds():
     failed = dataclasses.replace(trajectory("a", 0, 1.0), stop_reason=FAILED)
     judged = trajectory("a", 1, 1.0).without_verdict()
     selected = select(
@@ -245,18 +247,24 @@ def evaluated(*reasons: StopReason) -> list[Trajectory]:
 
 def test_the_scores_of_an_evaluation_leave_it_out():
     rows = evaluated(StopReason.ANSWERED, FAILED, StopReason.NO_ACTION, FAILED)
-    scores = summarise(ASKED, rows, "two_wiki")
-    summary = scores.summary()
+    summary = summarise(ASKED, rows, "two_wiki").summary()
     assert summary["em"] == 50.0
     assert summary["questions"] == 2
     assert summary["left_out"] == 2
-    assert (summary["searches"], summary["seconds"]) == (1.0, 1.0), "means of 0 and 2"
+    assert summary["searches"] == 1.0, "the mean of 0 and 2"
+    assert summary["seconds"] == 1.0, "the mean of 0 and 2"
     assert summary["stop_reasons"] == {"answered": 1, "no_action": 1, "retriever_failed": 2}
     assert {kind: score["questions"] for kind, score in summary["by_kind"].items()} == {"0": 2}
+
+
+def test_a_kind_without_a_score_has_none_in_the_table():
+    rows = evaluated(StopReason.ANSWERED, FAILED, StopReason.NO_ACTION, FAILED)
+    summary = summarise(ASKED, rows, "two_wiki").summary()
     other = summarise(ASKED, evaluated(*[StopReason.ANSWERED] * 4), "two_wiki").summary()
-    assert "100.0" in plain(score_table(other, summary)), (
-        "a kind without a score has none in the table"
-    )
+    assert "100.0" in plain(score_table(other, summary))
+
+
+def test_an_evaluation_in_which_every_search_failed_has_no_score():
     with pytest.raises(
         UserError, match="a search failed in all 4 episodes that were played for an evaluation"
     ):
@@ -275,7 +283,7 @@ def test_agents_are_compared_on_the_questions_that_both_were_scored_on():
     assert "against" not in rows[2]
 
 
-def test_what_is_left_out_is_printed_and_stands_in_the_row(tmp_path):
+def test_what_is_left_out_is_counted_and_printed(tmp_path):
     """The search of one question always fails, greedily and sampled.
 
     The others are answered correctly.
@@ -319,20 +327,18 @@ def test_what_is_left_out_is_printed_and_stands_in_the_row(tmp_path):
     assert scores.greedy.score.questions == 2
     assert scores.left_out == 2
     assert scores.exact_matches() == (1.0, None, 1.0)
-    assert [row.count('"em": null') for row in scores.predictions().decode().splitlines()] == [
-        0,
-        2,
-        0,
-    ]
+    predictions = scores.predictions().decode().splitlines()
+    assert [line.count('"em": null') for line in predictions] == [0, 2, 0]
     printed = " ".join((tmp_path / "console").read_text().split())
     for kind in ("greedy", "sampled"):
         assert (
             f"round 1, {kind}: 1 of 3 episodes are left out of the scores because a search failed"
             in printed
         )
-    row = PhaseRow(
-        name="round 1", em=100.0, f1=100.0, questions=2, left_out=scores.left_out, seconds=1.0
-    )
+
+
+def test_the_closing_table_shows_what_is_left_out_where_something_is():
+    row = PhaseRow(name="round 1", em=100.0, f1=100.0, questions=2, left_out=2, seconds=1.0)
     assert "left out" in plain(closing_table([row]))
     assert "left out" not in plain(closing_table([dataclasses.replace(row, left_out=0)]))
 
@@ -357,6 +363,10 @@ def test_an_evaluation_whose_retriever_is_down_keeps_nothing(tmp_path):
 
         def reset_cache(self) -> None: ...
 
+    def keep(name: str, play: Callable[[], Sequence[Trajectory]]) -> Sequence[Trajectory]:
+        stored_evaluations.append(play())
+        return stored_evaluations[-1]
+
     with (
         (tmp_path / "console").open("w") as console,
         pytest.raises(UserError, match="a search failed in all 3"),
@@ -371,6 +381,6 @@ def test_an_evaluation_whose_retriever_is_down_keeps_nothing(tmp_path):
             progress=Progress(console, clock=lambda: 0.0),
             concurrency=2,
             preemption=types.SimpleNamespace(enter=lambda *_: None, check=lambda: None),  # pyright: ignore[reportArgumentType]
-            keep=lambda name, play: stored_evaluations.append(play()) or stored_evaluations[-1],
+            keep=keep,
         ).run()
     assert stored_evaluations == []

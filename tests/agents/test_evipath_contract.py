@@ -178,17 +178,23 @@ def test_every_worked_example_is_read_by_the_parser(role, kind):
             assert EVIPATH.parse_worker(turn, materials=2).well_formed, turn
 
 
-def test_the_rules_have_the_clauses_of_tables_10_and_11():
+def test_the_planner_s_rules_have_the_clauses_of_table_10():
     planner = EVIPATH.opening("planner", "text", "zero_shot").system
     assert "<action>" in planner
     assert 'Search("question")' in planner
     assert "<search>" not in planner
     assert "pronouns" in planner
     assert "<answer> *** </answer>" in planner
+
+
+def test_the_executor_s_rules_have_the_clauses_of_table_11():
     worker = EVIPATH.opening("worker", "text", "zero_shot").system
     assert f'respond with "{NOTHING_FOUND}" and nothing else' in worker
     assert "<sentence>" not in worker
     assert "select all of them" in worker
+
+
+def test_without_parallel_the_planner_is_shown_one_search_a_turn():
     alone = EVIPATH.opening("planner", "text", "few_shot", parallel=False)
     assert "Write one search a turn" in alone.system
     assert alone.examples

@@ -68,9 +68,7 @@ def worker_requests(policy: ToldPolicy) -> list:
 
 
 def test_an_answered_episode_is_recorded_whole():
-    world = LittleWorld()
-    policy = right_answers()
-    trajectory = play(policy, world)
+    trajectory = play(right_answers())
     assert trajectory.question_id == QUESTION.id
     assert trajectory.attempt == 0
     assert trajectory.seed == 0
@@ -80,15 +78,6 @@ def test_an_answered_episode_is_recorded_whole():
     assert trajectory.reward == 1.0
     assert trajectory.rewards_by_part == {"f1": 1.0}
     assert trajectory.counts == {"malformed_workers": 0.0, "malformed_searches": 0.0}
-    assert world.searched == [(WHO, FILM), (BORN, DIRECTOR)]
-    first, second = trajectory.searches
-    assert first.iteration == 0
-    assert first.query == WHO
-    assert first.entity == FILM.label
-    assert first.selected == (1,)
-    assert first.found is True
-    assert first.materials == tuple(material.text for material in GRAPH[FILM.id])
-    assert (second.iteration, second.sentence) == (1, "Ilse Vand was born in Ghent.")
     assert [conversation.role for conversation in trajectory.conversations] == [
         "planner",
         "worker",
@@ -97,18 +86,29 @@ def test_an_answered_episode_is_recorded_whole():
     assert trajectory.seconds > 0
 
 
+def test_the_searches_of_an_episode_are_recorded():
+    world = LittleWorld()
+    trajectory = play(right_answers(), world)
+    assert world.searched == [(WHO, FILM), (BORN, DIRECTOR)]
+    first, second = trajectory.searches
+    assert first.iteration == 0
+    assert first.query == WHO
+    assert first.entity == FILM.label
+    assert first.selected == (1,)
+    assert first.found is True
+    assert first.materials == tuple(material.text for material in GRAPH[FILM.id])
+    assert second.iteration == 1
+    assert second.sentence == "Ilse Vand was born in Ghent."
+
+
 def test_conversations_hold_what_the_policy_read_and_wrote():
     policy = right_answers()
     trajectory = play(policy)
     planner = planner_requests(policy)
     workers = worker_requests(policy)
     for place, request in enumerate(planner):
-        before = [
-            id
-            for turn in trajectory.conversations[0].turns[: 2 * place + 1]
-            for id in turn.token_ids
-        ]
-        assert list(request.prompt) == before
+        turns_before = trajectory.conversations[0].turns[: 2 * place + 1]
+        assert list(request.prompt) == [id for turn in turns_before for id in turn.token_ids]
     for request, conversation in zip(workers, trajectory.conversations[1:], strict=True):
         context, model = conversation.turns
         assert context.token_ids == request.prompt
@@ -196,7 +196,7 @@ def test_a_text_environment_has_queries_and_no_candidates():
     assert "Candidate" not in "".join(planner_texts(trajectory))
 
 
-def test_turns_end_where_their_tags_close_and_where_an_observation_begins():
+def test_turns_end_where_their_tags_close_and_where_an_observation_would_begin():
     policy = right_answers()
     play(policy)
     ends = {type(request.state): request.params.stop_strings for request in policy.requests}
@@ -205,6 +205,8 @@ def test_turns_end_where_their_tags_close_and_where_an_observation_begins():
         WorkerState: ("</sentence>", "Obs:"),
     }
 
+
+def test_an_observation_that_the_planner_begins_itself_ends_its_turn():
     class TellsItself(ToldPolicy):
         async def generate(self, prompt, params, *, state, continues):
             written = await super().generate(prompt, params, state=state, continues=continues)

@@ -157,7 +157,7 @@ def play_example(agent, tokenizer: Tokenizer, kind: str, example) -> Trajectory:
 
 
 def mujica(tokenizer: Tokenizer, **changes) -> Mujica:
-    return Mujica(tokenizer, dataclasses.replace(CONFIG, max_iterations=5, **{**ROOM, **changes}))
+    return Mujica(tokenizer, dataclasses.replace(CONFIG, max_iterations=5, **ROOM, **changes))
 
 
 # --- rules ---

@@ -57,19 +57,15 @@ def played(world) -> list[tuple[Question, Trajectory]]:
 @pytest.mark.parametrize("environment", ["graph", "text"])
 def test_the_ablations_have_demonstrations_that_earn_it_too(world, environment):
     world = tiny_world.build(dataclasses.replace(world.config, environment=environment))
-    one_reads = [
-        trajectory
-        for _, trajectory in play_all(world, **WIDE | {"max_trajectory_tokens": 8000}, split=False)
-    ]
+    wider = WIDE | {"max_trajectory_tokens": 8000}
+    one_reads = [trajectory for _, trajectory in play_all(world, **wider, split=False)]
     assert {trajectory.reward for trajectory in one_reads} == {1.0}
     roles = {
         conversation.role for trajectory in one_reads for conversation in trajectory.conversations
     }
     assert roles == {"planner"}
-    one_a_turn = [
-        trajectory
-        for _, trajectory in play_all(world, **WIDE | {"max_iterations": 6}, parallel=False)
-    ]
+    longer = WIDE | {"max_iterations": 6}
+    one_a_turn = [trajectory for _, trajectory in play_all(world, **longer, parallel=False)]
     assert {trajectory.reward for trajectory in one_a_turn} == {1.0}
     for trajectory in one_a_turn:
         iterations = [search.iteration for search in trajectory.searches]
@@ -215,16 +211,14 @@ def test_what_the_graph_lacks_is_not_answered(world):
     complete = [all(search.found for search in trajectory.searches) for _, trajectory in played]
     assert 20 < sum(complete) < 80
     for whole, (_, trajectory) in zip(complete, played, strict=True):
-        expected = (StopReason.ANSWERED, 1.0) if whole else (StopReason.NO_ACTION, 0.0)
-        assert (trajectory.stop_reason, trajectory.reward) == expected
+        assert trajectory.stop_reason == (StopReason.ANSWERED if whole else StopReason.NO_ACTION)
+        assert trajectory.reward == (1.0 if whole else 0.0)
 
 
 def test_a_worker_that_is_cut_off_leaves_the_demonstration_unanswered(world):
     """40 tokens are enough for short plans, but for no worker's turn."""
-    reasons = {
-        trajectory.stop_reason
-        for _, trajectory in play_all(world, **{**WIDE, "max_turn_tokens": 40})
-    }
+    narrow = WIDE | {"max_turn_tokens": 40}
+    reasons = {trajectory.stop_reason for _, trajectory in play_all(world, **narrow)}
     assert reasons <= {StopReason.TURN_LENGTH, StopReason.NO_ACTION}
 
 
@@ -297,7 +291,7 @@ OTHER = Material(text="Ada Marten: Born in Ghent.", title="Ada Marten")
 def play_over(
     materials_by_query: dict[str, list[Material]], question: Question = BRIDGE, **changes
 ) -> Trajectory:
-    playing = agent(**{**WIDE, **changes})
+    playing = agent(**(WIDE | changes))
     return asyncio.run(
         playing.run(
             attempt(question, temperature=0.0),

@@ -114,7 +114,7 @@ def sampled(tensor: int, storage: Storage = "compute") -> np.ndarray:
         return [*completion.token_ids, *completion.logprobs]
 
     async def main() -> list[list[float]]:
-        return await asyncio.gather(*map(on_one_device, range(6)))
+        return await asyncio.gather(*map(converse, range(6)))
 
     outputs = asyncio.run(main())
     assert engine._prefix_lengths().max() == 64, "what they begin with is held once"

@@ -141,13 +141,13 @@ def test_filters_of_some_requests_change_no_token_of_the_others(alone):
         {"top_k": 1, "top_p": 0.1, "min_p": 1.0},
     ]
     filtered = [
-        (prompt, dataclasses.replace(how, **filters[n % 4]))
-        for n, (prompt, how) in enumerate(MIXED)
+        (prompt, dataclasses.replace(wanted, **filters[number % 4]))
+        for number, (prompt, wanted) in enumerate(MIXED)
     ]
     completions = complete_all(make_generator(engine_of(decoder())), [*filtered, *MIXED])
     assert_same(completions[len(MIXED) :], alone)
-    for (_, how), completion in zip(filtered, completions, strict=False):
-        if how.top_k == 1:
+    for (_, wanted), completion in zip(filtered, completions, strict=False):
+        if wanted.top_k == 1:
             assert completion.sampling_logprobs == (0.0,) * len(completion.token_ids), (
                 "one token is left"
             )

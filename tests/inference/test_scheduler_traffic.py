@@ -2,6 +2,7 @@
 hand and whose memory is short."""
 
 import asyncio
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -105,8 +106,8 @@ def test_a_prompt_computed_twice_leaves_each_request_the_pages_that_its_slot_rea
         tasks += [asyncio.create_task(generator.generate(*request)) for request in requests[1:]]
         return await asyncio.gather(*tasks)
 
-    for completion, (asked, settings_of_request) in zip(run(main()), requests, strict=True):
-        assert list(completion.token_ids) == engine.by_hand(asked, settings_of_request)[0]
+    for completion, request in zip(run(main()), requests, strict=True):
+        assert list(completion.token_ids) == engine.by_hand(*request)[0]
     assert generator.statistics.prefilled_tokens == 2 * 12 + 4 * 29
 
 
@@ -215,16 +216,14 @@ def test_a_stop_token_a_stop_string_and_a_length_limit_are_told_apart():
         (params(20, stop_token_ids=(last,)), "stop", None),
         (params(20, stop_strings=(stop,)), "stop_string", stop),
         (params(place + 1), "length", None),
-        (
-            params(20, stop_strings=(stop,), stop_token_ids=(last,)),
-            "stop",
-            None,
-        ),  # a stop token counts first
-        (params(place + 1, stop_strings=(stop,)), "stop_string", stop),  # and the length last
+        # A stop token counts first, and the length last.
+        (params(20, stop_strings=(stop,), stop_token_ids=(last,)), "stop", None),
+        (params(place + 1, stop_strings=(stop,)), "stop_string", stop),
     ]:
-        (got,) = complete_all(make_generator(engine), [(prompt, wanted)])
-        assert list(got.token_ids) == tokens[: place + 1]
-        assert (got.finish_reason, got.stop_string) == (reason, stop_string)
+        (completion,) = complete_all(make_generator(engine), [(prompt, wanted)])
+        assert list(completion.token_ids) == tokens[: place + 1]
+        assert completion.finish_reason == reason
+        assert completion.stop_string == stop_string
 
 
 async def test_a_stream_ends_with_the_token_that_completes_a_stop_string():
@@ -304,7 +303,7 @@ def test_an_extreme_parameter_is_served_and_harms_nobody(extreme):
     engine = CountableEngine()
     requests = [
         ([5, 6], params(6)),
-        ([5, 7], params(**{"max_new_tokens": 6, "seed": 3, **extreme})),
+        ([5, 7], dataclasses.replace(params(6, seed=3), **extreme)),
     ]
     for completion, request in zip(
         complete_all(make_generator(engine), requests), requests, strict=True
@@ -316,7 +315,7 @@ def test_an_extreme_parameter_is_served_and_harms_nobody(extreme):
 async def test_a_parameter_that_nobody_can_honour_fails_its_request_alone(sentence):
     engine = CountableEngine()
     generator = make_generator(engine)
-    good = [5, 6], params(6)
+    good = ([5, 6], params(6))
     requests = (good, ([5, 7], params(**BAD[sentence])), good)
     first, error, last = await asyncio.gather(
         *(generator.generate(*request) for request in requests), return_exceptions=True
@@ -346,7 +345,7 @@ async def test_a_completion_that_is_not_finite_fails_its_request_alone():
 # --- deadlines and cancellation ---
 
 
-BUSY = [1] * 3, params(60, seed=4, deadline_seconds=FAR)  # over twenty calls
+BUSY = ([1] * 3, params(60, seed=4, deadline_seconds=FAR))  # over twenty calls
 
 
 def busy_engine(**settings: Any) -> CountableEngine:
@@ -365,11 +364,10 @@ STATES: dict[str, tuple[int, list[int], int]] = {
 
 
 def state_of(generator: BatchedGenerator, prompt: list[int]) -> str:
-    request = next(
-        (running for running in generator._running.values() if running.prompt.tolist() == prompt),
-        None,
-    )
-    return "waiting" if request is None else "decoding" if request.tokens else "prefilling"
+    for request in generator._running.values():
+        if request.prompt.tolist() == prompt:
+            return "decoding" if request.tokens else "prefilling"
+    return "waiting"
 
 
 def interrupted(

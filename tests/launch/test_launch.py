@@ -33,6 +33,8 @@ ENV = {
 
 
 class Cloud:
+    """A project with its environment file, and the stub of gcloud that stands for it."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
@@ -59,11 +61,13 @@ class Cloud:
         )
 
     def done(self, script: str, *words: str) -> str:
+        """Run a script that must succeed. Return what it printed."""
         ended = self.run(script, *words)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout + ended.stderr
 
     def refused(self, script: str, *words: str, answer: str = "") -> str:
+        """Run a script that must refuse with status 2. Return its last sentence."""
         ended = self.run(script, *words, answer=answer)
         assert ended.returncode == 2, (ended.returncode, ended.stderr)
         return ended.stderr.strip().splitlines()[-1]
@@ -77,10 +81,10 @@ class Cloud:
 
     def calls(self, *beginning: str) -> list[list[str]]:
         file = self.folder / "calls"
-        lines = (
-            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        )
-        return [line for line in lines if line[: len(beginning)] == list(beginning)]
+        if not file.exists():
+            return []
+        calls = [json.loads(line) for line in file.read_text().splitlines()]
+        return [words for words in calls if words[: len(beginning)] == list(beginning)]
 
     @property
     def created(self) -> list[list[str]]:
@@ -204,32 +208,39 @@ def test_what_cannot_be_is_said_in_one_sentence_and_nothing_is_created(
     assert not (cloud.folder / "resource.json").exists()
 
 
-def test_without_gcloud_or_an_environment_file_it_says_what_to_do(cloud, tmp_path):
+def test_without_an_environment_file_it_says_how_to_make_one(cloud):
     (cloud.folder / "env").unlink()
     assert "cp launch/env.example launch/env" in cloud.refused("create.sh")
-    cloud.set()
+
+
+def test_a_value_with_spaces_needs_quotes(cloud):
     with open(cloud.folder / "env", "a") as file:
         file.write("LABELS=a b\nPOLL_SECONDS=1\n")
     assert "a value with spaces needs quotes" in cloud.refused("create.sh")
-    for name, value in (("FETCH", "gs://my-bucket/2wiki"), ("SECRETS", "WANDB_API_KEY")):
-        cloud.set(**{name: value})
-        assert f"{value} in FETCH or SECRETS" in cloud.refused("create.sh")
-    cloud.set()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("FETCH", "gs://my-bucket/2wiki"), ("SECRETS", "WANDB_API_KEY")]
+)
+def test_what_is_fetched_and_what_is_secret_needs_both_of_its_names(cloud, name, value):
+    cloud.set(**{name: value})
+    assert f"{value} in FETCH or SECRETS" in cloud.refused("create.sh")
+
+
+def test_without_gcloud_it_says_where_to_get_it(cloud, tmp_path):
     (tmp_path / "bin").mkdir()
     for name in ("bash", "env", "dirname", "mktemp", "rm", "sed", "tr"):
         (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
     cloud.environment["PATH"] = str(tmp_path / "bin")
-    assert "gcloud is not installed: https://cloud.google.com/sdk/docs/install" in cloud.refused(
-        "create.sh"
-    )
+    message = cloud.refused("create.sh")
+    assert "gcloud is not installed: https://cloud.google.com/sdk/docs/install" in message
 
 
 def test_a_bucket_elsewhere_is_asked_about_with_its_price(cloud):
     elsewhere = ("buckets describe", 0, "EUROPE-WEST4", "")
     cloud.answers(elsewhere)
-    assert "gcloud storage buckets create gs://NEW --location=us-central1" in cloud.refused(
-        "create.sh", answer="n\n"
-    )
+    message = cloud.refused("create.sh", answer="n\n")
+    assert "gcloud storage buckets create gs://NEW --location=us-central1" in message
     assert not cloud.created
     cloud.answers(elsewhere)
     ended = cloud.run("create.sh", answer="y\n")
@@ -244,9 +255,8 @@ def test_a_bucket_elsewhere_is_asked_about_with_its_price(cloud):
 def test_what_was_preempted_is_made_anew_when_asked(cloud):
     cloud.done("create.sh")
     cloud.states("SUSPENDED")
-    assert "mujica is SUSPENDED: launch/delete.sh deletes it" in cloud.refused(
-        "create.sh", answer="n\n"
-    )
+    message = cloud.refused("create.sh", answer="n\n")
+    assert "mujica is SUSPENDED: launch/delete.sh deletes it" in message
     assert len(cloud.created) == 1
     cloud.states("SUSPENDED")
     cloud.done("create.sh", "--replace")
@@ -421,9 +431,8 @@ def test_a_name_that_another_command_has_is_refused_before_anything_is_made(clou
     message = cloud.refused("train.sh", "configs/tiny_world.py", "--seed", "2")
     assert "run first was begun with `configs/tiny_world.py --seed 1` and this is" in message
     assert not cloud.created
-    assert "--run is given and the run is gs://my-bucket/runs/first" in cloud.refused(
-        "train.sh", "c.py", "--run"
-    )
+    message = cloud.refused("train.sh", "c.py", "--run")
+    assert "--run is given and the run is gs://my-bucket/runs/first" in message
     assert "which configuration?" in cloud.refused("train.sh")
 
 
@@ -459,11 +468,8 @@ def test_status_says_step_speed_checkpoint_and_cost(cloud):
 def test_the_example_names_every_variable_and_its_prices_every_type():
     example = (LAUNCH / "env.example").read_text()
     assigned = set(re.findall(r"^([A-Z_]+)=", example, re.MULTILINE))
-    read = set(
-        re.findall(
-            r"\$\{?!?([A-Z][A-Z_]+)", "".join(path.read_text() for path in LAUNCH.glob("*.sh"))
-        )
-    )
+    scripts = "".join(path.read_text() for path in LAUNCH.glob("*.sh"))
+    read = set(re.findall(r"\$\{?!?([A-Z][A-Z_]+)", scripts))
     own = {
         "LAUNCH",
         "ROOT",
@@ -475,8 +481,6 @@ def test_the_example_names_every_variable_and_its_prices_every_type():
         "RUN_DIRECTORY",
         "BASH_SOURCE",
         "HOME",
-    }
-    own |= {
         "MUJICA_ENV",
         "ASSUMED",
         "ASSUMED_STATE",

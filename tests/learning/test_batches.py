@@ -20,8 +20,8 @@ ROWS = pack(random_conversations(36), row_tokens=32, seed=0)
 ROWS_PER_STEP = 8
 
 
-def batches(rows: PackedRows = ROWS, **options) -> Batches:
-    return Batches(rows, ROWS_PER_STEP, **({"seed": 3} | options))
+def batches(rows: PackedRows = ROWS, *, seed: int = 3, **options) -> Batches:
+    return Batches(rows, ROWS_PER_STEP, seed=seed, **options)
 
 
 def drawn(source: Batches, steps: int) -> list[list]:

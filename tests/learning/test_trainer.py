@@ -15,7 +15,7 @@ from mujica_jax.learning.batches import rows_of_step
 from mujica_jax.learning.checkpoints import Checkpoints
 from mujica_jax.learning.log_probs import token_log_probs
 from mujica_jax.learning.losses.mle import MLE
-from mujica_jax.learning.optimizer import decayed, schedule
+from mujica_jax.learning.optimizer import Schedule, decayed, schedule
 from mujica_jax.learning.packing import pack
 from mujica_jax.learning.trainer import (
     FitResult,
@@ -40,10 +40,10 @@ def trainer():
     return Trainer(MODEL, TRAINER)
 
 
-def run(trainer: Trainer, state: TrainState, steps: int = 8, **changes) -> FitResult:
-    return fit(
-        trainer, state, ROWS, **({"schedule": SCHEDULE, "steps": steps, "seed": 3} | changes)
-    )
+def run(
+    trainer: Trainer, state: TrainState, steps: int = 8, *, schedule: Schedule = SCHEDULE, **options
+) -> FitResult:
+    return fit(trainer, state, ROWS, schedule=schedule, steps=steps, seed=3, **options)
 
 
 def assert_same(state, expected, tolerance: float = 0.0) -> None:

@@ -96,17 +96,25 @@ def kernel(monkeypatch):
     ragged._decode.clear_cache()
 
 
-def make_ragged(**changes: Any) -> RaggedEngine:
-    settings: dict[str, Any] = {
-        "slots": SLOTS,
-        "positions": POSITIONS,
-        "page_tokens": PAGE_TOKENS,
-        "num_pages": SLOTS * PAGES_A_SLOT,
-        "prefill_tokens": 64,
-        "decode_steps": 2,
-        "stop_token_ids": [NO_STOP],
-    }
-    return RaggedEngine(decoder(), **{**settings, **changes})
+def make_ragged(
+    *,
+    slots: int = SLOTS,
+    num_pages: int = SLOTS * PAGES_A_SLOT,
+    prefill_tokens: int = 64,
+    decode_steps: int = 2,
+    **options: Any,
+) -> RaggedEngine:
+    return RaggedEngine(
+        decoder(),
+        slots=slots,
+        positions=POSITIONS,
+        page_tokens=PAGE_TOKENS,
+        num_pages=num_pages,
+        prefill_tokens=prefill_tokens,
+        decode_steps=decode_steps,
+        stop_token_ids=[NO_STOP],
+        **options,
+    )
 
 
 def test_attention_by_hand_is_the_kernels_reference():

@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -65,15 +66,22 @@ def adapter(engine: Any, **settings: Any) -> Any:
 
     The import is late because it brings TensorFlow.
     """
-    return importlib.import_module("mujica_jax.inference.jetstream.engine").JetStreamEngine(
-        engine, **settings
-    )
+    module = importlib.import_module("mujica_jax.inference.jetstream.engine")
+    return module.JetStreamEngine(engine, **settings)
 
 
-def driver(jetstream_engine: Any, **settings: Any) -> Any:
+def driver(
+    jetstream_engine: Any,
+    *,
+    name: str = "the engine",
+    queue_size: int = 1000,
+    token_bytes: Callable[[int], bytes] = letter,
+    **settings: Any,
+) -> Any:
     module = importlib.import_module("mujica_jax.inference.jetstream.generator")
-    defaults = {"name": "the engine", "queue_size": 1000, "token_bytes": letter}
-    return module.JetStreamGenerator(jetstream_engine, **defaults | settings)
+    return module.JetStreamGenerator(
+        jetstream_engine, name=name, queue_size=queue_size, token_bytes=token_bytes, **settings
+    )
 
 
 def countable(
@@ -160,7 +168,8 @@ def test_greedy_outputs_equal_those_of_native_token_by_token():
         (list(completion.token_ids), completion.finish_reason)
         for completion in complete_all(native, requests)
     ]
-    assert [outcome(completion) for completion in complete_all(generator, requests)] == expected
+    outcomes = [outcome(completion) for completion in complete_all(generator, requests)]
+    assert outcomes == expected
     assert {reason for _, reason in expected} == {"length", "stop_string"}
     assert generator.statistics.cache_hit_rate > 0.1, "prompts share what they begin with"
     assert generator.statistics.evicted_pages > 0, "memory was short"
@@ -189,10 +198,10 @@ def test_each_request_is_sampled_with_its_own_seed_temperature_and_filters_as_by
         )
         for number in range(24)
     ]
-    expected = [list(completion.token_ids) for completion in complete_all(native, requests)]
-    assert [
-        list(completion.token_ids) for completion in complete_all(generator, requests)
-    ] == expected
+    expected = complete_all(native, requests)
+    completions = complete_all(generator, requests)
+    for completion, expected_completion in zip(completions, expected, strict=True):
+        assert list(completion.token_ids) == list(expected_completion.token_ids)
 
 
 @given(

@@ -85,11 +85,9 @@ def streamed(stub: Any, request: Any, **options: Any) -> tuple[list[int], str, i
     """Return the token ids, the text and the messages of an answer."""
     options.setdefault("timeout", HANG_SECONDS)
     samples = [response.stream_content.samples[0] for response in stub.Decode(request, **options)]
-    return (
-        [id for sample in samples for id in sample.token_ids],
-        "".join(sample.text for sample in samples),
-        len(samples),
-    )
+    token_ids = [id for sample in samples for id in sample.token_ids]
+    text = "".join(sample.text for sample in samples)
+    return token_ids, text, len(samples)
 
 
 def refusal(stub: Any, request: Any, **options: Any) -> tuple[grpc.StatusCode, str]:
@@ -100,17 +98,17 @@ def refusal(stub: Any, request: Any, **options: Any) -> tuple[grpc.StatusCode, s
 
 def by_hand(engine: CountableEngine, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """Return the answer without the stop token, which is not part of it."""
-    tokens, _ = engine.by_hand(
-        prompt, SamplingParams(max_new_tokens=max_tokens, temperature=0.0, seed=0)
-    )
+    greedy = SamplingParams(max_new_tokens=max_tokens, temperature=0.0, seed=0)
+    tokens, _ = engine.by_hand(prompt, greedy)
     return [token for token in tokens if token not in engine.stop_token_ids]
 
 
 def endless(engine: CountableEngine, tokens: int) -> list[int]:
     """Return a prompt that is answered with this number of tokens."""
-    return next(
-        [token, 3] for token in range(20) if len(by_hand(engine, [token, 3], tokens)) == tokens
-    )
+    for token in range(20):
+        if len(by_hand(engine, [token, 3], tokens)) == tokens:
+            return [token, 3]
+    raise AssertionError("every prompt is answered with a stop token")
 
 
 def eventually(condition: Any) -> bool:
@@ -231,10 +229,8 @@ def test_a_deadline_ends_a_request_and_frees_its_slot(whose):
     )
     with serving(generator, limit) as (_, stub):
         patience = 0.2 if whose == "client" else HANG_SECONDS
-        assert (
-            refusal(stub, tokens_request(prompt, 900), timeout=patience)[0]
-            == grpc.StatusCode.DEADLINE_EXCEEDED
-        )
+        status, _ = refusal(stub, tokens_request(prompt, 900), timeout=patience)
+        assert status == grpc.StatusCode.DEADLINE_EXCEEDED
         assert eventually(lambda: generator.statistics.running == 0)
     assert_nothing_is_held(generator)
 
@@ -254,10 +250,8 @@ def test_a_client_that_goes_away_makes_room(waiting):
         assert eventually(lambda: generator.statistics.waiting == 0)
         if not waiting:
             engine.seconds = 0.0
-        if not waiting:
-            assert [
-                id for part in queued for id in part.stream_content.samples[0].token_ids
-            ] == by_hand(engine, [4, 5], 9)
+            tokens = [id for part in queued for id in part.stream_content.samples[0].token_ids]
+            assert tokens == by_hand(engine, [4, 5], 9)
         running.cancel()
         assert eventually(lambda: generator.statistics.running == 0)
         engine.seconds = 0.0

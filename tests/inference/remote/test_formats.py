@@ -51,7 +51,8 @@ def generator(
 def vllm(ids, finish="stop", *, stop_reason=None, logprobs=None, **changes) -> dict:
     """Return a reply as vLLM writes it: ids as a list, and as strings beside their
     log-probabilities. No other field is needed."""
-    logprobs = [-0.25 * (place + 1) for place in range(len(ids))] if logprobs is None else logprobs
+    if logprobs is None:
+        logprobs = [-0.25 * (place + 1) for place in range(len(ids))]
     details = {
         "tokens": [f"token_id:{id}" for id in ids],
         "token_logprobs": logprobs,
@@ -64,8 +65,9 @@ def vllm(ids, finish="stop", *, stop_reason=None, logprobs=None, **changes) -> d
         "finish_reason": finish,
         "stop_reason": stop_reason,
         "token_ids": list(ids),
-    }
-    choice |= {"logprobs": details, "prompt_token_ids": PROMPT} | changes
+        "logprobs": details,
+        "prompt_token_ids": PROMPT,
+    } | changes
     usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(ids), "total_tokens": 0}
     return {
         "id": "cmpl-1",
@@ -171,14 +173,20 @@ def test_a_reply_without_logprobs_has_none():
     assert completion.sampling_logprobs is None
 
 
-def test_how_a_completion_ended():
-    assert answered(vllm(WORDS, "length"), max_new_tokens=len(WORDS)).finish_reason == "length"
+def test_a_completion_may_end_at_its_limit():
+    completion = answered(vllm(WORDS, "length"), max_new_tokens=len(WORDS))
+    assert completion.finish_reason == "length"
+
+
+def test_a_stop_token_at_the_limit_counts_as_a_stop():
     # vLLM looks at the length first; the stop token is there all the same.
-    assert (
-        answered(vllm([*WORDS, END], "length"), max_new_tokens=len(WORDS) + 1).finish_reason
-        == "stop"
-    )
-    assert answered(vllm([*WORDS, 5], stop_reason=5), stop_token_ids=(5,)).finish_reason == "stop"
+    completion = answered(vllm([*WORDS, END], "length"), max_new_tokens=len(WORDS) + 1)
+    assert completion.finish_reason == "stop"
+
+
+def test_a_completion_may_end_at_a_stop_token_of_the_request():
+    completion = answered(vllm([*WORDS, 5], stop_reason=5), stop_token_ids=(5,))
+    assert completion.finish_reason == "stop"
 
 
 def test_a_completion_ends_with_the_token_that_completes_a_stop_string():
@@ -223,7 +231,7 @@ def test_a_server_that_stops_inside_of_a_thought_is_asked_to_go_on():
     assert (completion.finish_reason, completion.stop_string) == ("stop_string", "</answer>")
     assert completion.logprobs is not None
     assert len(completion.logprobs) == len(completion.token_ids)
-    first, second, third = (request.body for request in endpoint.requests)
+    first, second, third = [request.body for request in endpoint.requests]
     assert second["prompt"] == [*PROMPT, *thought]
     assert third["prompt"] == [*PROMPT, *thought, *continuation]
     room = [90, 90 - len(thought), 90 - len(thought) - len(continuation)]
