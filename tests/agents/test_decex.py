@@ -1,5 +1,5 @@
-"""DecEx's agent: an episode by hand, parser and writer, bad turns, pieces, forks, hostile passages,
-demonstrations."""
+"""The DecEx agent: an episode by hand, parser and writer, bad turns, pieces, forks, hostile
+passages, demonstrations."""
 
 import asyncio
 import dataclasses
@@ -17,7 +17,7 @@ from mujica_jax.demonstrations.policy import ScriptedPolicy, sample_text
 from mujica_jax.models.tokenizer import TAG_PATTERN, Tokenizer
 from mujica_jax.records import StopReason, Trajectory
 from tests.agents.test_baselines import FILM, PERSON, QUESTION, Told, world
-from tests.agents.test_hostile_text import HOSTILE, known_ids, pieces
+from tests.agents.test_hostile_text import HOSTILE, known_tokens, pieces, turns_of
 from tests.helpers.little_agent import attempt, completion, rewarded, tokenizer
 from tests.helpers.patience import HANG_SECONDS
 from tests.helpers.tiny_worlds import small_world
@@ -63,16 +63,16 @@ def play(turns: list[str], passages=None, **changes) -> Trajectory:
 
 
 def test_an_episode_by_hand():
-    found = play(TURNS)
-    assert (found.answer, found.stop_reason, found.reward) == ("Ghent", StopReason.ANSWERED, 1.0)
-    assert found.counts == {"recalls": 1.0}
-    (search,) = found.searches
-    assert (search.iteration, search.query, search.materials) == (
-        0,
-        "Amber Tide director",
-        (FILM, PERSON),
-    )
-    (conversation,) = found.conversations
+    trajectory = play(TURNS)
+    assert trajectory.answer == "Ghent"
+    assert trajectory.stop_reason == StopReason.ANSWERED
+    assert trajectory.reward == 1.0
+    assert trajectory.counts == {"recalls": 1.0}
+    (search,) = trajectory.searches
+    assert search.iteration == 0
+    assert search.query == "Amber Tide director"
+    assert search.materials == (FILM, PERSON)
+    (conversation,) = trajectory.conversations
     context = [turn.text for turn in conversation.turns if turn.role == "context"]
     information = f"<information>\n[0] {FILM}\n[1] {PERSON}\n</information>"
     assert context == [f"Question: {QUESTION.text}", information]
@@ -81,7 +81,7 @@ def test_an_episode_by_hand():
 
 
 def test_a_row_reads_as_the_published_format():
-    """Table 3: one thought and one search or answer a step, and information between two steps."""
+    """Table 3 has one thought and one search or answer a step, and information between two steps."""
     (conversation,) = play(TURNS).conversations
     shape = re.sub(
         r"<\|[^<>]*\|>",
@@ -100,21 +100,17 @@ def test_a_row_reads_as_the_published_format():
 
 
 def test_the_papers_own_example_is_read():
-    found = play(TABLE_3, max_turn_tokens=1500)
-    assert (found.answer, [search.query for search in found.searches]) == (
-        "yes",
-        ["Ed Wood nationality"],
-    )
-    assert found.counts == {"recalls": 1.0}
+    trajectory = play(TABLE_3, max_turn_tokens=1500)
+    assert trajectory.answer == "yes"
+    assert [search.query for search in trajectory.searches] == ["Ed Wood nationality"]
+    assert trajectory.counts == {"recalls": 1.0}
     piece = first_piece(TABLE_3[0], in_thought=False, has_sub_question=False)
     assert piece is not None
     assert (piece.kind, piece.text) == ("sub-question", "What is Scott Derrickson’s nationality?")
     rest = first_piece(TABLE_3[0][piece.end :], in_thought=True, has_sub_question=True)
-    assert (
-        rest is not None
-        and rest.kind == "memory"
-        and rest.text.startswith("Scott Derrickson’s nationality is Am")
-    )
+    assert rest is not None
+    assert rest.kind == "memory"
+    assert rest.text.startswith("Scott Derrickson’s nationality is Am")
 
 
 def test_the_policy_is_told_what_the_model_knows():
@@ -130,11 +126,9 @@ def test_the_policy_is_told_what_the_model_knows():
     asyncio.run(agent().run(attempt(QUESTION), world(), Asked(three)))
     assert [len(state.steps) for state in states] == [0, 1, 2]
     first, second = states[-1].steps
-    assert (first.question, first.thought, first.query) == (
-        "Who made Amber Tide?",
-        "I need the director.",
-        "Amber Tide director",
-    )
+    assert first.question == "Who made Amber Tide?"
+    assert first.thought == "I need the director."
+    assert first.query == "Amber Tide director"
     assert [material.text for material in second.materials] == [FILM, PERSON]
 
 
@@ -145,17 +139,20 @@ def test_what_is_written_is_read_back(thought, question, answer):
         in_thought=False,
         has_sub_question=False,
     )
-    assert asked is not None and (asked.kind, asked.text) == ("sub-question", f"{question}?")
+    assert asked is not None
+    assert (asked.kind, asked.text) == ("sub-question", f"{question}?")
     recalled = first_piece(
         decex.write_memory(thought, answer), in_thought=True, has_sub_question=True
     )
-    assert recalled is not None and (recalled.kind, recalled.text) == ("memory", answer)
-    for write, kind in (
-        (lambda: decex.write_search(question), "search"),
-        (lambda: decex.write_answer("", question), "answer"),
+    assert recalled is not None
+    assert (recalled.kind, recalled.text) == ("memory", answer)
+    for written, kind in (
+        (decex.write_search(question), "search"),
+        (decex.write_answer("", question), "answer"),
     ):
-        found = first_piece(write(), in_thought=True, has_sub_question=True)
-        assert found is not None and (found.kind, found.text) == (kind, question)
+        piece = first_piece(written, in_thought=True, has_sub_question=True)
+        assert piece is not None
+        assert (piece.kind, piece.text) == (kind, question)
 
 
 @given(
@@ -167,8 +164,9 @@ def test_what_is_written_is_read_back(thought, question, answer):
 )
 def test_no_text_breaks_the_parser(text, in_thought, asked):
     piece = first_piece(text, in_thought=in_thought, has_sub_question=asked)
-    assert piece is None or 0 <= piece.start <= piece.end <= len(text)
-    assert piece is None or piece.kind != "memory" or asked
+    if piece is not None:
+        assert 0 <= piece.start <= piece.end <= len(text)
+        assert piece.kind != "memory" or asked
 
 
 @pytest.mark.parametrize(
@@ -190,38 +188,38 @@ def test_no_text_breaks_the_parser(text, in_thought, asked):
     ],
 )
 def test_a_turn_that_cannot_be_read_ends_the_episode(turns, reason):
-    found = play(turns, max_turn_tokens=600)
-    assert (found.answer, found.stop_reason, found.reward) == ("", reason, 0.0)
+    trajectory = play(turns, max_turn_tokens=600)
+    assert trajectory.answer == ""
+    assert trajectory.stop_reason == reason
+    assert trajectory.reward == 0.0
 
 
 def test_a_thought_that_the_template_opened_is_read():
-    found = play([TURNS[0].removeprefix("<think>"), TURNS[1].removeprefix("<think>")])
-    assert (found.answer, found.counts) == ("Ghent", {"recalls": 1.0})
+    trajectory = play([TURNS[0].removeprefix("<think>"), TURNS[1].removeprefix("<think>")])
+    assert (trajectory.answer, trajectory.counts) == ("Ghent", {"recalls": 1.0})
 
 
 async def test_a_piece_of_a_thought_that_the_template_opened_is_read():
     turn = TURNS[0].removeprefix("<think>")
     chain = agent().begin(attempt(QUESTION), world(), Told([turn, " Amber Tide </search>"]))
     await chain.decide()
-    assert (chain.asked, chain.pieces().turns[-1].text) == (
-        "Who made Amber Tide?",
-        WHO.removeprefix("<think>"),
-    )
+    assert chain.asked == "Who made Amber Tide?"
+    assert chain.pieces().turns[-1].text == WHO.removeprefix("<think>")
     await chain.solve("search")
     assert chain.steps[0].query == "Amber Tide"
 
 
 def test_a_search_that_fails_ends_the_episode():
-    found = play(TURNS, world(failing=frozenset({"Amber Tide director"})))
-    assert found.stop_reason is StopReason.RETRIEVER_FAILED
+    trajectory = play(TURNS, world(failing=frozenset({"Amber Tide director"})))
+    assert trajectory.stop_reason is StopReason.RETRIEVER_FAILED
 
 
 # Pieces of a turn
 
 
 async def test_pieces_are_the_tokens_of_the_turn():
-    """Cut after each piece and written on from there, the conversation is the one that was written
-    turn by turn."""
+    """A conversation that is cut after each piece and continued there equals the one written turn
+    by turn."""
     at_once = await agent().run(attempt(QUESTION), world(), Told(TURNS))
     begun = "I need to look this up. </think>\n<search>"
     told = Told(
@@ -236,23 +234,21 @@ async def test_pieces_are_the_tokens_of_the_turn():
     await chain.decide()
     await chain.solve("memory")
     await chain.decide()
-    found = await chain.finish()
+    trajectory = await chain.finish()
     assert [turn.text for turn in chain.pieces().turns if turn.role == "model"][2:] == [
         BORN,
         KNOWN,
         DONE,
     ]
-    assert found.conversations[0].token_ids == at_once.conversations[0].token_ids
-    assert found.conversations[0].loss_mask == at_once.conversations[0].loss_mask
-    assert (found.answer, found.counts, found.searches) == (
-        at_once.answer,
-        at_once.counts,
-        at_once.searches,
-    )
+    assert trajectory.conversations[0].token_ids == at_once.conversations[0].token_ids
+    assert trajectory.conversations[0].loss_mask == at_once.conversations[0].loss_mask
+    assert trajectory.answer == at_once.answer
+    assert trajectory.counts == at_once.counts
+    assert trajectory.searches == at_once.searches
 
 
 class HalfACharacter(Told):
-    """Writes a byte that is no whole character in the place of each `~`."""
+    """A policy that writes a byte that is no whole character in the place of each `~`."""
 
     async def generate(self, *arguments, **options):
         written = await super().generate(*arguments, **options)
@@ -263,7 +259,7 @@ class HalfACharacter(Told):
 
 
 async def test_half_a_character_in_a_sub_question_or_query_can_be_searched_and_stored():
-    """A byte-level model may write any bytes; files and requests hold whole text alone."""
+    """A byte-level model may write any bytes. Files and requests hold only whole text."""
     told = HalfACharacter([WHO.replace("Amber", "A~mber"), " A~ </search>"])
     chain = agent().begin(attempt(QUESTION), world(), told)
     await chain.decide()
@@ -288,7 +284,8 @@ async def test_a_limit_that_cuts_what_comes_after_a_piece_does_not_cut_the_piece
     limit = len(tokenizer().encode_model(text))
     chain = agent(max_turn_tokens=limit).begin(attempt(QUESTION), world(), Told([WHO + LOOKED_UP]))
     await chain.decide()
-    assert chain.asked == asked and (chain.outcome is None) == (asked is not None)
+    assert chain.asked == asked
+    assert (chain.outcome is None) == (asked is not None)
     assert chain.pieces().turns[-1].trained == (asked is not None)
     assert chain.outcome in (None, ("", StopReason.TURN_LENGTH))
 
@@ -297,23 +294,25 @@ async def test_forks_share_their_past_and_nothing_else():
     told = Told([TURNS[0], " she is known. I recall that Ghent.\nDone", " director </search>"])
     chain = agent().begin(attempt(QUESTION), world(), told)
     await chain.decide()
-    memory, search = chain.fork("a"), chain.fork("b")
+    memory = chain.fork("a")
+    search = chain.fork("b")
     await memory.solve("memory")
     await search.solve("search")
-    assert (chain.asked, chain.steps, chain.searches) == ("Who made Amber Tide?", (), [])
-    assert memory.steps[0].recalled == "Ghent." and not memory.searches
-    assert search.steps[0].recalled is None and [one.query for one in search.searches] == [
-        "director"
-    ]
-    shared = len(chain.record().token_ids)
-    assert (
-        memory.record().token_ids[:shared]
-        == search.record().token_ids[:shared]
-        == chain.record().token_ids
-    )
+    assert chain.asked == "Who made Amber Tide?"
+    assert chain.steps == ()
+    assert chain.searches == []
+    assert memory.steps[0].recalled == "Ghent."
+    assert not memory.searches
+    assert search.steps[0].recalled is None
+    assert [entry.query for entry in search.searches] == ["director"]
+    past = chain.record().token_ids
+    assert memory.record().token_ids[: len(past)] == past
+    assert search.record().token_ids[: len(past)] == past
     turn = memory.pieces().turns[-1]
     text = "I know about this: she is known. I recall that Ghent.\n"
-    assert (turn.text, turn.trained, turn.logprobs) == (text, True, None)
+    assert turn.text == text
+    assert turn.trained is True
+    assert turn.logprobs is None
     assert turn.token_ids == tuple(tokenizer().encode_model(text)), (
         "as if it had been written in one piece"
     )
@@ -329,7 +328,8 @@ async def test_the_other_decision_keeps_the_thought():
         ]
     )
     root = agent().begin(attempt(QUESTION), world(), told)
-    asked, stopped = root.fork("a"), root.fork("b")
+    asked = root.fork("a")
+    stopped = root.fork("b")
     await asked.decide()
     await stopped.decide_otherwise(asked, "stop")
     assert stopped.outcome == ("Ghent", StopReason.ANSWERED)
@@ -337,7 +337,8 @@ async def test_the_other_decision_keeps_the_thought():
         stopped.pieces().turns[-1].text
         == "<think> I need the director. </think>\n<answer> Ghent </answer>"
     )
-    answered, goes_on = root.fork("c"), root.fork("d")
+    answered = root.fork("c")
+    goes_on = root.fork("d")
     await answered.decide()
     await goes_on.decide_otherwise(answered, "go_on")
     assert (goes_on.asked, goes_on.outcome) == ("Who is it?", None)
@@ -359,10 +360,12 @@ async def test_another_piece_than_the_one_asked_for_is_no_branch():
     chain = agent().begin(attempt(QUESTION), passages, told)
     await chain.decide()
     await chain.solve("memory")
-    assert chain.outcome == ("", StopReason.NO_ACTION) and not passages.searched
-    again = agent().begin(attempt(QUESTION), passages, told)
-    await again.decide()
-    assert again.outcome == ("", StopReason.NO_ACTION) and not passages.searched
+    assert chain.outcome == ("", StopReason.NO_ACTION)
+    assert not passages.searched
+    second_chain = agent().begin(attempt(QUESTION), passages, told)
+    await second_chain.decide()
+    assert second_chain.outcome == ("", StopReason.NO_ACTION)
+    assert not passages.searched
 
 
 async def test_the_pieces_of_a_turn_share_its_limit():
@@ -371,7 +374,8 @@ async def test_the_pieces_of_a_turn_share_its_limit():
     written = len(tokenizer().encode_model(WHO))
     chain.limits = chain._config = dataclasses.replace(CONFIG, max_turn_tokens=written + 2)
     await chain.solve("memory")
-    assert chain.outcome == ("", StopReason.TURN_LENGTH) and not chain.record().turns[-1].trained
+    assert chain.outcome == ("", StopReason.TURN_LENGTH)
+    assert not chain.record().turns[-1].trained
     assert len(chain.pieces().turns[-1].token_ids) == 2
 
 
@@ -400,28 +404,29 @@ async def test_each_piece_of_each_fork_has_a_seed_of_its_own():
 
 
 def judged(text: str) -> tuple:
-    found = play(TURNS, world(text, PERSON), max_observation_tokens=2000, prompt="brief")
-    (conversation,) = found.conversations
-    said = [
-        (turn.text, turn.token_ids, turn.trained)
-        for turn in conversation.turns
-        if turn.role == "model"
+    """Return all that decides about an episode in which a passage has this text."""
+    trajectory = play(TURNS, world(text, PERSON), max_observation_tokens=2000, prompt="brief")
+    (conversation,) = trajectory.conversations
+    model_turns = [
+        (turn.text, turn.token_ids, turn.trained) for turn in turns_of(conversation, "model")
     ]
-    known = known_ids()
-    scaffold = [
-        [id for id in turn.token_ids if id in known]
-        for turn in conversation.turns
-        if turn.role == "context"
-    ]
-    shown = [
-        tokenizer().decode(turn.token_ids) for turn in conversation.turns if turn.role == "context"
-    ]
+    context_turns = turns_of(conversation, "context")
+    scaffold = [known_tokens(turn) for turn in context_turns]
+    shown = [tokenizer().decode(turn.token_ids) for turn in context_turns]
     tags = [match[0] for text in shown for match in TAG_PATTERN.finditer(text)]
     assert tags == ["<information>", "</information>"], "no tag but ours can be read as one"
-    asked = [search.query for search in found.searches]
+    searched_queries = [search.query for search in trajectory.searches]
     mask = [turn.role == "model" for turn in conversation.turns for _ in turn.token_ids]
     assert conversation.loss_mask == mask
-    return found.answer, found.stop_reason, found.reward, found.counts, asked, said, scaffold
+    return (
+        trajectory.answer,
+        trajectory.stop_reason,
+        trajectory.reward,
+        trajectory.counts,
+        searched_queries,
+        model_turns,
+        scaffold,
+    )
 
 
 TAGS = [
@@ -462,25 +467,35 @@ def tiny_text():
 def test_demonstrations_recall_what_is_known_and_search_for_the_rest(tiny_text):
     task, of_task = tiny_text
     playing = Decex(of_task, dataclasses.replace(CONFIG, prompt="brief", max_iterations=4))
-    policy, right, kinds = ScriptedPolicy(of_task), 0, set()
+    policy = ScriptedPolicy(of_task)
+    right = 0
+    kinds = set()
+    shape = re.compile(r"<think> [^<]+ </think>\n<(search|answer)> [^<]+ </\1>")
     for question, environment in task.demonstrations():
-        found = asyncio.run(playing.run(attempt(question), environment, policy))
-        right += metrics.score(found.final_answer, question.answers, task.rule).em == 1.0
+        trajectory = asyncio.run(playing.run(attempt(question), environment, policy))
+        right += metrics.score(trajectory.final_answer, question.answers, task.rule).em == 1.0
+
+        # What is known is recalled and not searched for; all else is searched for.
         known = question.kind.endswith("known")
         kinds.add(known)
-        assert not (known and found.searches) and (known or not found.counts["recalls"])
-        turns = [turn.text for turn in found.conversations[0].turns if turn.role == "model"]
-        shape = re.compile(r"<think> [^<]+ </think>\n<(search|answer)> [^<]+ </\1>")
-        assert all(shape.fullmatch(text) for text in turns) or found.final_answer is None
-        asked = re.findall(r"next sub-question is: (.*)\n", turns[0])
-        assert not found.searches or found.searches[0].query not in asked, "a query of its own"
-        assert (
-            len(re.findall(r"\nI know about this: .+\. I recall that .+", turns[0]))
-            == found.counts["recalls"]
-        )
-    assert kinds == {True, False} and right >= 55
+        if known:
+            assert not trajectory.searches
+        else:
+            assert not trajectory.counts["recalls"]
+
+        turns = [turn.text for turn in turns_of(trajectory.conversations[0], "model")]
+        if trajectory.final_answer is not None:
+            assert all(shape.fullmatch(text) for text in turns)
+        if trajectory.searches:
+            asked = re.findall(r"next sub-question is: (.*)\n", turns[0])
+            assert trajectory.searches[0].query not in asked, "a query of its own"
+        recalls = re.findall(r"\nI know about this: .+\. I recall that .+", turns[0])
+        assert len(recalls) == trajectory.counts["recalls"]
+    assert kinds == {True, False}
+    assert right >= 55
 
 
 def test_the_words_of_the_script_are_tokens_of_a_vocabulary_of_its_own():
     others = [text for text in sample_text()]
-    assert "recall" in " ".join(sample_text("decex")) and "recall" not in " ".join(others)
+    assert "recall" in " ".join(sample_text("decex"))
+    assert "recall" not in " ".join(others)

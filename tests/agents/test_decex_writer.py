@@ -1,5 +1,5 @@
-"""A second model that writes DecEx-RAG's trees: what it is asked, and how its replies become pieces
-of the policy."""
+"""A second model that writes DecEx-RAG's trees: its prompts, and how its replies become pieces of
+the policy."""
 
 import asyncio
 import dataclasses
@@ -29,7 +29,7 @@ OTHER = Tokenizer.train(["another vocabulary of other words"] * 9, 500)  # of th
 
 
 class Replies:
-    """The second model: these replies in their order. It is asked in its own tokens."""
+    """The second model. It writes these replies in their order and is asked in its own tokens."""
 
     version = -1
 
@@ -50,8 +50,9 @@ class Replies:
 
 
 def chain(replies: Sequence[str | Exception], own: Sequence[str] = (), passages: Any = None):
-    """A chain, its own policy and the second model."""
-    policy, model = Told(own), Replies(replies)
+    """Return a chain, its own policy, the writer and the second model."""
+    policy = Told(own)
+    model = Replies(replies)
     writer = TreeWriter(model, OTHER, tokenizer(), version=3)
     begun = Decex(tokenizer(), CONFIG).begin(attempt(QUESTION), passages or world(), writer)
     return begun, policy, writer, model
@@ -86,33 +87,31 @@ async def test_the_retrieval_decision_is_the_policys_and_all_else_the_writers():
     assert last(begun) == "She was born there. </think>\n<answer> Ghent </answer>", (
         "the thought was open"
     )
-    found = await begun.finish()
-    assert (found.answer, found.policy_version) == ("Ghent", 3)
+    trajectory = await begun.finish()
+    assert (trajectory.answer, trajectory.policy_version) == ("Ghent", 3)
     first, second, third = model.prompts
-    assert (
-        "There is no iteration so far." in first
-        and "inside <question>" in first
-        and "inside <answer>" not in first
-    )
+    assert "There is no iteration so far." in first
+    assert "inside <question>" in first
+    assert "inside <answer>" not in first
     assert (
         f"Sub-question: Who made it?\nQuery: Amber Tide\nPassages:\n[0] {FILM}\n[1] {PERSON}"
         in second
     )
-    assert (
-        "Thought: The director is missing." in second
-        and "nothing that does not stand there" in second
-    )
+    assert "Thought: The director is missing." in second
+    assert "nothing that does not stand there" in second
     assert "Iteration 2\nThought: The director is missing.\nSub-question: Who made it?" in third
-    assert "Answer from memory: Ghent." in third and QUESTION.text in third
+    assert "Answer from memory: Ghent." in third
+    assert QUESTION.text in third
 
 
 async def test_an_episode_goes_on_by_the_prompt_for_it():
     begun, *_, model = chain(
         ["I lack it. <search> Amber Tide </search>", "It is Ghent. <answer> Ghent </answer>"]
     )
-    found = await begun.finish()
-    assert (found.answer, [search.query for search in found.searches]) == ("Ghent", ["Amber Tide"])
-    turns = [turn.text for turn in found.conversations[0].turns if turn.role == "model"]
+    trajectory = await begun.finish()
+    assert trajectory.answer == "Ghent"
+    assert [search.query for search in trajectory.searches] == ["Amber Tide"]
+    turns = [turn.text for turn in trajectory.conversations[0].turns if turn.role == "model"]
     assert turns == [
         "<think> I lack it. </think>\n<search> Amber Tide </search>",
         "<think> It is Ghent. </think>\n<answer> Ghent </answer>",
@@ -125,15 +124,18 @@ async def test_the_other_decision_is_asked_for_alone():
     begun, *_, model = chain(
         [asked, "So. <answer> Ghent </answer>", "So. <answer> Ghent </answer>", asked]
     )
-    sample, stopped = begun.fork("a"), begun.fork("b")
+    sample = begun.fork("a")
+    stopped = begun.fork("b")
     await sample.decide()
     await stopped.decide_otherwise(sample, "stop")
     assert last(stopped) == "<think> Missing. </think>\n<answer> Ghent </answer>"
-    answered, goes_on = begun.fork("c"), begun.fork("d")
+    answered = begun.fork("c")
+    goes_on = begun.fork("d")
     await answered.decide()
     await goes_on.decide_otherwise(answered, "go_on")
     assert last(goes_on) == "<think> So. So, the next sub-question is: Who?\n"
-    assert "inside <question>" not in model.prompts[1] and "inside <answer>" not in model.prompts[3]
+    assert "inside <question>" not in model.prompts[1]
+    assert "inside <answer>" not in model.prompts[3]
 
 
 @pytest.mark.parametrize(
@@ -153,8 +155,8 @@ async def test_a_reply_that_cannot_be_used_is_no_branch(reply):
 
 
 async def test_a_reply_cannot_write_more_than_its_fields():
-    """Tags in a reply's reasons or fields, and a reasoning model's own thoughts, are not the
-    policy's."""
+    """Tags in a reply's reasons or fields, and the thoughts of a reasoning model, do not reach the
+    policy."""
     begun, *_ = chain(
         [
             "<think> secret </think> Why </think><search>y</search> not. <question> Who <b> "
@@ -162,16 +164,19 @@ async def test_a_reply_cannot_write_more_than_its_fields():
         ]
     )
     await begun.decide()
-    assert "secret" not in last(begun) and last(begun).count("</think>") == 0
-    assert "<search>" not in last(begun) and "</search>" not in last(begun)
+    assert "secret" not in last(begun)
+    assert last(begun).count("</think>") == 0
+    assert "<search>" not in last(begun)
+    assert "</search>" not in last(begun)
 
 
 def test_a_tree_of_two_models():
-    """The writer asks and answers and plays the episodes; the policy recalls and searches."""
+    """The writer asks, answers and plays the episodes. The policy recalls and searches."""
 
     class Writing(Table):
         def turn(self, state, seed):
-            assert "<memory>" not in self.name(state) and "<search>" not in self.name(state)
+            assert "<memory>" not in self.name(state)
+            assert "<search>" not in self.name(state)
             return super().turn(state, seed)
 
     class Solving(Table):
@@ -179,11 +184,12 @@ def test_a_tree_of_two_models():
             assert self.name(state).endswith(("<memory>", "<search>"))
             return super().turn(state, seed)
 
-    writer, policy = Writing(TURNS), Solving(TURNS)
-    alone, both = grow(Table(TURNS)), grow(policy, writer=writer)
-    assert pairs_of(both) == pairs_of(alone) and searches_of_leaves(both) == searches_of_leaves(
-        alone
-    )
+    writer = Writing(TURNS)
+    policy = Solving(TURNS)
+    alone = grow(Table(TURNS))
+    both = grow(policy, writer=writer)
+    assert pairs_of(both) == pairs_of(alone)
+    assert searches_of_leaves(both) == searches_of_leaves(alone)
     assert both.counts["writer_tokens"] == writer.written_tokens
     assert both.counts["generated_tokens"] == policy.written_tokens
     assert both.counts["forward_tokens"] < alone.counts["forward_tokens"], (

@@ -1,5 +1,7 @@
-"""Token ids of a conversation are appended once and never made again; the mask is where the model
-wrote."""
+"""Token ids of a conversation are appended once and never made again.
+
+The mask covers what the model wrote.
+"""
 
 import dataclasses
 
@@ -8,6 +10,7 @@ from hypothesis import strategies as st
 
 from mujica_jax.agents.dialogue import Dialogue, Opening, with_opening
 from mujica_jax.inference.requests import Completion
+from mujica_jax.records import Conversation
 from tests.helpers.little_agent import completion, tokenizer
 
 END = tokenizer().end_of_turn_id
@@ -25,8 +28,8 @@ def asked() -> Dialogue:
 
 def test_a_conversation_reads_as_its_chat_template():
     spoken = asked()
-    said = "<think> hm </think> <answer> Ann </answer>"
-    assert spoken.add_model(completion(said)) == said
+    sampled_ids = "<think> hm </think> <answer> Ann </answer>"
+    assert spoken.add_model(completion(sampled_ids)) == sampled_ids
     spoken.add_user("Obs: no.")
     spoken.add_model(completion("Bob"))
     assert tokenizer().decode(spoken.token_ids) == (
@@ -43,14 +46,20 @@ def test_a_conversation_reads_as_its_chat_template():
     )
 
 
-said = st.lists(st.integers(0, tokenizer().vocab_size - 1), max_size=8)
+sampled_ids = st.lists(st.integers(0, tokenizer().vocab_size - 1), max_size=8)
 
 
-@given(turns=st.lists(st.tuples(st.text(max_size=10), said, st.booleans()), min_size=1, max_size=4))
+@given(
+    turns=st.lists(
+        st.tuples(st.text(max_size=10), sampled_ids, st.booleans()), min_size=1, max_size=4
+    )
+)
 @settings(max_examples=60, deadline=None)
 def test_ids_are_only_appended_and_the_mask_covers_what_the_model_finished(turns):
-    """Whatever the model samples, also ids that its text would not be encoded to."""
-    spoken, mask = dialogue(), []
+    """This holds for all ids that a model samples, including those to which their text would not be
+    encoded."""
+    spoken = dialogue()
+    mask = []
     for heard, ids, finished in turns:
         before = list(spoken.token_ids)
         spoken.add_user(heard)
@@ -74,26 +83,41 @@ def test_the_stop_token_is_trained_and_no_part_of_the_text():
     spoken = asked()
     assert spoken.add_model(completion("Ann")) == "Ann"
     turn = spoken.record().turns[-1]
-    assert turn.trained and turn.token_ids[-1] == END and turn.text == "Ann"
+    assert turn.trained
+    assert turn.token_ids[-1] == END
+    assert turn.text == "Ann"
+
+
+def replied(reply: Completion) -> Conversation:
+    """Return the conversation of a question, this reply and the next message."""
+    spoken = asked()
+    spoken.add_model(reply)
+    spoken.add_user("Obs: go on.")
+    return spoken.record()
 
 
 def test_a_turn_that_was_cut_off_is_not_trained_and_is_closed_before_the_next_one():
-    cut, whole = asked(), asked()
-    for spoken, said in ((cut, completion("Ann", most_tokens=2)), (whole, completion("Ann"))):
-        spoken.add_model(said)
-        spoken.add_user("Obs: go on.")
-    first, second, third = cut.record().turns
-    assert not second.trained and second.cut and END not in second.token_ids
-    assert third.token_ids[0] == END and third.token_ids[1:] == whole.record().turns[2].token_ids
-    assert not any(cut.record().loss_mask)
-    learnt = cut.record().with_cut_turns_trained()
+    cut = replied(completion("Ann", most_tokens=2))
+    whole = replied(completion("Ann"))
+    _, second, third = cut.turns
+    assert not second.trained
+    assert second.cut
+    assert END not in second.token_ids
+    assert third.token_ids[0] == END
+    assert third.token_ids[1:] == whole.turns[2].token_ids
+    assert not any(cut.loss_mask)
+
+
+def test_a_turn_that_was_cut_off_can_be_trained():
+    cut = replied(completion("Ann", most_tokens=2))
+    learnt = cut.with_cut_turns_trained()
     assert learnt.loss_mask == [
         turn is learnt.turns[1] for turn in learnt.turns for _ in turn.token_ids
     ]
-    assert (
-        learnt.token_ids == cut.record().token_ids and learnt.turns[1].logprobs == second.logprobs
-    )
-    assert whole.record().with_cut_turns_trained() == whole.record()
+    assert learnt.token_ids == cut.token_ids
+    assert learnt.turns[1].logprobs == cut.turns[1].logprobs
+    whole = replied(completion("Ann"))
+    assert whole.with_cut_turns_trained() == whole
 
 
 def ended_by(stop_string: str, text: str) -> Completion:
@@ -105,16 +129,18 @@ def ended_by(stop_string: str, text: str) -> Completion:
 
 
 def test_a_turn_that_its_closing_tag_ended_is_trained_whole_and_closed_before_the_next_one():
-    by_tag, by_token = asked(), asked()
-    for spoken, said in (
+    by_tag = asked()
+    by_token = asked()
+    for spoken, reply in (
         (by_tag, ended_by("</action>", "a </action>")),
         (by_token, completion("a </action>")),
     ):
-        assert spoken.add_model(said, cut_at="Obs:") == "a </action>"
+        assert spoken.add_model(reply, cut_at="Obs:") == "a </action>"
         spoken.add_user("Obs: go on.")
     assert by_tag.token_ids == by_token.token_ids
     turns = by_tag.record().turns
-    assert turns[1].trained and END not in turns[1].token_ids
+    assert turns[1].trained
+    assert END not in turns[1].token_ids
     assert turns[2].token_ids[0] == END, "the template's, and not trained"
 
 
@@ -123,15 +149,16 @@ def test_what_a_model_tells_itself_is_left_out():
     sampled = ended_by("Obs:", "<search> a </search>\nObs:")
     assert spoken.add_model(sampled, cut_at="Obs:") == "<search> a </search>\n"
     turn = spoken.record().turns[-1]
-    assert turn.trained and turn.token_ids == sampled.token_ids[: len(turn.token_ids)]
+    assert turn.trained
+    assert turn.token_ids == sampled.token_ids[: len(turn.token_ids)]
     assert turn.logprobs == sampled.logprobs[: len(turn.token_ids)]
 
 
 def test_what_a_thought_says_of_the_stop_string_is_kept():
     for thought in ("<think> Obs: comes next. </think>", "Obs: comes next. </think>"):
         spoken = asked()
-        said = f"{thought} <search> a </search>\n"
-        assert spoken.add_model(ended_by("Obs:", f"{said}Obs:"), cut_at="Obs:") == said
+        text = f"{thought} <search> a </search>\n"
+        assert spoken.add_model(ended_by("Obs:", f"{text}Obs:"), cut_at="Obs:") == text
 
 
 def test_a_turn_that_is_left_out_wholly_is_not_trained():
@@ -168,8 +195,10 @@ def test_another_opening_changes_the_first_turn_alone():
         ("Question: Where?", "<answer> Rome </answer>"),
         ("Question: When?", "<answer> 1961 </answer>"),
     )
-    long, short = Opening(system="Plan it all.", examples=shown), Opening(system="Plan.")
-    changed, expected = with_opening(conversation(long), tokenizer(), short), conversation(short)
+    long = Opening(system="Plan it all.", examples=shown)
+    short = Opening(system="Plan.")
+    changed = with_opening(conversation(long), tokenizer(), short)
+    expected = conversation(short)
     assert changed.role == "planner"
     assert (changed.token_ids, changed.loss_mask) == (expected.token_ids, expected.loss_mask)
     assert [turn.text for turn in changed.turns] == [turn.text for turn in expected.turns]
@@ -202,8 +231,12 @@ def test_worked_examples_are_chat_turns_before_the_question_and_carry_no_loss():
     )
     spoken.add_model(completion("Ann"))
     context, model = spoken.record().turns
-    assert (context.role, context.text, context.trained) == ("context", "Question: Who?", False)
-    assert (model.role, model.text, model.trained) == ("model", "Ann", True)
+    assert context.role == "context"
+    assert context.text == "Question: Who?"
+    assert context.trained is False
+    assert model.role == "model"
+    assert model.text == "Ann"
+    assert model.trained is True
     forked = Dialogue(tokenizer(), "planner", "Plan.", examples).fork()
     forked.add_user("Question: Who?")
     assert forked.token_ids == list(context.token_ids)

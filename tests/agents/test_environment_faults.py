@@ -1,10 +1,12 @@
-"""A search that fails is the environment's fault: the attempt is repeated, left out, and counted,
-and earns nothing."""
+"""A failed search is the environment's fault.
+
+The attempt is repeated, left out and counted, and earns nothing.
+"""
 
 import asyncio
 import dataclasses
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -43,7 +45,7 @@ F1 = find_reward("f1", "two_wiki")
 
 
 class Failing(LittleWorld):
-    """The first `failures` searches fail."""
+    """A world in which the first `failures` searches fail."""
 
     failures = 0
 
@@ -55,7 +57,7 @@ class Failing(LittleWorld):
 
 
 class Model:
-    """Searches once, reads and answers. Keeps the seeds that it was asked with."""
+    """A model that searches once, reads and answers. It records the seeds of its requests."""
 
     def __init__(self) -> None:
         self.seeds: list[int] = []
@@ -65,17 +67,16 @@ class Model:
         shown = tokenizer().decode(prompt)
         if "Amber Tide, director" in shown and "Search(" not in shown:
             return completion(read("[1]", "Ilse Vand directed it."))
-        return completion(
-            answer("Ghent")
-            if "Ilse Vand directed it." in shown
-            else search((0, "Who directed it?"))
-        )
+        if "Ilse Vand directed it." in shown:
+            return completion(answer("Ghent"))
+        return completion(search((0, "Who directed it?")))
 
 
 def played(
     failures: int, repeats: int, *, attempts: int = 1, guard: FaultGuard | None = None
 ) -> Any:
-    world, model = Failing(), Model()
+    world = Failing()
+    model = Model()
     world.failures = failures
     guard = guard or FaultGuard(FaultConfig(repeats=repeats, max_in_a_row=3))
     trajectories = asyncio.run(
@@ -110,7 +111,8 @@ def test_beyond_its_bound_it_is_left_out_without_a_reward():
     assert (left_out.stop_reason, left_out.is_rewarded) == (FAILED, False)
     assert (left_out.reward, left_out.rewards_by_part) == (0.0, {})
     (never_repeated,), model = played(failures=1, repeats=0)
-    assert never_repeated.stop_reason is FAILED and len(model.seeds) == 1
+    assert never_repeated.stop_reason is FAILED
+    assert len(model.seeds) == 1
 
 
 def test_a_retriever_that_is_gone_ends_the_program_and_one_that_comes_back_does_not():
@@ -120,8 +122,8 @@ def test_a_retriever_that_is_gone_ends_the_program_and_one_that_comes_back_does_
     )
     with pytest.raises(EnvironmentLostError, match=sentence):
         played(failures=8, repeats=1, attempts=4)
-    found, _ = played(failures=6, repeats=1, attempts=7)
-    assert [trajectory.is_rewarded for trajectory in found] == [False] * 3 + [True] * 4
+    trajectories, _ = played(failures=6, repeats=1, attempts=7)
+    assert [trajectory.is_rewarded for trajectory in trajectories] == [False] * 3 + [True] * 4
     guard = FaultGuard(FaultConfig(repeats=1, max_in_a_row=3))
     played(failures=6, repeats=1, attempts=3, guard=guard)
     with pytest.raises(EnvironmentLostError):  # the count goes on from one unit of work to the next
@@ -138,10 +140,11 @@ def test_an_episode_without_a_search_does_not_show_that_the_retriever_answers():
         nothing: Any = None
         await guard.play(types.SimpleNamespace(run=run), nothing, nothing, nothing)  # pyright: ignore[reportArgumentType]
 
-    failed, silent = episode(stop_reason=FAILED), episode()
+    failed = episode(stop_reason=FAILED)
+    silent = episode()
     searched = episode(searches=(Search(iteration=0, query="a"),))
-    for one in (failed, searched, failed, silent):
-        asyncio.run(play(one))
+    for outcome in (failed, searched, failed, silent):
+        asyncio.run(play(outcome))
     with pytest.raises(EnvironmentLostError):
         asyncio.run(play(failed))
 
@@ -159,7 +162,7 @@ def trajectory(
     )
 
 
-def test_the_mean_of_first_attempts_and_what_is_kept_leave_it_out():
+def test_the_mean_of_first_attempts_leaves_it_out():
     rows = [
         trajectory("a", 0, 1.0),
         trajectory("b", 0, 0.0, FAILED),
@@ -168,13 +171,15 @@ def test_the_mean_of_first_attempts_and_what_is_kept_leave_it_out():
     ]
     assert mean_first_attempt_reward(rows) == 0.75, "the mean of 1 and 1/2"
     assert mean_first_attempt_reward([trajectory("b", 0, 0.0, FAILED)]) == 0.0
-    # whatever number it holds
+
+
+def test_what_is_kept_leaves_it_out_whatever_reward_it_holds():
     failed = dataclasses.replace(trajectory("a", 0, 1.0), stop_reason=FAILED)
     judged = trajectory("a", 1, 1.0).without_verdict()
-    kept = select(
+    selected = select(
         [failed, judged, trajectory("a", 2, 0.9)], k=-1.0, keep_per_question=3, best_reward=1.0
     )
-    assert [one.attempt for one in kept] == [2]
+    assert [chosen.attempt for chosen in selected] == [2]
 
 
 def test_a_group_is_compared_without_it_and_dropped_where_one_member_is_left():
@@ -185,29 +190,31 @@ def test_a_group_is_compared_without_it_and_dropped_where_one_member_is_left():
         trajectory("b", 2, 0.0, FAILED),
     ]
     rows += [trajectory("c", number, 0.0, FAILED) for number in range(3)]
-    first, second, third = groups_of(rows, lambda one: one.reward)
-    assert (first.rewards, first.left_out, first.teaches) == ((1.0, 0.0), 1, True)
-    assert (second.rewards, second.left_out, second.teaches, second.is_comparable) == (
-        (1.0,),
-        2,
-        False,
-        False,
-    )
-    assert (third.rewards, third.left_out, third.is_comparable) == ((), 3, False)
+    first, second, third = groups_of(rows, lambda member: member.reward)
+    assert first.rewards == (1.0, 0.0)
+    assert first.left_out == 1
+    assert first.teaches is True
+    assert second.rewards == (1.0,)
+    assert second.left_out == 2
+    assert second.teaches is False
+    assert second.is_comparable is False
+    assert third.rewards == ()
+    assert third.left_out == 3
+    assert third.is_comparable is False
 
 
 def test_the_statistics_of_a_round_leave_it_out_and_count_it():
     rows = [trajectory("a", 0, 1.0), trajectory("b", 0, 0.5), trajectory("c", 0, 0.0, FAILED)]
-    found = round_statistics(rows, rows[:1], best_reward=1.0)
-    assert (found["trajectories"], found["left_out"], found["acceptance"]) == (3, 1, 0.5)
-    assert (found["mean_reward"], found["reward_p10"], found["unsolved_questions"]) == (
-        0.75,
-        0.5,
-        0.5,
-    )
+    statistics = round_statistics(rows, rows[:1], best_reward=1.0)
+    assert statistics["trajectories"] == 3
+    assert statistics["left_out"] == 1
+    assert statistics["acceptance"] == 0.5
+    assert statistics["mean_reward"] == 0.75
+    assert statistics["reward_p10"] == 0.5
+    assert statistics["unsolved_questions"] == 0.5
     assert (
         "1 of 3 kept, 2.0 attempts for each, 1 left out because a search or the judge failed;"
-        in in_words(found)
+        in in_words(statistics)
     )
     assert "A search or the judge failed in all 1 of them" in advice(rows[2:])
 
@@ -222,7 +229,10 @@ ASKED = [
 
 
 def evaluated(*reasons: StopReason) -> list[Trajectory]:
-    """All answer rightly; each searched as often as its number says."""
+    """Return a correct trajectory for each question, with these stop reasons.
+
+    Question n has n searches and takes n seconds.
+    """
     return [
         episode(
             question_id=question.id,
@@ -237,16 +247,24 @@ def evaluated(*reasons: StopReason) -> list[Trajectory]:
 
 def test_the_scores_of_an_evaluation_leave_it_out():
     rows = evaluated(StopReason.ANSWERED, FAILED, StopReason.NO_ACTION, FAILED)
-    found = summarise(ASKED, rows, "two_wiki")
-    summary = found.summary()
-    assert (summary["em"], summary["questions"], summary["left_out"]) == (50.0, 2, 2)
-    assert (summary["searches"], summary["seconds"]) == (1.0, 1.0), "means of 0 and 2"
+    summary = summarise(ASKED, rows, "two_wiki").summary()
+    assert summary["em"] == 50.0
+    assert summary["questions"] == 2
+    assert summary["left_out"] == 2
+    assert summary["searches"] == 1.0, "the mean of 0 and 2"
+    assert summary["seconds"] == 1.0, "the mean of 0 and 2"
     assert summary["stop_reasons"] == {"answered": 1, "no_action": 1, "retriever_failed": 2}
     assert {kind: score["questions"] for kind, score in summary["by_kind"].items()} == {"0": 2}
+
+
+def test_a_kind_without_a_score_has_none_in_the_table():
+    rows = evaluated(StopReason.ANSWERED, FAILED, StopReason.NO_ACTION, FAILED)
+    summary = summarise(ASKED, rows, "two_wiki").summary()
     other = summarise(ASKED, evaluated(*[StopReason.ANSWERED] * 4), "two_wiki").summary()
-    assert "100.0" in plain(score_table(other, summary)), (
-        "a kind without a score has none in the table"
-    )
+    assert "100.0" in plain(score_table(other, summary))
+
+
+def test_an_evaluation_in_which_every_search_failed_has_no_score():
     with pytest.raises(
         UserError, match="a search failed in all 4 episodes that were played for an evaluation"
     ):
@@ -260,18 +278,22 @@ def test_agents_are_compared_on_the_questions_that_both_were_scored_on():
     second = Compared(task="t", agent="two", summary=summary, em=(1.0, 1.0, None, 0.0))
     nothing = Compared(task="t", agent="three", summary=summary, em=(None, 1.0, None, None))
     rows = comparison.rows([first, second, nothing])
-    assert (rows[1]["against"]["em"], rows[1]["against"]["questions"]) == (-50.0, 2)
+    assert rows[1]["against"]["em"] == -50.0
+    assert rows[1]["against"]["questions"] == 2
     assert "against" not in rows[2]
 
 
-def test_what_is_left_out_is_printed_and_stands_in_the_row(tmp_path):
-    """One question's search fails for good, greedily and sampled; the others are answered
-    rightly."""
+def test_what_is_left_out_is_counted_and_printed(tmp_path):
+    """The search of one question always fails, greedily and sampled.
+
+    The others are answered correctly.
+    """
     questions = [
         dataclasses.replace(QUESTION, id=str(number), text=f"Question {number}?")
         for number in range(3)
     ]
-    broken, whole = Failing(), LittleWorld()
+    broken = Failing()
+    whole = LittleWorld()
     broken.failures = 1000
     task: Any = types.SimpleNamespace(
         rule="two_wiki",
@@ -301,28 +323,28 @@ def test_what_is_left_out_is_printed_and_stands_in_the_row(tmp_path):
             preemption=preemption,
             faults=FaultGuard(FaultConfig(repeats=1, max_in_a_row=16)),
         ).run()
-    assert (scores.greedy.score.em, scores.greedy.score.questions, scores.left_out) == (100.0, 2, 2)
+    assert scores.greedy.score.em == 100.0
+    assert scores.greedy.score.questions == 2
+    assert scores.left_out == 2
     assert scores.exact_matches() == (1.0, None, 1.0)
-    assert [row.count('"em": null') for row in scores.predictions().decode().splitlines()] == [
-        0,
-        2,
-        0,
-    ]
-    said = " ".join((tmp_path / "console").read_text().split())
+    predictions = scores.predictions().decode().splitlines()
+    assert [line.count('"em": null') for line in predictions] == [0, 2, 0]
+    printed = " ".join((tmp_path / "console").read_text().split())
     for kind in ("greedy", "sampled"):
         assert (
             f"round 1, {kind}: 1 of 3 episodes are left out of the scores because a search failed"
-            in said
+            in printed
         )
-    row = PhaseRow(
-        name="round 1", em=100.0, f1=100.0, questions=2, left_out=scores.left_out, seconds=1.0
-    )
+
+
+def test_the_closing_table_shows_what_is_left_out_where_something_is():
+    row = PhaseRow(name="round 1", em=100.0, f1=100.0, questions=2, left_out=2, seconds=1.0)
     assert "left out" in plain(closing_table([row]))
     assert "left out" not in plain(closing_table([dataclasses.replace(row, left_out=0)]))
 
 
 def test_an_evaluation_whose_retriever_is_down_keeps_nothing(tmp_path):
-    kept: list[Sequence[Trajectory]] = []
+    stored_evaluations: list[Sequence[Trajectory]] = []
     questions = [dataclasses.replace(QUESTION, id=str(number)) for number in range(3)]
     broken = Failing()
     broken.failures = 1000
@@ -341,6 +363,10 @@ def test_an_evaluation_whose_retriever_is_down_keeps_nothing(tmp_path):
 
         def reset_cache(self) -> None: ...
 
+    def keep(name: str, play: Callable[[], Sequence[Trajectory]]) -> Sequence[Trajectory]:
+        stored_evaluations.append(play())
+        return stored_evaluations[-1]
+
     with (
         (tmp_path / "console").open("w") as console,
         pytest.raises(UserError, match="a search failed in all 3"),
@@ -355,6 +381,6 @@ def test_an_evaluation_whose_retriever_is_down_keeps_nothing(tmp_path):
             progress=Progress(console, clock=lambda: 0.0),
             concurrency=2,
             preemption=types.SimpleNamespace(enter=lambda *_: None, check=lambda: None),  # pyright: ignore[reportArgumentType]
-            keep=lambda name, play: kept.append(play()) or kept[-1],
+            keep=keep,
         ).run()
-    assert kept == []
+    assert stored_evaluations == []

@@ -1,5 +1,5 @@
-"""EviPath's tags and prompts, as its tables 8 to 11 print them, and episodes of the shared agent
-that keep them."""
+"""EviPath's tags and prompts as its tables 8 to 11 print them, and episodes of the shared agent
+that keep to them."""
 
 import asyncio
 import dataclasses
@@ -73,11 +73,9 @@ def test_the_turns_that_the_paper_prints_are_read():
         EVIPATH.parse_planner(TABLE_10_LAST, "text", candidates=0, max_searches=4).answer == "1960"
     )
     reply = EVIPATH.parse_worker(TABLE_11, materials=9)
-    assert (reply.selected, reply.sentence, reply.well_formed) == (
-        (1,),
-        "LaIsha was founded in 1947.",
-        True,
-    )
+    assert reply.selected == (1,)
+    assert reply.sentence == "LaIsha was founded in 1947."
+    assert reply.well_formed is True
 
 
 def test_the_bare_sentence_is_the_reply_where_no_evidence_matches():
@@ -89,12 +87,10 @@ def test_the_bare_sentence_is_the_reply_where_no_evidence_matches():
     ):
         reply = EVIPATH.parse_worker(text, materials=3)
 
-    assert (reply.selected, reply.sentence, reply.well_formed, reply.has_selection) == (
-        (),
-        NOTHING_FOUND,
-        True,
-        False,
-    )
+    assert reply.selected == ()
+    assert reply.sentence == NOTHING_FOUND
+    assert reply.well_formed is True
+    assert reply.has_selection is False
     assert EVIPATH.write_worker("a thought", [], "") == NOTHING_FOUND
     assert not EVIPATH.parse_worker("No idea.", materials=3).well_formed
 
@@ -147,7 +143,9 @@ def test_what_is_written_is_read_back():
     numbered = [SearchCall(query="Who?", candidate=1)]
     assert queries(EVIPATH.write_searches("t", numbered, "graph"), "graph") == [(1, "Who?")]
     reply = EVIPATH.parse_worker(EVIPATH.write_worker("t", [0, 2], "It is so."), materials=3)
-    assert (reply.selected, reply.sentence, reply.well_formed) == ((0, 2), "It is so.", True)
+    assert reply.selected == (0, 2)
+    assert reply.sentence == "It is so."
+    assert reply.well_formed is True
 
 
 def test_observations_are_those_of_tables_8_and_10():
@@ -168,7 +166,7 @@ def test_observations_are_those_of_tables_8_and_10():
 @pytest.mark.parametrize("kind", ["graph", "text"])
 @pytest.mark.parametrize("role", ["planner", "worker"])
 def test_every_worked_example_is_read_by_the_parser(role, kind):
-    """What the assistant writes in an example is a turn that the agent accepts."""
+    """The agent accepts the assistant's turns of each example."""
     turns = [reply for _, reply in EVIPATH.opening(role, kind, "few_shot").examples]
     assert turns
     for turn in turns:
@@ -180,20 +178,27 @@ def test_every_worked_example_is_read_by_the_parser(role, kind):
             assert EVIPATH.parse_worker(turn, materials=2).well_formed, turn
 
 
-def test_the_rules_have_the_clauses_of_tables_10_and_11():
+def test_the_planner_s_rules_have_the_clauses_of_table_10():
     planner = EVIPATH.opening("planner", "text", "zero_shot").system
-    assert "<action>" in planner and 'Search("question")' in planner and "<search>" not in planner
-    assert "pronouns" in planner and "<answer> *** </answer>" in planner
+    assert "<action>" in planner
+    assert 'Search("question")' in planner
+    assert "<search>" not in planner
+    assert "pronouns" in planner
+    assert "<answer> *** </answer>" in planner
+
+
+def test_the_executor_s_rules_have_the_clauses_of_table_11():
     worker = EVIPATH.opening("worker", "text", "zero_shot").system
-    assert (
-        f'respond with "{NOTHING_FOUND}" and nothing else' in worker and "<sentence>" not in worker
-    )
+    assert f'respond with "{NOTHING_FOUND}" and nothing else' in worker
+    assert "<sentence>" not in worker
     assert "select all of them" in worker
+
+
+def test_without_parallel_the_planner_is_shown_one_search_a_turn():
     alone = EVIPATH.opening("planner", "text", "few_shot", parallel=False)
     assert "Write one search a turn" in alone.system
-    assert alone.examples and not any(
-        "The Tin Orchard" in message for pair in alone.examples for message in pair
-    )
+    assert alone.examples
+    assert not any("The Tin Orchard" in message for pair in alone.examples for message in pair)
 
 
 def test_a_configuration_chooses_the_contract():
@@ -232,16 +237,16 @@ def test_an_episode_over_text_is_played_with_these_tags():
     assert planner[1:] == ["Obs: Ilse Vand made it.", f"Obs: {NOTHING_FOUND}"]
     assert (trajectory.answer, trajectory.counts["malformed_workers"]) == ("Ghent", 0)
     assert [search.found for search in trajectory.searches] == [True, False]
-    planner_stops, worker_stops = (
-        policy.requests[0].params.stop_strings,
-        policy.requests[1].params.stop_strings,
-    )
-    assert planner_stops == ("</action>", "</answer>", "Obs:") and worker_stops == (
+    planner_stops = policy.requests[0].params.stop_strings
+    worker_stops = policy.requests[1].params.stop_strings
+    assert planner_stops == ("</action>", "</answer>", "Obs:")
+    assert worker_stops == (
         "</answer>",
         "Obs:",
     )
     state = policy.requests[2].state
-    assert isinstance(state, PlannerState) and state.observation == "Obs: Ilse Vand made it."
+    assert isinstance(state, PlannerState)
+    assert state.observation == "Obs: Ilse Vand made it."
 
 
 def test_the_script_writes_these_tags_over_a_graph():
@@ -254,9 +259,8 @@ def test_the_script_writes_these_tags_over_a_graph():
     trajectory = asyncio.run(
         Mujica(tokenizer(), AGENT).run(attempt(question), LittleWorld(), script)
     )
-    assert trajectory.answer == "Ghent" and not any(
-        "<sentence>" in turn for turn in model_turns(trajectory)
-    )
+    assert trajectory.answer == "Ghent"
+    assert not any("<sentence>" in turn for turn in model_turns(trajectory))
     lacking = LittleWorld(materials={**GRAPH, DIRECTOR.id: ()})
     missed = asyncio.run(Mujica(tokenizer(), AGENT).run(attempt(question), lacking, script))
     assert NOTHING_FOUND in model_turns(missed)

@@ -1,4 +1,4 @@
-"""Whole episodes with policies that write fixed texts in a little world."""
+"""Whole episodes in a little world, with policies that write fixed texts."""
 
 import asyncio
 import dataclasses
@@ -39,7 +39,8 @@ from tests.helpers.little_agent import (
 )
 
 F1 = find_reward("f1", "two_wiki")
-WHO, BORN = "Who is the director of Amber Tide?", "Where was Ilse Vand born?"
+WHO = "Who is the director of Amber Tide?"
+BORN = "Where was Ilse Vand born?"
 READS = {
     WHO: read("[1]", "The director of Amber Tide is Ilse Vand."),
     BORN: read("[0]", "Ilse Vand was born in Ghent."),
@@ -67,30 +68,16 @@ def worker_requests(policy: ToldPolicy) -> list:
 
 
 def test_an_answered_episode_is_recorded_whole():
-    world, policy = LittleWorld(), right_answers()
-    trajectory = play(policy, world)
-    assert (trajectory.question_id, trajectory.attempt, trajectory.seed) == (QUESTION.id, 0, 0)
+    trajectory = play(right_answers())
+    assert trajectory.question_id == QUESTION.id
+    assert trajectory.attempt == 0
+    assert trajectory.seed == 0
     assert trajectory.policy_version == 3
-    assert (trajectory.stop_reason, trajectory.answer, trajectory.reward) == (
-        StopReason.ANSWERED,
-        "Ghent",
-        1.0,
-    )
-    assert (trajectory.rewards_by_part, trajectory.counts) == (
-        {"f1": 1.0},
-        {"malformed_workers": 0.0, "malformed_searches": 0.0},
-    )
-    assert world.searched == [(WHO, FILM), (BORN, DIRECTOR)]
-    first, second = trajectory.searches
-    assert (first.iteration, first.query, first.entity, first.selected, first.found) == (
-        0,
-        WHO,
-        FILM.label,
-        (1,),
-        True,
-    )
-    assert first.materials == tuple(material.text for material in GRAPH[FILM.id])
-    assert (second.iteration, second.sentence) == (1, "Ilse Vand was born in Ghent.")
+    assert trajectory.stop_reason == StopReason.ANSWERED
+    assert trajectory.answer == "Ghent"
+    assert trajectory.reward == 1.0
+    assert trajectory.rewards_by_part == {"f1": 1.0}
+    assert trajectory.counts == {"malformed_workers": 0.0, "malformed_searches": 0.0}
     assert [conversation.role for conversation in trajectory.conversations] == [
         "planner",
         "worker",
@@ -99,17 +86,29 @@ def test_an_answered_episode_is_recorded_whole():
     assert trajectory.seconds > 0
 
 
+def test_the_searches_of_an_episode_are_recorded():
+    world = LittleWorld()
+    trajectory = play(right_answers(), world)
+    assert world.searched == [(WHO, FILM), (BORN, DIRECTOR)]
+    first, second = trajectory.searches
+    assert first.iteration == 0
+    assert first.query == WHO
+    assert first.entity == FILM.label
+    assert first.selected == (1,)
+    assert first.found is True
+    assert first.materials == tuple(material.text for material in GRAPH[FILM.id])
+    assert second.iteration == 1
+    assert second.sentence == "Ilse Vand was born in Ghent."
+
+
 def test_conversations_hold_what_the_policy_read_and_wrote():
     policy = right_answers()
     trajectory = play(policy)
-    planner, workers = planner_requests(policy), worker_requests(policy)
+    planner = planner_requests(policy)
+    workers = worker_requests(policy)
     for place, request in enumerate(planner):
-        before = [
-            id
-            for turn in trajectory.conversations[0].turns[: 2 * place + 1]
-            for id in turn.token_ids
-        ]
-        assert list(request.prompt) == before
+        turns_before = trajectory.conversations[0].turns[: 2 * place + 1]
+        assert list(request.prompt) == [id for turn in turns_before for id in turn.token_ids]
     for request, conversation in zip(workers, trajectory.conversations[1:], strict=True):
         context, model = conversation.turns
         assert context.token_ids == request.prompt
@@ -138,8 +137,10 @@ def test_planner_and_worker_are_told_apart_by_their_system_prompts():
 
 
 def test_what_is_found_becomes_searchable_under_the_next_numbers():
-    """Both searches of the first turn find the director: the first one numbers her, the second one
-    changes nothing."""
+    """Both searches of the first turn find the director.
+
+    The first one numbers her, the second one changes nothing.
+    """
     who_else = "Who is the director of Tin Orchard?"
     reads = READS | {who_else: read("[0]", "The director of Tin Orchard is Ilse Vand.")}
     policy = ToldPolicy(
@@ -195,7 +196,7 @@ def test_a_text_environment_has_queries_and_no_candidates():
     assert "Candidate" not in "".join(planner_texts(trajectory))
 
 
-def test_turns_end_where_their_tags_close_and_where_an_observation_begins():
+def test_turns_end_where_their_tags_close_and_where_an_observation_would_begin():
     policy = right_answers()
     play(policy)
     ends = {type(request.state): request.params.stop_strings for request in policy.requests}
@@ -204,6 +205,8 @@ def test_turns_end_where_their_tags_close_and_where_an_observation_begins():
         WorkerState: ("</sentence>", "Obs:"),
     }
 
+
+def test_an_observation_that_the_planner_begins_itself_ends_its_turn():
     class TellsItself(ToldPolicy):
         async def generate(self, prompt, params, *, state, continues):
             written = await super().generate(prompt, params, state=state, continues=continues)
@@ -223,9 +226,8 @@ def test_turns_end_where_their_tags_close_and_where_an_observation_begins():
     assert policy.requests[0].params.stop_strings == ("</answer>", "Obs:"), (
         "one turn may hold several searches"
     )
-    assert trajectory.stop_reason is StopReason.ANSWERED and [
-        search.query for search in trajectory.searches
-    ] == [WHO]
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert [search.query for search in trajectory.searches] == [WHO]
     assert planner_texts(trajectory, "model")[0] == f"<search> {WHO} </search>\n"
 
 
@@ -339,8 +341,10 @@ def test_a_worker_s_sentence_counts_without_a_selection():
     reads = {WHO: "<think> none </think>\n<sentence> The director is Ilse Vand. </sentence>"}
     trajectory = play(ToldPolicy([search((0, WHO)), answer("Ghent")], reads))
     assert planner_texts(trajectory)[1] == "Obs: The director is Ilse Vand."
-    (found,) = trajectory.searches
-    assert (found.selected, found.found, trajectory.counts["malformed_workers"]) == ((), False, 0.0)
+    (only_search,) = trajectory.searches
+    assert only_search.selected == ()
+    assert only_search.found is False
+    assert trajectory.counts["malformed_workers"] == 0.0
 
 
 def test_an_unfinished_thought_holds_no_action():
@@ -413,10 +417,10 @@ def test_no_conversation_says_a_token_beyond_its_limit(limit, searches):
         assert 1 <= request.params.max_new_tokens <= limit - len(request.prompt)
         assert request.params.max_new_tokens <= CONFIG.max_turn_tokens
     for conversation in trajectory.conversations:
-        said = list(
+        unanswered_turns = list(
             itertools.dropwhile(lambda turn: turn.role == "context", reversed(conversation.turns))
         )
-        assert sum(len(turn.token_ids) for turn in said) <= limit
+        assert sum(len(turn.token_ids) for turn in unanswered_turns) <= limit
     if trajectory.stop_reason is not StopReason.ANSWERED:
         assert trajectory.stop_reason is StopReason.TRAJECTORY_LENGTH
 
@@ -426,7 +430,8 @@ def test_a_worker_whose_materials_fill_its_conversation_says_nothing():
     policy = ToldPolicy([search((0, WHO)), answer("Ghent")], READS)
     trajectory = play(policy, LittleWorld(materials), max_trajectory_tokens=260)
     assert trajectory.stop_reason is StopReason.ANSWERED
-    assert worker_requests(policy) == [] and trajectory.conversations[1:] == ()
+    assert worker_requests(policy) == []
+    assert trajectory.conversations[1:] == ()
     assert trajectory.searches[0].sentence == NOTHING_FOUND
 
 
@@ -454,26 +459,26 @@ material_texts = (
 @settings(max_examples=150, deadline=None)
 def test_materials_are_shown_up_to_the_limit_and_none_is_left_out_that_fits(texts, limit):
     texts = [" ".join(text.split()) for text in texts]
-    found = shown(texts, limit)
+    shown_texts = shown(texts, limit)
     if texts and tokens_of(texts[:1]) > limit:
-        assert len(found) == 1, "the first one is cut rather than left out"
-        assert tokens_of(found) <= limit
+        assert len(shown_texts) == 1, "the first one is cut rather than left out"
+        assert tokens_of(shown_texts) <= limit
     else:
-        assert list(found) == texts[: len(found)]
-        assert tokens_of(found) <= limit
-        assert len(found) == len(texts) or tokens_of(texts[: len(found) + 1]) > limit
+        assert list(shown_texts) == texts[: len(shown_texts)]
+        assert tokens_of(shown_texts) <= limit
+        assert len(shown_texts) == len(texts) or tokens_of(texts[: len(shown_texts) + 1]) > limit
 
 
 def test_tags_that_grow_when_they_are_neutralised_are_counted_as_they_are_shown():
-    """`< SELECT >` has 10 bytes; with other brackets it has 14 tokens."""
+    """`< SELECT >` has 10 bytes. With other brackets it has 14 tokens."""
     text = "< SELECT >" * 3
     assert len(text.encode()) < tokens_of([text])
     assert tokens_of(shown([text], len(text.encode()))) <= len(text.encode())
 
 
 def test_a_material_that_is_cut_ends_with_a_whole_character():
-    (found,) = shown(["東京" * 10], 7)
-    assert found == "東京", "each character has three bytes, each a token"
+    (shown_text,) = shown(["東京" * 10], 7)
+    assert shown_text == "東京", "each character has three bytes, each a token"
 
 
 # --- seeds and order ---
@@ -502,22 +507,32 @@ def test_the_temperature_is_that_of_the_attempt():
     assert {request.params.temperature for request in policy.requests} == {0.25}
 
 
+class CountingPolicy:
+    """A policy that answers with the number of its question, the later ones sooner.
+
+    It counts the requests that wait at the same time.
+    """
+
+    version = 5
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.most_running = 0
+
+    async def generate(self, prompt, params, *, state, continues):
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        number = int(state.question.id)
+        for _ in range(7 - number):
+            await asyncio.sleep(0)
+        self.running -= 1
+        return completion(answer(f"Ghent {number}"))
+
+
 def test_episodes_come_back_in_the_order_of_their_attempts_and_no_more_than_allowed_run_at_once():
-    running = most = 0
-    played, worlds = [], []
-
-    class Counting:
-        version = 5
-
-        async def generate(self, prompt, params, *, state, continues):
-            nonlocal running, most
-            running += 1
-            most = max(most, running)
-            number = int(state.question.id)
-            for _ in range(7 - number):  # later attempts are faster
-                await asyncio.sleep(0)
-            running -= 1
-            return completion(answer(f"Ghent {number}"))
+    policy = CountingPolicy()
+    played = []
+    worlds = []
 
     def world_of(question: Question) -> LittleWorld:
         worlds.append(question.id)
@@ -531,7 +546,7 @@ def test_episodes_come_back_in_the_order_of_their_attempts_and_no_more_than_allo
             agent(),
             attempts,
             world_of,
-            Counting(),
+            policy,
             reward=F1,
             concurrency=3,
             hooks=EpisodeHooks(on_episode=lambda trajectory: played.append(trajectory.question_id)),
@@ -542,31 +557,43 @@ def test_episodes_come_back_in_the_order_of_their_attempts_and_no_more_than_allo
         f"Ghent {number}" for number in range(6)
     ]
     assert {trajectory.policy_version for trajectory in trajectories} == {5}
-    assert sorted(played) == list("012345") and played != list("012345")
+    assert sorted(played) == list("012345")
+    assert played != list("012345")
     assert sorted(worlds) == list("012345"), "each in the environment of its question"
-    assert most == 3
+    assert policy.most_running == 3
+
+
+class SilentPolicy:
+    """A policy that never answers. It counts the requests that were ended."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.ended_requests = 0
+
+    async def generate(self, prompt, params, *, state, continues):
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            self.ended_requests += 1
+
+
+class PreemptingPoll:
+    """A poll that raises PreemptedError at its third call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            raise PreemptedError("asked to end")
 
 
 def test_what_a_poll_raises_ends_all_episodes(monkeypatch):
     monkeypatch.setattr(agents, "POLL_SECONDS", 0.001)
-    polled = ended = 0
-
-    class Silent:
-        version = 0
-
-        async def generate(self, prompt, params, *, state, continues):
-            nonlocal ended
-            try:
-                await asyncio.sleep(3600)
-            finally:
-                ended += 1
-
-    def poll() -> None:
-        nonlocal polled
-        polled += 1
-        if polled == 3:
-            raise PreemptedError("asked to end")
-
+    policy = SilentPolicy()
+    poll = PreemptingPoll()
     attempts = [attempt(number=number) for number in range(4)]
     with pytest.raises(PreemptedError):
         asyncio.run(
@@ -574,13 +601,14 @@ def test_what_a_poll_raises_ends_all_episodes(monkeypatch):
                 agent(),
                 attempts,
                 everywhere(LittleWorld()),
-                Silent(),
+                policy,
                 reward=F1,
                 concurrency=4,
                 hooks=EpisodeHooks(poll=poll),
             )
         )
-    assert (polled, ended) == (3, 4)
+    assert poll.calls == 3
+    assert policy.ended_requests == 4
 
 
 def test_a_model_behind_a_generator_is_a_policy():
@@ -599,7 +627,8 @@ def test_a_model_behind_a_generator_is_a_policy():
     ((prompt, params, continues),) = asked
     opening = list(trajectory.conversations[0].turns[0].token_ids)
     assert opening == list(prompt)[: len(opening)]
-    assert isinstance(params, SamplingParams) and continues
+    assert isinstance(params, SamplingParams)
+    assert continues
 
 
 def test_candidates_of_a_question_are_not_shown_where_texts_are_searched():
@@ -614,40 +643,37 @@ def test_without_split_the_planner_reads_what_was_found():
     policy = ToldPolicy(
         [search((0, "Who made it?")), search((1, "a"), (2, "Where was she born?")), answer("Ghent")]
     )
-    found = play(policy, split=False, prompt="zero_shot", max_trajectory_tokens=2000)
-    assert (found.answer, len(found.conversations), found.counts["malformed_workers"]) == (
-        "Ghent",
-        1,
-        0,
-    )
-    shown = [turn.text for turn in found.conversations[0].turns if turn.role == "context"]
+    trajectory = play(policy, split=False, prompt="zero_shot", max_trajectory_tokens=2000)
+    assert trajectory.answer == "Ghent"
+    assert len(trajectory.conversations) == 1
+    assert trajectory.counts["malformed_workers"] == 0
+    shown = [turn.text for turn in trajectory.conversations[0].turns if turn.role == "context"]
     assert shown[1] == (
         "Obs: [0] Amber Tide, publication date, 1961 [1] Amber Tide, director, Ilse Vand\n"
         "Candidate: [2] Ilse Vand"
     ), "all entities that were found can be searched"
     assert "[0] Tin Orchard, director, Ilse Vand [0] Ilse Vand, place of birth, Ghent" in shown[2]
-    assert all(of.selected == () and of.found for of in found.searches)
+    assert all(record.selected == () and record.found for record in trajectory.searches)
 
 
 @pytest.mark.parametrize(
-    ("kind", "sentence", "found"),
+    ("kind", "sentence", "is_found"),
     [
-        (
-            "text",
-            "Ilse Vand was born in Ghent.",
-            True,
-        ),  # from its own knowledge, as its prompt asks
+        # Over texts its prompt asks for its own knowledge, over a graph for materials alone.
+        ("text", "Ilse Vand was born in Ghent.", True),
         ("text", NOTHING_FOUND, False),
-        ("graph", "Ilse Vand was born in Ghent.", False),  # its prompt asks for materials alone
+        ("graph", "Ilse Vand was born in Ghent.", False),
     ],
 )
-def test_what_a_worker_says_with_nothing_selected_reaches_the_planner(kind, sentence, found):
+def test_what_a_worker_says_with_nothing_selected_reaches_the_planner(kind, sentence, is_found):
     asks = search((0, "Where?")) if kind == "graph" else "<search> Where? </search>"
     policy = ToldPolicy([asks, answer("Ghent")], {"Where?": read("[-1]", sentence)})
     materials = GRAPH if kind == "graph" else {"Where?": (Material(text="Tin Orchard: A film."),)}
     played = play(policy, LittleWorld(materials, kind=kind))
     (asked,) = played.searches
-    assert (asked.selected, asked.sentence, asked.found) == ((), sentence, found)
+    assert asked.selected == ()
+    assert asked.sentence == sentence
+    assert asked.found == is_found
     shown = [turn.text for turn in played.conversations[0].turns if turn.role == "context"]
     assert shown[1] == f"Obs: {sentence}"
 
@@ -655,14 +681,17 @@ def test_what_a_worker_says_with_nothing_selected_reaches_the_planner(kind, sent
 def test_without_parallel_one_search_a_turn_is_answered():
     reads = {"Who?": read("[1]", "Ilse Vand made it.")}
     policy = ToldPolicy([search((0, "Who?"), (1, "When?")), answer("Ghent")], reads)
-    found = play(policy, parallel=False)
-    assert [of.query for of in found.searches] == ["Who?"] and found.answer == "Ghent"
+    trajectory = play(policy, parallel=False)
+    assert [record.query for record in trajectory.searches] == ["Who?"]
+    assert trajectory.answer == "Ghent"
+
+
+def test_without_parallel_rules_and_examples_have_one_search_a_turn():
     for kind in ("graph", "text"):
-        together, alone = (
-            agent(prompt="few_shot", parallel=parallel).opening("planner", kind)
-            for parallel in (True, False)
-        )
-        assert "one search a turn" not in together.system and "one search a turn" in alone.system
+        together = agent(prompt="few_shot", parallel=True).opening("planner", kind)
+        alone = agent(prompt="few_shot", parallel=False).opening("planner", kind)
+        assert "one search a turn" not in together.system
+        assert "one search a turn" in alone.system
         assert alone.examples == together.examples[2:], (
             "without the example that searches twice in a turn"
         )
@@ -672,10 +701,9 @@ def test_without_parallel_one_search_a_turn_is_answered():
 def test_two_models_write_as_planner_and_worker():
     planner = ToldPolicy([search((0, "Who?")), answer("Ghent")])
     worker = ToldPolicy([], {"Who?": read("[1]", "Ilse Vand made it.")})
-    found = asyncio.run(
+    trajectory = asyncio.run(
         agent().run(attempt(QUESTION), LittleWorld(), agents.TwoPolicies(planner, worker))
     )
-    assert found.answer == "Ghent" and [of.sentence for of in found.searches] == [
-        "Ilse Vand made it."
-    ]
+    assert trajectory.answer == "Ghent"
+    assert [record.sentence for record in trajectory.searches] == ["Ilse Vand made it."]
     assert (len(planner.requests), len(worker.requests)) == (2, 1)

@@ -1,5 +1,7 @@
-"""A line break in a prompt separates sentences, list items or fields. No sentence is broken over
-two lines."""
+"""A line break in a prompt separates sentences, list items or fields.
+
+No sentence spans two lines.
+"""
 
 import asyncio
 import dataclasses
@@ -43,7 +45,7 @@ BROKEN_SENTENCE = re.compile(r"[^.:?!\s][ \t]*\n[ \t]*[a-z].*")
 
 
 def configurations() -> Iterator[AgentConfig]:
-    """Every configuration of an agent that changes a prompt."""
+    """Return every configuration of an agent that changes a prompt."""
     for section in AgentConfig.__args__:
         if section is MujicaConfig:
             choices = itertools.product(MODES, ("mujica", "evipath"), (True, False), (True, False))
@@ -81,7 +83,7 @@ def openings_of_agents() -> Iterator[tuple[str, Opening]]:
 
 
 class Recorder:
-    """A policy that keeps the messages it is asked with and writes nothing of use."""
+    """A policy that records the messages it is asked with and writes nothing of use."""
 
     version = 0
 
@@ -96,7 +98,7 @@ class Recorder:
 
 
 def messages_of_the_tree_writer() -> list[dict[str, str]]:
-    """What the second model of DecEx-RAG reads, for every kind of execution."""
+    """Return what the second model of DecEx-RAG reads, for every kind of execution."""
     recorder = Recorder()
     writer = TreeWriter(recorder, tokenizer(), tokenizer(), version=0)
     steps = (
@@ -119,7 +121,7 @@ def messages_of_the_tree_writer() -> list[dict[str, str]]:
 
 
 def rules() -> dict[str, str]:
-    """Every system prompt that a model reads, by a name for the message of a failure."""
+    """Return every system prompt that a model reads, by a name for the message of a failure."""
     texts = {name: opening.system for name, opening in openings_of_agents()}
     for number, message in enumerate(messages_of_the_tree_writer()):
         if message["role"] == "system":
@@ -135,7 +137,7 @@ def rules() -> dict[str, str]:
 
 
 def messages() -> dict[str, str]:
-    """The other texts that a model reads: worked examples, and messages of all writers."""
+    """Return the other texts that a model reads: worked examples, and messages of all writers."""
     texts: dict[str, str] = {}
     for name, opening in openings_of_agents():
         for number, (message, reply) in enumerate(opening.examples):
@@ -165,7 +167,7 @@ def messages() -> dict[str, str]:
 
 
 def breaks(text: str) -> list[str]:
-    """Where a sentence is broken over two lines: the end of a line with the next line."""
+    """Return where a sentence spans two lines: the end of a line with the next line."""
     return BROKEN_SENTENCE.findall(text)
 
 

@@ -56,10 +56,11 @@ CHECKPOINTS = {
 every_template = pytest.mark.parametrize("name", CHECKPOINTS)
 ROOM = {"max_turn_tokens": 2000, "max_trajectory_tokens": 50_000, "max_observation_tokens": 9000}
 
-FILM, OTHER_FILM, DIRECTOR, OTHER_DIRECTOR, CITY = (
-    Entity(id=label, label=label)
-    for label in ("Amber Tide", "The Tin Orchard", "Ilse Vandermark", "Anton Hale", "Ghent")
-)
+FILM = Entity(id="Amber Tide", label="Amber Tide")
+OTHER_FILM = Entity(id="The Tin Orchard", label="The Tin Orchard")
+DIRECTOR = Entity(id="Ilse Vandermark", label="Ilse Vandermark")
+OTHER_DIRECTOR = Entity(id="Anton Hale", label="Anton Hale")
+CITY = Entity(id="Ghent", label="Ghent")
 GRAPH = {
     "Amber Tide": (
         Material(text="Amber Tide, publication date, 1961", entities=(FILM,)),
@@ -113,7 +114,8 @@ class Repeats:
     version = 0
 
     def __init__(self, tokenizer: Tokenizer, turns) -> None:
-        self._tokenizer, self._turns = tokenizer, list(turns)
+        self._tokenizer = tokenizer
+        self._turns = list(turns)
 
     async def generate(self, prompt, params, *, state, continues) -> Completion:
         if isinstance(state, WorkerState):
@@ -134,7 +136,7 @@ def asked_in(message: str) -> str:
 
 
 def split_examples(opening: Opening) -> list[list[tuple[str, str]]]:
-    """The examples one by one: each begins with its question."""
+    """Split the messages of an opening into its examples. Each example begins with a question."""
     examples: list[list[tuple[str, str]]] = []
     for message, reply in opening.examples:
         if message.startswith("Question: "):
@@ -144,7 +146,7 @@ def split_examples(opening: Opening) -> list[list[tuple[str, str]]]:
 
 
 def play_example(agent, tokenizer: Tokenizer, kind: str, example) -> Trajectory:
-    """An episode in which the model replies as it does in the example."""
+    """Play an episode in which the model replies as it does in the example."""
     candidates = [entity for entity in (FILM, OTHER_FILM) if f"] {entity.label}" in example[0][0]]
     question = Question(
         id="q", text=asked_in(example[0][0]), answers=("",), candidates=tuple(candidates)
@@ -155,7 +157,7 @@ def play_example(agent, tokenizer: Tokenizer, kind: str, example) -> Trajectory:
 
 
 def mujica(tokenizer: Tokenizer, **changes) -> Mujica:
-    return Mujica(tokenizer, dataclasses.replace(CONFIG, max_iterations=5, **{**ROOM, **changes}))
+    return Mujica(tokenizer, dataclasses.replace(CONFIG, max_iterations=5, **ROOM, **changes))
 
 
 # --- rules ---
@@ -164,15 +166,18 @@ def mujica(tokenizer: Tokenizer, **changes) -> Mujica:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("role", ["planner", "worker"])
 def test_prompts_grow_from_brief_over_rules_to_examples(role, kind):
-    brief, zero_shot, few_shot = (
-        protocol.opening(role, kind, mode) for mode in ("brief", "zero_shot", "few_shot")
-    )
-    assert len(brief.system) < 40 < len(zero_shot.system) and "<" not in brief.system
+    brief = protocol.opening(role, kind, "brief")
+    zero_shot = protocol.opening(role, kind, "zero_shot")
+    few_shot = protocol.opening(role, kind, "few_shot")
+    assert len(brief.system) < 40 < len(zero_shot.system)
+    assert "<" not in brief.system
     assert "<think>" in zero_shot.system
     assert few_shot.system == zero_shot.system, (
         "examples are chat turns, and not part of the system prompt"
     )
-    assert not brief.examples and not zero_shot.examples and len(few_shot.examples) >= 2
+    assert not brief.examples
+    assert not zero_shot.examples
+    assert len(few_shot.examples) >= 2
 
 
 def test_a_worker_over_texts_answers_from_its_own_knowledge_where_no_passage_helps():
@@ -204,11 +209,9 @@ def test_a_worker_over_a_graph_uses_its_materials_alone():
 def test_the_ablation_without_workers_has_rules_and_examples_of_its_own(kind):
     own = protocol.opening("planner", kind, "few_shot", split=False)
     usual = protocol.opening("planner", kind, "few_shot")
-    assert (
-        own.system != usual.system
-        and "numbered from [0]" in own.system
-        and "yourself" in own.system
-    )
+    assert own.system != usual.system
+    assert "numbered from [0]" in own.system
+    assert "yourself" in own.system
     shown = [message for message, _ in own.examples if message.startswith(protocol.OBSERVATION)]
     assert len(shown) == 3
     assert all(message.startswith(f"{protocol.OBSERVATION} [0] ") for message in shown), (
@@ -246,11 +249,10 @@ def decex_agent(tokenizer: Tokenizer, prompt: protocol.PromptMode) -> Decex:
 @pytest.mark.parametrize("name", ["reflect", "search_r1", "decex"])
 def test_the_examples_of_the_other_agents_are_episodes(name):
     tokenizer = Tokenizer(CHECKPOINTS["qwen2"])
-    agent = (
-        decex_agent(tokenizer, "few_shot")
-        if name == "decex"
-        else single_agent(tokenizer, name, "few_shot")
-    )
+    if name == "decex":
+        agent = decex_agent(tokenizer, "few_shot")
+    else:
+        agent = single_agent(tokenizer, name, "few_shot")
     for example in split_examples(agent.opening(name, "text")):
         played = play_example(agent, tokenizer, "text", example)
         assert played.stop_reason is StopReason.ANSWERED
@@ -262,13 +264,15 @@ def test_the_examples_of_the_other_agents_are_episodes(name):
 
 
 def openings() -> list[tuple[str, Opening]]:
-    found = [("worker", protocol.opening("worker", kind, "few_shot")) for kind in KINDS]
-    found += [
+    named_openings = [("worker", protocol.opening("worker", kind, "few_shot")) for kind in KINDS]
+    named_openings += [
         ("planner", protocol.opening("planner", kind, "few_shot", split=split))
         for kind, split in PLANNERS
     ]
-    found += [("single", single.opening(style, "few_shot")) for style in ("reflect", "search_r1")]
-    return [*found, ("decex", decex.opening("few_shot"))]
+    named_openings += [
+        ("single", single.opening(style, "few_shot")) for style in ("reflect", "search_r1")
+    ]
+    return [*named_openings, ("decex", decex.opening("few_shot"))]
 
 
 @every_template
@@ -314,7 +318,10 @@ def test_an_example_does_not_open_a_thought_that_the_template_has_opened():
 def played_in(
     prompt: protocol.PromptMode, tokenizer: Tokenizer
 ) -> list[tuple[object, Trajectory, str]]:
-    """The same episodes of all agents under one prompt mode: what their examples show."""
+    """Play the examples of all agents under one prompt mode.
+
+    Return agent, trajectory and kind of each.
+    """
     episodes = []
     for kind, split in PLANNERS:
         agent = mujica(tokenizer, prompt=prompt, split=split)
@@ -333,7 +340,8 @@ def played_in(
 @every_template
 def test_a_conversation_without_its_examples_is_the_one_played_zero_shot(name):
     tokenizer = Tokenizer(CHECKPOINTS[name])
-    few_shot, zero_shot = played_in("few_shot", tokenizer), played_in("zero_shot", tokenizer)
+    few_shot = played_in("few_shot", tokenizer)
+    zero_shot = played_in("zero_shot", tokenizer)
     compared = 0
     for (_, shown, kind), (agent, plain, _) in zip(few_shot, zero_shot, strict=True):
         for conversation, expected in zip(shown.conversations, plain.conversations, strict=True):
@@ -348,7 +356,7 @@ def test_a_conversation_without_its_examples_is_the_one_played_zero_shot(name):
 
 
 def test_examples_cannot_be_told_from_special_tokens():
-    """A template's special tokens stand in no example."""
+    """No example holds a special token of a template."""
     special = [*CHATML_TOKENS, *GEMMA_TOKENS, *LLAMA3_TOKENS]
     for _, opening in openings():
         text = opening.system + "".join(message + reply for message, reply in opening.examples)

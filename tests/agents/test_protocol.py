@@ -1,4 +1,4 @@
-"""The parser of what planners and workers write."""
+"""The parser of the turns that planners and workers write."""
 
 import re
 
@@ -279,12 +279,10 @@ def test_well_formed_worker_turns(text):
 )
 def test_a_worker_turn_without_a_sentence_says_that_nothing_was_found(text):
     reply = parse_worker(text, materials=3)
-    assert (reply.selected, reply.sentence, reply.well_formed, reply.has_selection) == (
-        (),
-        NOTHING_FOUND,
-        False,
-        False,
-    )
+    assert reply.selected == ()
+    assert reply.sentence == NOTHING_FOUND
+    assert reply.well_formed is False
+    assert reply.has_selection is False
 
 
 @pytest.mark.parametrize(
@@ -303,7 +301,9 @@ def test_a_selection_that_is_not_read_whole_is_not_well_formed_and_its_sentence_
     select, selected
 ):
     reply = parse_worker(f"{select}<sentence>It is Ghent.</sentence>", materials=3)
-    assert (reply.selected, reply.sentence, reply.well_formed) == (selected, "It is Ghent.", False)
+    assert reply.selected == selected
+    assert reply.sentence == "It is Ghent."
+    assert reply.well_formed is False
 
 
 # --- any text ---
@@ -339,15 +339,16 @@ any_text = st.lists(pieces | st.text(max_size=6), max_size=14).map("".join)
     text=any_text,
     kind=st.sampled_from(["graph", "text"]),
     candidates=st.integers(0, 4),
-    most=st.integers(1, 3),
+    max_searches=st.integers(1, 3),
 )
 @settings(max_examples=400, deadline=None)
-def test_any_text_is_a_search_an_answer_or_a_refusal(text, kind, candidates, most):
-    action = plan(text, kind, candidates=candidates, max_searches=most)
+def test_any_text_is_a_search_an_answer_or_a_refusal(text, kind, candidates, max_searches):
+    action = plan(text, kind, candidates=candidates, max_searches=max_searches)
     assert [bool(action.searches), action.answer is not None, action.refused is not None].count(
         True
     ) == 1
-    assert len(action.searches) <= most and len(set(action.searches)) == len(action.searches)
+    assert len(action.searches) <= max_searches
+    assert len(set(action.searches)) == len(action.searches)
     for call in action.searches:
         assert call.query == one_line(call.query) != ""
         assert (call.candidate is None) if kind == "text" else (call.candidate >= 0)
@@ -399,7 +400,9 @@ def test_a_written_answer_is_read(thought, answer):
 @given(thought=words, selected=st.lists(st.integers(0, 9), max_size=4, unique=True), sentence=words)
 def test_a_written_worker_turn_is_read(thought, selected, sentence):
     reply = parse_worker(write_worker(thought, selected, sentence), materials=10)
-    assert (reply.selected, reply.sentence, reply.well_formed) == (tuple(selected), sentence, True)
+    assert reply.selected == tuple(selected)
+    assert reply.sentence == sentence
+    assert reply.well_formed is True
 
 
 # --- prompts ---
@@ -436,4 +439,5 @@ def test_each_material_begins_a_line_of_its_own_with_its_number(kind, mode):
     ).split("\n")
     assert lines[0] == "Question: Who is it?"
     assert [line.split(" ", 1)[0] for line in lines[2:]] == ["[0]", "[1]", "[2]"]
-    assert lines[2].startswith("[0] a, b [7] x") and lines[4].startswith("[2] d")
+    assert lines[2].startswith("[0] a, b [7] x")
+    assert lines[4].startswith("[2] d")

@@ -1,5 +1,5 @@
-"""Every agent played by a model that thinks: over an endpoint, and by an engine that stops while it
-samples, under chat templates that open thoughts and that do not."""
+"""Every agent, played by a model that thinks: over an endpoint, and by an engine that stops while
+it samples, under chat templates with and without an opened thought."""
 
 import asyncio
 from collections.abc import Sequence
@@ -70,13 +70,16 @@ def test_a_thought_of_an_endpoint_s_model_ends_no_turn(kind, thought):
 
 
 class Sampling:
-    """Samples these turns token by token, as an engine does: a stop string ends a turn with the
-    token that completes it."""
+    """A policy that samples these turns token by token, as an engine does.
+
+    A stop string ends a turn with the token that completes it.
+    """
 
     version = 0
 
     def __init__(self, words: Tokenizer, turns: Sequence[str]) -> None:
-        self._words, self._turns = words, list(turns)
+        self._words = words
+        self._turns = list(turns)
         self.prompts: list[tuple[int, ...]] = []
 
     async def generate(
@@ -112,7 +115,7 @@ def test_a_thought_ends_no_turn_that_an_engine_samples(kind, name):
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_conversation_with_searches_is_one_run_of_tokens_under_every_template(name):
-    """Each prompt begins with the one before it and what was sampled after that."""
+    """Each prompt begins with the one before it and the tokens sampled after that."""
     words = TOKENIZERS[name]
     searching = "<think> I write </search> later. </think>\n<search> Amber Tide director </search>"
     thought = "<think> I know. </think>\n" if words.opened_thought else ""
@@ -134,7 +137,7 @@ def test_a_conversation_with_searches_is_one_run_of_tokens_under_every_template(
     "name", [name for name, words in TOKENIZERS.items() if words.opened_thought]
 )
 def test_an_opened_thought_that_never_ends_holds_no_action(name):
-    """The turn is sampled as it is here, and not moved into the opened thought."""
+    """The turn is sampled as it stands here and not moved into the opened thought."""
     words = TOKENIZERS[name]
 
     class Endless(Sampling):

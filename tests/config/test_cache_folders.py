@@ -1,4 +1,4 @@
-"""Where caches lie, for whoever has a home directory and whoever has none."""
+"""The folders of caches, with and without a home directory."""
 
 from mujica_jax.config import cache_folders
 from mujica_jax.config.cache_folders import cache_folder

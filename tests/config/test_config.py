@@ -1,5 +1,7 @@
-"""Every field is read, and what it says has an effect; configurations survive JSON; flags reach
-their fields."""
+"""Every field is read and has an effect.
+
+Configurations survive JSON, and flags reach their fields.
+"""
 
 import ast
 import dataclasses
@@ -143,8 +145,8 @@ def changed(config: Config, section: str, **fields: Any) -> Config:
 
 
 def reads() -> Iterator[tuple[str, str]]:
-    """(last name of the expression, field) of every attribute that the package reads, outside the
-    package about configurations."""
+    """Return (last name of the expression, field) of every attribute that the package reads outside
+    of its own package for configurations."""
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name == "config":
             continue
@@ -159,11 +161,11 @@ def test_every_section_is_looked_at():
 
 
 def test_every_field_is_read():
-    found = set(reads())
+    fields_read = set(reads())
     unread = [
         f"{kind.__name__}.{name}"
         for kind, name in FIELDS
-        if not any((end, name) in found for end in SECTIONS[kind])
+        if not any((end, name) in fields_read for end in SECTIONS[kind])
     ]
     assert not unread
 
@@ -189,8 +191,10 @@ def test_flags_reach_their_fields():
     ]
     config = command_line([two_wiki, *flags], default="tiny_world")
     assert isinstance(config.task, TwoWikiConfig)
-    found = (config.seed, config.run, config.task.data_dir, config.engine.prefix_reuse)
-    assert found == (3, "runs/a", "elsewhere", False)
+    assert config.seed == 3
+    assert config.run == "runs/a"
+    assert config.task.data_dir == "elsewhere"
+    assert config.engine.prefix_reuse is False
 
 
 def test_a_section_of_another_kind_keeps_what_was_chosen_and_no_default():
@@ -200,18 +204,17 @@ def test_a_section_of_another_kind_keeps_what_was_chosen_and_no_default():
         "group_attempts": 4,
         "epochs": 2,
         "clip_low": 0.1,
+        "learning_rate": 1e-3,
+        "end_learning_rate": 1e-4,
     }
-    chosen |= {"learning_rate": 1e-3, "end_learning_rate": 1e-4}
     grpo = GrpoConfig(**chosen)
-    found = of_kind(
+    dapo = of_kind(
         dataclasses.replace(load_config("tiny_world"), method=grpo), "method", "dapo"
     ).method
-    assert found == DapoConfig(**chosen)
-    assert (
-        isinstance(found, DapoConfig)
-        and found.dynamic_sampling
-        and found.clip_high > grpo.clip_high
-    )
+    assert dapo == DapoConfig(**chosen)
+    assert isinstance(dapo, DapoConfig)
+    assert dapo.dynamic_sampling
+    assert dapo.clip_high > grpo.clip_high
 
 
 @pytest.mark.parametrize(
@@ -220,7 +223,8 @@ def test_a_section_of_another_kind_keeps_what_was_chosen_and_no_default():
 def test_the_first_threshold_is_set_by_its_flag_and_by_that_of_the_last_release(flag):
     for words in ([flag, "0.5"], [f"{flag}=0.5"]):
         method = command_line([str(SMOKE), *words], default="tiny_world").method
-        assert isinstance(method, MygoConfig) and method.initial_threshold == 0.5
+        assert isinstance(method, MygoConfig)
+        assert method.initial_threshold == 0.5
 
 
 def test_a_run_of_the_last_release_is_read_with_its_threshold():
@@ -265,7 +269,8 @@ def test_help_loads_no_framework(program):
     shown = subprocess.run(
         [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert "--engine.slots" in shown and shown.splitlines()[-1] == "[]"
+    assert "--engine.slots" in shown
+    assert shown.splitlines()[-1] == "[]"
 
 
 @pytest.mark.parametrize("name", ["tiny_world", "tiny_world.py", "configs/tiny_world.py"])
@@ -291,7 +296,7 @@ def test_a_configuration_file_that_is_wrong_is_explained(tmp_path, text, words):
 
 
 @pytest.mark.parametrize(
-    ("name", "field", "value", "said"),
+    ("name", "field", "value", "bound"),
     [
         ("two_wiki_kg_nano", "top_k", 0, "at least 1"),
         ("two_wiki_kg_nano", "dev_questions", 0, "at least 1"),
@@ -308,8 +313,8 @@ def test_a_configuration_file_that_is_wrong_is_explained(tmp_path, text, words):
         ("musique_v5e", "max_questions", 0, "at least 1"),
     ],
 )
-def test_settings_of_a_task_without_meaning_are_refused(name, field, value, said):
-    with pytest.raises(UserError, match=rf"task\.{field} is {value} and must be {said}"):
+def test_settings_of_a_task_without_meaning_are_refused(name, field, value, bound):
+    with pytest.raises(UserError, match=rf"task\.{field} is {value} and must be {bound}"):
         check(changed(load_config(name), "task", **{field: value}))
 
 
@@ -337,8 +342,10 @@ def test_own_passages_of_questions_are_searched_by_words_alone(name, field, valu
 
 
 def assert_each_changes(config: Config, section: str, values: Mapping[str, Any], seen_with) -> None:
-    """`values` holds another value for every field of a section that matters to
-    `seen_with(config)`."""
+    """Check that each of `values` changes `seen_with(config)`.
+
+    `values` holds another value for every field of a section that matters to it.
+    """
     plain = seen_with(config)
     same = [
         name
@@ -355,8 +362,10 @@ def test_every_field_of_the_model_changes_the_decoder(smoke):
         "intermediate_size": 96,
         "num_layers": 3,
         "rope_theta": 5e5,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 8,
     }
-    values |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
     assert set(values) | {"vocab_tokens", "embedding_range"} == {
         field.name for field in dataclasses.fields(ModelConfig)
     }
@@ -394,8 +403,10 @@ def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
         "prefill_tokens": 512,
         "prefix_reuse": False,
         "tensor": 2,
+        "page_tokens": 16,
+        "cache_gigabytes": 2e-4,
+        "cache_dtype": "fp8",
     }
-    values |= {"page_tokens": 16, "cache_gigabytes": 2e-4, "cache_dtype": "fp8"}
     elsewhere = {"weights", "kind", "factory"}  # tested below, and in test_engine_kind.py
     assert set(values) | elsewhere == {field.name for field in dataclasses.fields(EngineConfig)}
     assert_each_changes(
@@ -414,13 +425,14 @@ def test_every_storage_of_the_engines_weights_reaches_it(smoke, decoder):
     policy.trainer = policy
 
     def seen(config: Config) -> str:
-        given: list[nnx.State] = []
+        weights_of_engine: list[nnx.State] = []
         policy.config = config
         policy.generator = types.SimpleNamespace(
-            set_weights=lambda weights, version: given.append(weights), release_weights=lambda: None
+            set_weights=lambda weights, version: weights_of_engine.append(weights),
+            release_weights=lambda: None,
         )
         use_policy(policy, state=lambda: None, version=1)  # pyright: ignore[reportArgumentType]
-        return str(jax.tree.map(lambda array: array.dtype, given))
+        return str(jax.tree.map(lambda array: array.dtype, weights_of_engine))
 
     plain = {
         seen(changed(smoke, "engine", weights=storage)) for storage in ("compute", "int8", "fp8")
@@ -442,7 +454,8 @@ def test_every_field_of_the_optimiser_changes_its_updates(smoke):
 
     def seen(config: Config) -> list:
         optimizer = make_optimizer(config.trainer)
-        state, updates = optimizer.init(params), params
+        state = optimizer.init(params)
+        updates = params
         for scale in (3.0, 1.0, 4.0):
             gradient = {"layers": {"up_kernel": jnp.full((1, 2, 2), scale)}}
             updates, state = optimizer.update(gradient, state, params)
@@ -477,16 +490,19 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
 
 
 def test_help_texts_stand_where_they_are_looked_for():
-    """Behind a field on its own line, or on whole lines above it: the formatter moves a comment
-    that makes a line too long."""
+    """A help text stands behind a field on its own line, or on whole lines above it: the formatter
+    moves a comment that makes a line too long."""
     lines = Path(config_module.__file__).read_text().splitlines()
     wrapped = [line for line in lines if re.match(r"    (\w+: .*\($|\).*#)", line)]
     assert wrapped == []
 
 
 def test_help_says_what_every_field_is():
-    """A field without a comment of its own is shown with that of the one above it, or with none. A
-    section's meaning is its docstring; an ablation's stands above both of its switches."""
+    """A field without its own comment is shown with that of the field above it, or with none.
+
+    The meaning of a section is its docstring. The comment of an ablation stands above both of its
+    switches.
+    """
     bare = []
     for file in Path(config_module.__file__).parent.glob("*.py"):
         lines = file.read_text().splitlines()
@@ -494,17 +510,19 @@ def test_help_says_what_every_field_is():
             node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)
         ]:
             for field in [node for node in name.body if isinstance(node, ast.AnnAssign)]:
-                said = "#" in lines[field.lineno - 1] or lines[
+                has_comment = "#" in lines[field.lineno - 1] or lines[
                     field.lineno - 2
                 ].lstrip().startswith("#")
-                if not said and not re.search(r"kind|ClassVar|Config", lines[field.lineno - 1]):
+                if not has_comment and not re.search(
+                    r"kind|ClassVar|Config", lines[field.lineno - 1]
+                ):
                     bare.append(f"{name.name}.{ast.unparse(field.target)}")
     assert bare == ["MujicaConfig.parallel"]
 
 
 @functools.cache
 def program(**fields: Any) -> str:
-    """The step as it is lowered with these fields of the trainer."""
+    """Return the training step as it is lowered with these fields of the trainer."""
     return (
         Trainer(MODEL, dataclasses.replace(TRAINER, row_tokens=16, **fields)).lower_step().as_text()
     )
@@ -526,7 +544,7 @@ def test_every_choice_of_recomputation_is_another_program():
 
 
 def test_what_counts_as_a_spike_is_part_of_the_program():
-    """How many may follow one another is read with the metrics: `test_spike_guard.py`."""
+    """The permitted number of skips in a row is read with the metrics: `test_spike_guard.py`."""
     watched = [
         {"spike_deviations": 6.0},
         {"spike_deviations": 5.0},
@@ -538,22 +556,27 @@ def test_what_counts_as_a_spike_is_part_of_the_program():
 
 @functools.cache
 def task_and_tokenizer(config: Config) -> tuple[Task, Tokenizer, list[Conversation]]:
-    """With some rows to train on. Made once for all configurations of one task."""
+    """Return a task, its tokenizer and some rows to train on.
+
+    They are made once for all configurations of one task.
+    """
     task: Any = start.build_task(config)
     own: Any = types.SimpleNamespace(config=config, task=task)
     own.tokenizer = Tokenizer.train(task.tokenizer_text(), config.model.vocab_tokens)
-    asked = Turn(role="context", token_ids=tuple(own.tokenizer.encode_plain("Who?")), text="Who?")
+    question_turn = Turn(
+        role="context", token_ids=tuple(own.tokenizer.encode_plain("Who?")), text="Who?"
+    )
     documents = list(itertools.islice(warmup._documents(own, stream=0), 40))
-    read = learning.rows_that_fit(own, documents)
-    said = [
-        dataclasses.replace(row.turns[0], logprobs=(-1.0,) * len(row.token_ids)) for row in read
+    rows = learning.rows_that_fit(own, documents)
+    model_turns = [
+        dataclasses.replace(row.turns[0], logprobs=(-1.0,) * len(row.token_ids)) for row in rows
     ]
     return (
         task,
         own.tokenizer,
         [
-            dataclasses.replace(row, turns=(asked, turn))
-            for row, turn in zip(read, said, strict=True)
+            dataclasses.replace(row, turns=(question_turn, turn))
+            for row, turn in zip(rows, model_turns, strict=True)
         ],
     )
 
@@ -573,11 +596,14 @@ class SilentProgress:
 
 
 class RecordedRun(SilentProgress):
-    """Stands in for a Run: plays scripts instead of a model, learns nothing, and keeps what it was
-    asked for."""
+    """A stand-in for a Run.
+
+    It plays scripts instead of a model, learns nothing, and records its calls.
+    """
 
     def __init__(self, config: Config, root: Path) -> None:
-        self.config, self.store = config, Store(root)
+        self.config = config
+        self.store = Store(root)
         self.task, self.tokenizer, self.rows = task_and_tokenizer(
             dataclasses.replace(load_config(str(SMOKE)), task=config.task)
         )
@@ -639,21 +665,19 @@ class RecordedRun(SilentProgress):
     def play_waves(
         self, number: int, shard: int, wave, on_episode, *, agent=None
     ) -> tuple[Any, list[Trajectory]]:
-        """Every third attempt is right."""
-        found: list[Trajectory] = []
-        while attempts := wave(found):
-            self.asked.append(
-                (
-                    number,
-                    shard,
-                    [(a.question.id, a.number, a.seed, a.temperature) for a in attempts],
-                )
-            )
+        """Play all waves of attempts. Every third attempt is right."""
+        trajectories: list[Trajectory] = []
+        while attempts := wave(trajectories):
+            described = [
+                (attempt.question.id, attempt.number, attempt.seed, attempt.temperature)
+                for attempt in attempts
+            ]
+            self.asked.append((number, shard, described))
             for attempt in attempts:
                 self.done += 1
-                found.append(self._episode(attempt, right=self.done % 3 == 0))
-        entry = self.store.write_shard(number, shard, found) if found else None
-        return entry, found
+                trajectories.append(self._episode(attempt, right=self.done % 3 == 0))
+        entry = self.store.write_shard(number, shard, trajectories) if trajectories else None
+        return entry, trajectories
 
     def train(self, name: str, start, rows: PackedRows, *, plan: LearningPlan):
         start()
@@ -673,18 +697,19 @@ class RecordedRun(SilentProgress):
         conversations = (
             dataclasses.replace(conversation, role=role) for role in ("planner", "worker")
         )
-        about = {
-            "question_id": attempt.question.id,
-            "attempt": attempt.number,
-            "seed": attempt.seed,
-        }
-        answer = attempt.question.answers[0] if right else ""
-        return episode(*conversations, **about, answer=answer, reward=float(right))
+        return episode(
+            *conversations,
+            question_id=attempt.question.id,
+            attempt=attempt.number,
+            seed=attempt.seed,
+            answer=attempt.question.answers[0] if right else "",
+            reward=float(right),
+        )
 
 
 @pytest.fixture
 def asked(tmp_path, monkeypatch):
-    """What a run would be asked for under a configuration."""
+    """Return the calls that a run would make under a configuration."""
     call_fakes(monkeypatch)
     numbers = iter(range(1000))
 
@@ -700,14 +725,18 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
     def rounds(config: Config) -> list:
         return asked(config, lambda run: mygo._run_rounds(run, run.initial_state, run.rows))
 
-    values = {"rounds": 3, "max_attempts": 4, "keep_per_question": 2, "epochs": 1, "replay": 2.0}
-    values |= {
+    values = {
+        "rounds": 3,
+        "max_attempts": 4,
+        "keep_per_question": 2,
+        "epochs": 1,
+        "replay": 2.0,
         "learning_rate": 1e-3,
         "end_learning_rate": 1e-4,
         "schedule": "offline",
         "threshold": "fixed",
+        "initial_threshold": 0.9,
     }
-    values |= {"initial_threshold": 0.9}
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(MygoConfig)}
     assert_each_changes(changed(smoke, "method", max_attempts=3), "method", values, rounds)
     fixed = changed(smoke, "method", max_attempts=3, threshold="fixed")
@@ -723,17 +752,22 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
 
 
 def test_every_field_of_evipath_changes_what_a_run_does(smoke, asked, monkeypatch):
-    """What the synthesis is given and what is learnt; `test_evipath.py` says what each of them
-    does."""
+    """Compare what the synthesis receives and what is learnt.
+
+    `test_evipath.py` tests what each field does.
+    """
 
     def seen(config: Config) -> list:
-        given: list = []
+        arguments: list = []
         monkeypatch.setattr(
-            evipath_teacher, "Synthesizer", lambda synthesis: given.append(synthesis.method)
+            evipath_teacher, "Synthesizer", lambda synthesis: arguments.append(synthesis.method)
         )
-        monkeypatch.setattr(evipath_teacher, "find_similarity", given.append)
+        monkeypatch.setattr(evipath_teacher, "find_similarity", arguments.append)
         monkeypatch.setattr(evipath, "lessons", lambda run: ())
-        return [given, [one for one in asked(config, evipath.evipath) if "warm-up" not in one]]
+        return [
+            arguments,
+            [phase for phase in asked(config, evipath.evipath) if "warm-up" not in phase],
+        ]
 
     config = dataclasses.replace(
         load_config(str(SMOKE.with_name("smoke_evipath_config.py"))),
@@ -745,20 +779,18 @@ def test_every_field_of_evipath_changes_what_a_run_does(smoke, asked, monkeypatc
         "tune": "executor",
         "max_tries": 1,
         "embedder": "minilm",
-    }
-    values |= {
         "threshold": 0.5,
         "learning_rate": 1e-3,
         "end_learning_rate": 1e-4,
         "epochs": 1,
         "warmup_ratio": 0.5,
-    }
-    values |= {
         "teacher_prompt": "few_shot",
         "teacher_checkpoint": "runs/other",
         "distractors": "retrieved",
+        "trajectories": 3,
+        "teacher_max_tokens": 900,
+        "remote": RemoteConfig(concurrency=3),
     }
-    values |= {"trajectories": 3, "teacher_max_tokens": 900, "remote": RemoteConfig(concurrency=3)}
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(EviPathConfig)}
     assert_each_changes(config, "method", values, seen)
     assert_each_changes(
@@ -779,16 +811,23 @@ def test_every_field_of_grpo_and_dapo_changes_what_a_run_does(smoke, asked):
         "group_attempts": 3,
         "learning_rate": 1e-3,
         "epochs": 1,
-    }
-    shared |= {"end_learning_rate": 1e-4, "rows_per_update": 2, "clip_low": 0.1, "clip_high": 0.4}
-    shared |= {
+        "end_learning_rate": 1e-4,
+        "rows_per_update": 2,
+        "clip_low": 0.1,
+        "clip_high": 0.4,
         "importance_cap": 0.0,
         "overlong_tokens": 40,
         "dynamic_sampling": False,
         "kl_coefficient": 0.1,
     }
-    begin: dict[str, Any] = {"rounds": 2, "rounds_per_phase": 1, "group_attempts": 2, "epochs": 2}
-    begin |= {"learning_rate": 2e-3, "end_learning_rate": 2e-4}
+    begin: dict[str, Any] = {
+        "rounds": 2,
+        "rounds_per_phase": 1,
+        "group_attempts": 2,
+        "epochs": 2,
+        "learning_rate": 2e-3,
+        "end_learning_rate": 2e-4,
+    }
     dapo = DapoConfig(**begin, max_sampled_batches=2, overlong_cache_tokens=30)
     assert set(shared) | {"kind", "max_sampled_batches", "overlong_cache_tokens"} == {
         field.name for field in dataclasses.fields(DapoConfig)
@@ -821,8 +860,15 @@ def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, a
     }
     assert set(pretraining) == {field.name for field in dataclasses.fields(PretrainingConfig)}
     assert_each_changes(few, "pretraining", pretraining, warm_up)
-    from_scratch = {"steps": 60, "learning_rate": 1e-2, "end_learning_rate": 1e-4}
-    from_scratch |= {"pretraining_share": 0.5, "miss_rate": 0.5, "epochs": 1, "rise_steps": 0}
+    from_scratch = {
+        "steps": 60,
+        "learning_rate": 1e-2,
+        "end_learning_rate": 1e-4,
+        "pretraining_share": 0.5,
+        "miss_rate": 0.5,
+        "epochs": 1,
+        "rise_steps": 0,
+    }
     assert_each_changes(few, "warmup", from_scratch, warm_up)
     few_shot = {"source": "scripted", "few_shot_trajectories": 40, "few_shot_attempts": 1}
     assert set(from_scratch | few_shot) == {
@@ -850,14 +896,14 @@ def test_a_warm_up_makes_its_steps_or_its_passes_whichever_is_less(
     smoke, asked, changes, passes, rise
 ):
     few = changed(changed(smoke, "task", demonstrations=10), "warmup", **changes)
-    (learnt,) = [one for one in asked(few, warmup.warm_up) if one[0] == "warm-up"]
+    (learnt,) = [phase for phase in asked(few, warmup.warm_up) if phase[0] == "warm-up"]
     _, num_rows, _, plan = learnt
-    updates = (
-        changes["steps"]
-        if passes is None
-        else math.ceil(num_rows * passes / few.trainer.rows_per_step)
-    )
-    assert num_rows > few.trainer.rows_per_step and plan.steps == updates <= changes["steps"]
+    if passes is None:
+        updates = changes["steps"]
+    else:
+        updates = math.ceil(num_rows * passes / few.trainer.rows_per_step)
+    assert num_rows > few.trainer.rows_per_step
+    assert plan.steps == updates <= changes["steps"]
     assert plan.warmup_steps == rise
 
 
@@ -865,9 +911,9 @@ def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
     def demonstrations(config: Config) -> list:
         def play(recorded: RecordedRun) -> None:
             trajectories, _ = warmup._scripted(recorded)
-            recorded.asked += [
-                (t.stop_reason, [c.token_ids for c in t.conversations]) for t in trajectories
-            ]
+            for trajectory in trajectories:
+                token_ids = [conversation.token_ids for conversation in trajectory.conversations]
+                recorded.asked.append((trajectory.stop_reason, token_ids))
 
         return asked(config, play)
 
@@ -877,16 +923,18 @@ def test_every_limit_of_the_agents_changes_demonstrations(smoke, asked):
         "max_searches_per_turn": 1,
         "split": False,
         "parallel": False,
+        "protocol": "evipath",
+        "max_turn_tokens": 20,
+        "max_trajectory_tokens": 100,
+        "max_observation_tokens": 20,
     }
-    values["protocol"] = "evipath"
-    values |= {"max_turn_tokens": 20, "max_trajectory_tokens": 100, "max_observation_tokens": 20}
     assert set(values) | {"kind"} == {field.name for field in dataclasses.fields(MujicaConfig)}
     assert_each_changes(smoke, "agent", values, demonstrations)
 
 
 def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke, monkeypatch):
     async def played(agent, attempts, *_, hooks, **options):
-        found = [
+        episodes = [
             types.SimpleNamespace(
                 question_id=attempt.question.id,
                 final_answer="",
@@ -895,9 +943,9 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
             )
             for attempt in attempts
         ]
-        for one in found:
-            hooks.on_episode(one)
-        return found
+        for finished in episodes:
+            hooks.on_episode(finished)
+        return episodes
 
     monkeypatch.setattr(scoring, "run_episodes", played)
     monkeypatch.setattr(
@@ -910,13 +958,17 @@ def test_the_fields_of_evaluation_choose_the_questions_and_the_temperature(smoke
 
     def seen(config: Config) -> scoring.Scores:
         generator: Any = types.SimpleNamespace(reset_cache=lambda: None, policy_version=0)
-        own: dict[str, Any] = {
-            "agent": None,
-            "reward": None,
-            "generator": generator,
-            "concurrency": 2,
-        }
-        own |= {"progress": SilentProgress(), "preemption": Preemption()}
-        return scoring.PolicyEvaluator(name="warm-up", task=task, config=config, **own).run()
+        nothing: Any = None
+        return scoring.PolicyEvaluator(
+            name="warm-up",
+            task=task,
+            config=config,
+            agent=nothing,
+            reward=nothing,
+            generator=generator,
+            concurrency=2,
+            progress=SilentProgress(),
+            preemption=Preemption(),
+        ).run()
 
     assert_each_changes(smoke, "eval", {"questions": 5, "split": "test", "temperature": 0.7}, seen)

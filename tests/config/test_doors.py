@@ -1,5 +1,5 @@
-"""Sections of several kinds: how a command line and a config.json choose one, and that each kind
-leads to its code."""
+"""Sections of several kinds: how a command line and a config.json choose one, and which code each
+kind leads to."""
 
 import dataclasses
 import json
@@ -56,11 +56,9 @@ def test_another_kind_keeps_the_fields_that_both_have(tiny_world):
         config = command_line([*flag, *GIVEN, "--task.test-questions", "7"], default="tiny_world")
         assert config == dataclasses.replace(tiny_world, task=config.task)
         assert isinstance(config.task, TwoWikiConfig)
-        assert (config.task.environment, config.task.top_k, config.task.retriever) == (
-            "graph",
-            3,
-            "bm25",
-        )
+        assert config.task.environment == "graph"
+        assert config.task.top_k == 3
+        assert config.task.retriever == "bm25"
         assert config.task.dev_questions == tiny_world.task.dev_questions
         assert (config.task.test_questions, config.task.augmented_copies) == (7, 1)
 
@@ -71,10 +69,10 @@ def test_another_kind_asks_for_the_fields_that_are_missing(capsys):
             ["--task.kind", "two_wiki", "--task.environment", "text"], default="tiny_world"
         )
     assert ended.value.code == 2
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     for flag in ("data-dir", "hold-out-percent"):
-        assert f"--task.{flag}" in said.out + said.err
-    assert "--task.dev-questions" not in said.out + said.err
+        assert f"--task.{flag}" in printed.out + printed.err
+    assert "--task.dev-questions" not in printed.out + printed.err
 
 
 def test_the_own_kind_changes_nothing(tiny_world):
@@ -95,7 +93,7 @@ def test_a_field_of_another_kind_is_answered_with_the_kind_that_has_it(words):
 
 
 def test_the_kind_chooses_the_class_whatever_else_is_wrong(tiny_world):
-    """Most fields here are those of the other class."""
+    """Most fields here belong to the other class."""
     values = json_of(tiny_world)
     with pytest.raises(UserError, match=r"TwoWikiConfig has no field train_questions"):
         from_dict(Config, values | {"task": values["task"] | {"kind": "two_wiki"}})

@@ -54,7 +54,9 @@ def test_pods_sample_through_jetstream_where_the_method_needs_no_log_probabiliti
 def test_train_refuses_in_one_sentence(capsys, tmp_path, words, sentence):
     assert train.main([*words, "--run", str(tmp_path / "run")]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("error: ") and message.count("\n") == 1 and sentence in message
+    assert message.startswith("error: ")
+    assert message.count("\n") == 1
+    assert sentence in message
     assert not (tmp_path / "run").exists()
 
 
@@ -68,8 +70,8 @@ def test_a_check_of_a_configuration_refuses_flare_without_log_probabilities():
 
 
 def test_an_endpoint_has_an_engine_of_its_own():
-    """FLARE's row of an endpoint that gives log-probabilities is not refused for the engine of the
-    configuration."""
+    """FLARE on an endpoint that gives log-probabilities is not refused because of the configured
+    engine."""
     words = [
         "hotpotqa_v5e",
         "--remote.base-url",

@@ -57,60 +57,62 @@ def played(world) -> list[tuple[Question, Trajectory]]:
 @pytest.mark.parametrize("environment", ["graph", "text"])
 def test_the_ablations_have_demonstrations_that_earn_it_too(world, environment):
     world = tiny_world.build(dataclasses.replace(world.config, environment=environment))
-    one_reads = [
-        t for _, t in play_all(world, **WIDE | {"max_trajectory_tokens": 8000}, split=False)
-    ]
+    wider = WIDE | {"max_trajectory_tokens": 8000}
+    one_reads = [trajectory for _, trajectory in play_all(world, **wider, split=False)]
     assert {trajectory.reward for trajectory in one_reads} == {1.0}
-    assert {conversation.role for t in one_reads for conversation in t.conversations} == {"planner"}
-    one_a_turn = [
-        trajectory
-        for _, trajectory in play_all(world, **WIDE | {"max_iterations": 6}, parallel=False)
-    ]
+    roles = {
+        conversation.role for trajectory in one_reads for conversation in trajectory.conversations
+    }
+    assert roles == {"planner"}
+    longer = WIDE | {"max_iterations": 6}
+    one_a_turn = [trajectory for _, trajectory in play_all(world, **longer, parallel=False)]
     assert {trajectory.reward for trajectory in one_a_turn} == {1.0}
-    assert all(len({s.iteration for s in t.searches}) == len(t.searches) for t in one_a_turn)
+    for trajectory in one_a_turn:
+        iterations = [search.iteration for search in trajectory.searches]
+        assert len(set(iterations)) == len(iterations)
 
 
 def test_over_passages_of_the_same_facts_every_demonstration_earns_it_too(world):
     passages = tiny_world.build(dataclasses.replace(world.config, environment="text"))
     played = play_all(passages, **WIDE)
-    assert len(played) == 200 and {trajectory.reward for _, trajectory in played} == {1.0}
+    assert len(played) == 200
+    assert {trajectory.reward for _, trajectory in played} == {1.0}
     assert all(search.entity == "" for _, trajectory in played for search in trajectory.searches)
     question = passages.questions("test")[0]
-    found = asyncio.run(
+    materials = asyncio.run(
         passages.environment(question).search(question.gold_passages[0].title, None)
     )
     assert (
-        found[0].text == f"{question.gold_passages[0].title}: {question.gold_passages[0].text}"
-        and len(found) <= 3
+        materials[0].text == f"{question.gold_passages[0].title}: {question.gold_passages[0].text}"
     )
+    assert len(materials) <= 3
 
 
 def test_every_demonstration_of_every_kind_earns_the_full_reward(played):
     assert {question.kind for question, _ in played} == set(KIND_SHARES)
     for question, trajectory in played:
-        assert (trajectory.stop_reason, trajectory.answer) == (
-            StopReason.ANSWERED,
-            question.answers[0],
-        ), question
+        assert trajectory.stop_reason == StopReason.ANSWERED, question
+        assert trajectory.answer == question.answers[0], question
         assert trajectory.reward == 1.0
 
 
 def test_a_miss_ends_an_episode_without_an_answer(world, played):
-    """At 0.1, about a tenth of the worker turns miss their fact; every other turn is as without
-    misses."""
+    """At 0.1, about a tenth of the worker turns miss their fact.
+
+    Every other turn equals the one without misses.
+    """
     policy = ScriptedPolicy(tokenizer(), miss_rate=0.1, seed=3)
     noisy = play_all(world, policy, **WIDE)
     searches = sum(len(trajectory.searches) for _, trajectory in noisy)
     assert 0.05 < len(policy.missed) / searches < 0.15
     for (question, trajectory), (_, clean) in zip(noisy, played, strict=True):
         if any(search.query in policy.missed for search in trajectory.searches):
-            assert (trajectory.stop_reason, trajectory.reward) == (StopReason.NO_ACTION, 0.0), (
-                question
-            )
+            assert trajectory.stop_reason == StopReason.NO_ACTION, question
+            assert trajectory.reward == 0.0, question
         else:
             assert trajectory.conversations[0].token_ids == clean.conversations[0].token_ids
-    again = ScriptedPolicy(tokenizer(), miss_rate=0.1, seed=3)
-    assert [t.conversations[0].token_ids for _, t in play_all(world, again, **WIDE)] == [
+    same_policy = ScriptedPolicy(tokenizer(), miss_rate=0.1, seed=3)
+    assert [t.conversations[0].token_ids for _, t in play_all(world, same_policy, **WIDE)] == [
         t.conversations[0].token_ids for _, t in noisy
     ]
 
@@ -185,8 +187,10 @@ def test_demonstrations_are_trained_on_what_they_wrote_and_have_no_log_probabili
 
 
 def test_rows_of_played_conversations_are_95_percent_full(played):
-    """Planners of several turns among many short workers, in rows that hold the longest planner
-    twice."""
+    """Planners of several turns lie among many short workers.
+
+    A row holds the longest planner twice.
+    """
     conversations = [
         conversation for _, trajectory in played for conversation in trajectory.conversations
     ]
@@ -198,30 +202,31 @@ def test_rows_of_played_conversations_are_95_percent_full(played):
 
 
 def test_what_the_graph_lacks_is_not_answered(world):
-    """Many demonstrations then need a fact that no search finds; an answer all the same would teach
-    to guess."""
+    """Many demonstrations then need a fact that no search finds.
+
+    An answer without it would teach to guess.
+    """
     config = dataclasses.replace(world.config, demonstrations=100, missing_facts=0.3)
     played = play_all(tiny_world.build(config), **WIDE)
     complete = [all(search.found for search in trajectory.searches) for _, trajectory in played]
     assert 20 < sum(complete) < 80
     for whole, (_, trajectory) in zip(complete, played, strict=True):
-        expected = (StopReason.ANSWERED, 1.0) if whole else (StopReason.NO_ACTION, 0.0)
-        assert (trajectory.stop_reason, trajectory.reward) == expected
+        assert trajectory.stop_reason == (StopReason.ANSWERED if whole else StopReason.NO_ACTION)
+        assert trajectory.reward == (1.0 if whole else 0.0)
 
 
 def test_a_worker_that_is_cut_off_leaves_the_demonstration_unanswered(world):
-    """40 tokens are enough for short plans, and for no worker's turn."""
-    reasons = {
-        trajectory.stop_reason
-        for _, trajectory in play_all(world, **{**WIDE, "max_turn_tokens": 40})
-    }
+    """40 tokens are enough for short plans, but for no worker's turn."""
+    narrow = WIDE | {"max_turn_tokens": 40}
+    reasons = {trajectory.stop_reason for _, trajectory in play_all(world, **narrow)}
     assert reasons <= {StopReason.TURN_LENGTH, StopReason.NO_ACTION}
 
 
 def test_names_with_commas_and_quotation_marks_are_read_right():
-    """A title such as "Weird Al", Live: the triple's fields are told apart by the searched
-    entity."""
-    film, person = Entity(id="Q1", label='"Weird Al", Live'), Entity(id="Q2", label="Vand, Ilse")
+    """In a triple with a title such as "Weird Al", Live, the searched entity shows where a field
+    ends."""
+    film = Entity(id="Q1", label='"Weird Al", Live')
+    person = Entity(id="Q2", label="Vand, Ilse")
     evidence = Evidence(
         subject=film.label,
         relation="director",
@@ -250,20 +255,20 @@ def test_names_with_commas_and_quotation_marks_are_read_right():
 
 
 class Passages:
-    """Finds by the first words of a query."""
+    """An environment that chooses its materials by the first words of a query."""
 
     kind = "text"
     statistics = RetrievalStatistics()
 
-    def __init__(self, found: dict[str, list[Material]]) -> None:
-        self._found = found
+    def __init__(self, materials_by_query: dict[str, list[Material]]) -> None:
+        self._found = materials_by_query
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
         return tuple(
             material
-            for start, some in self._found.items()
+            for start, materials in self._found.items()
             if query.startswith(start)
-            for material in some
+            for material in materials
         )
 
 
@@ -284,12 +289,14 @@ OTHER = Material(text="Ada Marten: Born in Ghent.", title="Ada Marten")
 
 
 def play_over(
-    found: dict[str, list[Material]], question: Question = BRIDGE, **changes
+    materials_by_query: dict[str, list[Material]], question: Question = BRIDGE, **changes
 ) -> Trajectory:
-    playing = agent(**{**WIDE, **changes})
+    playing = agent(**(WIDE | changes))
     return asyncio.run(
         playing.run(
-            attempt(question, temperature=0.0), Passages(found), ScriptedPolicy(tokenizer())
+            attempt(question, temperature=0.0),
+            Passages(materials_by_query),
+            ScriptedPolicy(tokenizer()),
         )
     )
 
@@ -305,8 +312,10 @@ def test_over_passages_the_worker_says_what_stands_there_and_the_planner_asks_tw
 
 
 def test_common_knowledge_that_no_passage_states_is_answered_from_memory():
-    """The worker selects [-1] and answers, as its prompt asks; the planner is told, and does not
-    ask again."""
+    """The worker selects [-1] and answers, as its prompt asks.
+
+    The planner gets the answer and does not ask again.
+    """
     known = dataclasses.replace(BRIDGE, kind=f"compositional{KNOWN}")
     played = play_over({"Who": [OTHER, FILM], "What": [OTHER]}, known)
     assert [
@@ -332,8 +341,10 @@ def test_common_knowledge_that_no_passage_states_is_answered_from_memory():
 
 
 def test_a_worker_that_says_that_nothing_was_found_is_no_demonstration():
-    """Its prompt asks for an answer from its own knowledge there. The planner and the other workers
-    stay."""
+    """Its prompt asks there for an answer from its own knowledge.
+
+    The planner and the other workers stay.
+    """
     played = play_over({"Who": [OTHER, FILM], "What": [OTHER], "Ilse": [BORN]})
     planner, director, silent, born = played.conversations
     assert parse_worker(silent.turns[-1].text, materials=1).sentence == NOTHING_FOUND
@@ -352,11 +363,12 @@ def test_the_warm_up_learns_no_worker_that_says_that_nothing_was_found():
     run.task = MagicMock(spec=TinyWorld, rule="two_wiki")
     world = Passages({"Who": [OTHER, FILM], "What": [OTHER], "Ilse": [BORN]})
     run.task.demonstrations.return_value = [(BRIDGE, world)]
-    _, (kept,) = supervised._scripted(run)
-    said = [
-        parse_worker(one.turns[-1].text, materials=2).sentence for one in kept.conversations[1:]
+    _, (trajectory,) = supervised._scripted(run)
+    sentences = [
+        parse_worker(conversation.turns[-1].text, materials=2).sentence
+        for conversation in trajectory.conversations[1:]
     ]
-    assert said == [
+    assert sentences == [
         "The director of Amber Tide is Ilse Marten.",
         "The date of birth of Ilse Marten is May 3, 1920.",
     ]
@@ -388,5 +400,5 @@ def test_over_passages_that_state_nothing_the_planner_gives_up():
 )
 def test_an_object_is_found_in_the_forms_that_passages_have(value, text, stated):
     evidence = Evidence(subject="It", relation="r", object=value)
-    found = first_statement(evidence, [Material(text=f"It: {text}", title="It")])
-    assert found == (None if stated is None else (0, stated))
+    statement = first_statement(evidence, [Material(text=f"It: {text}", title="It")])
+    assert statement == (None if stated is None else (0, stated))

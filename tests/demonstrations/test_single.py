@@ -1,5 +1,5 @@
-"""Demonstrations of the agent that decides itself whether to search: from memory what is common
-knowledge, by keywords what is not."""
+"""Demonstrations of the agent that decides itself whether to search: common knowledge from memory,
+all else by keywords."""
 
 import asyncio
 import dataclasses
@@ -37,8 +37,8 @@ def play(question: Question, world: Environment, style="reflect", **noise) -> Tr
     )
 
 
-def text_world(found: Mapping[str, tuple[Material, ...]]) -> LittleWorld:
-    return LittleWorld(found, kind="text")
+def text_world(materials_by_query: Mapping[str, tuple[Material, ...]]) -> LittleWorld:
+    return LittleWorld(materials_by_query, kind="text")
 
 
 def turns(trajectory: Trajectory) -> list[str]:
@@ -59,8 +59,8 @@ def test_it_searches_step_by_step_and_says_what_it_learnt():
 
 
 def test_common_knowledge_is_answered_from_memory():
-    found = play(dataclasses.replace(QUESTION, kind="compositional, known"), text_world({}))
-    assert turns(found) == [
+    trajectory = play(dataclasses.replace(QUESTION, kind="compositional, known"), text_world({}))
+    assert turns(trajectory) == [
         "<think> The director of Amber Tide is Ilse Vand. The place of birth of Ilse Vand is "
         "Ghent. </think>\n"
         "<reflect> Ghent. </reflect>\n"
@@ -73,9 +73,13 @@ def test_a_share_of_what_is_common_knowledge_is_searched_for():
     known = [
         dataclasses.replace(QUESTION, id=f"q-{n}", kind="compositional, known") for n in range(200)
     ]
-    found = [play(question, world, miss_rate=0.3) for question in known]
-    assert 0.2 < sum(bool(trajectory.searches) for trajectory in found) / len(found) < 0.4
-    assert all(trajectory.answer == "Ghent" for trajectory in found)
+    trajectories = [play(question, world, miss_rate=0.3) for question in known]
+    assert (
+        0.2
+        < sum(bool(trajectory.searches) for trajectory in trajectories) / len(trajectories)
+        < 0.4
+    )
+    assert all(trajectory.answer == "Ghent" for trajectory in trajectories)
 
 
 def test_one_search_that_states_two_facts_is_enough():
@@ -84,9 +88,9 @@ def test_one_search_that_states_two_facts_is_enough():
 
 def test_a_search_in_vain_is_repeated_once_and_then_given_up():
     world = text_world({"Amber Tide director": (DIRECTOR,), "Amber Tide": (FILM,)})
-    found = play(QUESTION, world)
-    assert [search.query for search in found.searches] == ["Amber Tide director", "Amber Tide"]
-    assert found.answer == "Ghent"
+    trajectory = play(QUESTION, world)
+    assert [search.query for search in trajectory.searches] == ["Amber Tide director", "Amber Tide"]
+    assert trajectory.answer == "Ghent"
     nothing = play(QUESTION, text_world({}))
     assert (nothing.stop_reason, len(nothing.searches)) == (StopReason.NO_ACTION, 2)
 

@@ -1,4 +1,5 @@
-"""What devices send each other in a compiled program, read from its text (`compiled.as_text()`).
+"""The messages that devices send each other in a compiled program, read from its text
+(`compiled.as_text()`).
 
     for one in collectives(text): print(one.kind, one.bytes, one.loops)
 
@@ -7,7 +8,8 @@ that is left for a reduce-scatter. A collective in the body of a loop is listed 
 turn: `loops` says in how many loops it lies (1: in the scan over layers; 2: in a ring that the TPU
 compiler made of a product in there, whose turns are collective-permutes of one device's part).
 Pieces of one collective that the compiler spread over several fusions share a channel and count as
-one."""
+one.
+"""
 
 import dataclasses
 import math
@@ -51,37 +53,43 @@ class Collective:
 
 
 def collectives(text: str) -> list[Collective]:
-    """Of a compiled program, the largest first. Raises ValueError for a text that holds no
-    program."""
+    """Return the collectives of a compiled program, the largest first.
+
+    Raises ValueError for a text that holds no program.
+    """
     lines, entry = _computations(text)
     if entry is None:
         raise ValueError(
             "the text has no ENTRY computation: give what `compiled.as_text()` returns"
         )
     depths = _loops_around(lines, entry)
-    found: dict[str, Collective] = {}
+    largest_by_key: dict[str, Collective] = {}
     for name, body in lines.items():
         for line in body:
             match = _COLLECTIVE.match(line)
             if match is None or name not in depths:
                 continue
-            channel, source = _CHANNEL.search(line), _SOURCE.search(line)
+            channel = _CHANNEL.search(line)
+            source = _SOURCE.search(line)
             arrays = list(_array_bytes(match["type"]))
             key = f"{match['kind']} {channel[1]}" if channel else f"{name} {match['name']}"
-            one = Collective(
+            collective = Collective(
                 kind=match["kind"],
                 bytes=max(arrays, default=0),
                 loops=depths[name],
                 source=source[1] if source else "",
             )
-            if key not in found or one.loops > found[key].loops:
-                found[key] = one
-    return sorted(found.values(), key=lambda one: (-one.bytes, one.kind, one.loops, one.source))
+            if key not in largest_by_key or collective.loops > largest_by_key[key].loops:
+                largest_by_key[key] = collective
+
+    def order(collective: Collective) -> tuple[int, str, int, str]:
+        return -collective.bytes, collective.kind, collective.loops, collective.source
+
+    return sorted(largest_by_key.values(), key=order)
 
 
 def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
-    """Lines of each computation by its name, and the name of the one that the program begins
-    with."""
+    """Return the lines of each computation by its name, and the name of the entry computation."""
     lines: dict[str, list[str]] = {}
     entry = name = None
     for line in text.splitlines():
@@ -95,8 +103,10 @@ def _computations(text: str) -> tuple[dict[str, list[str]], str | None]:
 
 
 def _loops_around(lines: Mapping[str, list[str]], entry: str) -> dict[str, int]:
-    """In how many loops each computation lies that the entry reaches; the most, where it is called
-    from several places."""
+    """Return how many loops surround each computation that the entry reaches.
+
+    A computation with several callers has the largest of their numbers.
+    """
     depths = {entry: 0}
     waiting = [entry]
     while waiting:

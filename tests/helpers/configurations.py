@@ -1,5 +1,5 @@
-"""The files in configs/: checkpoint and chips of those for published models, and which have the
-same programs."""
+"""The files in configs/: checkpoints and chips of those for published models, and which of them
+compile the same programs."""
 
 import ast
 import dataclasses
@@ -20,9 +20,10 @@ def docstring(name: str) -> str:
 
 
 def topology_of(name: str) -> str | None:
-    """Of chips, as `v5e:4x8`, where the first paragraph of its docstring names one."""
-    found = TOPOLOGY.search(docstring(name).partition("\n\n")[0])
-    return found and found[1]
+    """Return the chips that the first paragraph of a configuration's docstring names, such as
+    `v5e:4x8`, or None."""
+    match = TOPOLOGY.search(docstring(name).partition("\n\n")[0])
+    return match and match[1]
 
 
 def published_sizes(checkpoint: str) -> ModelConfig:
@@ -41,7 +42,7 @@ def published_sizes(checkpoint: str) -> ModelConfig:
 
 
 def checkpoint_of(config: Config) -> str | None:
-    """The published model whose sizes its section `model` has."""
+    """Return the published model that has the sizes of the section `model`."""
     return next((name for name in PUBLISHED if published_sizes(name) == config.model), None)
 
 

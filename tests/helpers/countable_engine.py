@@ -21,7 +21,10 @@ UNWRITTEN = -1
 def next_token(
     tokens: Sequence[int], temperature: float, seed: int, vocabulary: int, policy: int = 0
 ) -> tuple[int, float]:
-    """(token, log-probability) after these tokens; the seed counts unless the temperature is 0."""
+    """Return the token that follows these tokens and its log-probability.
+
+    The seed counts unless the temperature is 0.
+    """
     assert UNWRITTEN not in tokens, "a position was read that nobody had written"
     checksum = (seed % 2**32 if temperature > 0 else 0) + 7919 * policy
     for token in tokens:
@@ -30,7 +33,7 @@ def next_token(
 
 
 class CountableEngine(Engine):
-    """Its memory is pages of tokens; slots only look into them, as a TPU's do."""
+    """An engine whose memory is pages of tokens. Slots only hold tables of pages, as on a TPU."""
 
     def __init__(
         self,
@@ -44,8 +47,11 @@ class CountableEngine(Engine):
         prefill_tokens: int = 64,
     ) -> None:
         self.config = dataclasses.replace(MODEL, vocab_size=vocabulary)
-        self.slots, self.positions, self.decode_steps = slots, positions, decode_steps
-        self.page_tokens, self.prefill_tokens = page_tokens, prefill_tokens
+        self.slots = slots
+        self.positions = positions
+        self.decode_steps = decode_steps
+        self.page_tokens = page_tokens
+        self.prefill_tokens = prefill_tokens
         self.num_pages = slots * -(-positions // page_tokens) if pages is None else pages
         self.stop_token_ids = frozenset({0})
         self.mesh = None
@@ -98,7 +104,8 @@ class CountableEngine(Engine):
         for step, slot in np.ndindex(shape):
             if state.remaining[slot] == 0:
                 continue
-            position, seed = int(state.position[slot]), int(state.seed[slot])
+            position = int(state.position[slot])
+            seed = int(state.seed[slot])
             self._write(slot, position, state.token[slot])
             token, logprob = next_token(
                 self._read(slot, position + 1),
@@ -107,7 +114,8 @@ class CountableEngine(Engine):
                 self.config.vocab_size,
                 self.policy,
             )
-            decoded.tokens[step, slot], decoded.valid[step, slot] = token, True
+            decoded.tokens[step, slot] = token
+            decoded.valid[step, slot] = True
             decoded.logprobs[step, slot] = math.nan if seed == self.broken_seed else logprob
             decoded.sampling_logprobs[step, slot] = 2 * logprob
             state.token[slot] = token
@@ -117,7 +125,8 @@ class CountableEngine(Engine):
 
     def flush(self, rows: Sequence[FlushRow]) -> None:
         for row in rows:
-            assert 0 <= row.start < row.stop and len(row.pages) * self.page_tokens >= row.stop
+            assert 0 <= row.start < row.stop
+            assert len(row.pages) * self.page_tokens >= row.stop
 
     def free_slot(self, slot: int, *, broken_pages: Sequence[int] = ()) -> None:
         self.tables.pop(slot, None)
@@ -135,8 +144,11 @@ class CountableEngine(Engine):
     def by_hand(
         self, prompt: Sequence[int], params: SamplingParams, policy: int | None = None
     ) -> tuple[list[int], list[float]]:
-        """What a request alone is answered with, if it has no stop strings."""
-        tokens, logprobs, stops = [], [], self.stop_token_ids.union(params.stop_token_ids)
+        """Return the tokens and log-probabilities that answer a request alone, if it has no stop
+        strings."""
+        tokens = []
+        logprobs = []
+        stops = self.stop_token_ids.union(params.stop_token_ids)
         policy = self.policy if policy is None else policy
         while len(tokens) < params.max_new_tokens and not (tokens and tokens[-1] in stops):
             token, logprob = next_token(

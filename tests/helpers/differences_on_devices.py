@@ -1,5 +1,7 @@
-"""How far eight virtual devices are from one, kernel by kernel; printed as JSON. Started by
-`test_devices.py`."""
+"""Measure how far eight virtual devices are from one, kernel by kernel; print JSON.
+
+Started by `test_devices.py`.
+"""
 
 import asyncio
 import dataclasses
@@ -48,7 +50,7 @@ ENCODER = EncoderConfig(
 
 
 def trained(**changes) -> tuple[list[np.ndarray], np.ndarray]:
-    """Parameters and moments after two steps, and every token's log-probability."""
+    """Return parameters and moments after two steps, and every token's log-probability."""
     trainer = Trainer(WIDE, dataclasses.replace(TRAINER, **changes))
     rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
     state = fit(
@@ -85,8 +87,10 @@ def embedded(data: int) -> np.ndarray:
 
 
 def sampled(tensor: int, storage: Storage = "compute") -> np.ndarray:
-    """Tokens and log-probabilities of six conversations that begin alike, by an engine whose heads
-    are split."""
+    """Return tokens and log-probabilities of six conversations with a common beginning.
+
+    The heads of the engine are split over `tensor` devices.
+    """
     decoder = tiny_decoder(WIDE)
     options = EngineOptions(
         slots=6,
@@ -103,20 +107,20 @@ def sampled(tensor: int, storage: Storage = "compute") -> np.ndarray:
     generator = BatchedGenerator(engine, prefix_reuse=True, queue_size=6)
     shared = [token % WIDE.vocab_size for token in range(3, 73)]
 
-    async def one(number: int) -> list[float]:
+    async def converse(number: int) -> list[float]:
         params = SamplingParams(max_new_tokens=9 + number, temperature=1.0, seed=number)
         completion = await generator.generate([*shared, number, 2, 1], params)
         assert completion.logprobs is not None
         return [*completion.token_ids, *completion.logprobs]
 
     async def main() -> list[list[float]]:
-        return await asyncio.gather(*map(one, range(6)))
+        return await asyncio.gather(*map(converse, range(6)))
 
-    found = asyncio.run(main())
+    outputs = asyncio.run(main())
     assert engine._prefix_lengths().max() == 64, "what they begin with is held once"
     if tensor > 1:
         assert len(engine._memory.rows.keys[0].sharding.device_set) == tensor
-    return np.concatenate([np.asarray(values) for values in found])
+    return np.concatenate([np.asarray(values) for values in outputs])
 
 
 def apart(ours: np.ndarray, other: np.ndarray) -> float:
@@ -127,39 +131,33 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     attention._splash = functools.partial(attention._splash, interpret=True)
-    found = {}
+    differences = {}
     states, scores = trained()
     for axes in ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "tensor": 4}):
         name = " x ".join(f"{axis} {size}" for axis, size in axes.items())
         others, other_scores = trained(**axes)
-        found[f"{name}: state"] = max(map(apart, states, others))
-        found[f"{name}: log-probabilities"] = apart(scores, other_scores)
-    (states, scores), (others, other_scores) = (
-        trained(**LORA),
-        trained(**LORA, data=2, fsdp=2, tensor=2),
+        differences[f"{name}: state"] = max(map(apart, states, others))
+        differences[f"{name}: log-probabilities"] = apart(scores, other_scores)
+    states, scores = trained(**LORA)
+    others, other_scores = trained(**LORA, data=2, fsdp=2, tensor=2)
+    differences["LoRA, data 2 x fsdp 2 x tensor 2: state"] = max(map(apart, states, others))
+    differences["LoRA, data 2 x fsdp 2 x tensor 2: log-probabilities"] = apart(scores, other_scores)
+    states, scores = trained(optimizer="muon")
+    others, other_scores = trained(optimizer="muon", data=2, fsdp=2, tensor=2)
+    differences["Muon, data 2 x fsdp 2 x tensor 2: state"] = max(map(apart, states, others))
+    states, scores = trained(z_loss=0.1)
+    others, other_scores = trained(z_loss=0.1, accumulation_steps=2, data=2, fsdp=2)
+    differences["z-loss, in two parts, data 2 x fsdp 2: state"] = max(map(apart, states, others))
+    differences["z-loss, in two parts, data 2 x fsdp 2: log-probabilities"] = apart(
+        scores, other_scores
     )
-    found["LoRA, data 2 x fsdp 2 x tensor 2: state"] = max(map(apart, states, others))
-    found["LoRA, data 2 x fsdp 2 x tensor 2: log-probabilities"] = apart(scores, other_scores)
-    muon = {"optimizer": "muon"}
-    (states, scores), (others, other_scores) = (
-        trained(**muon),
-        trained(**muon, data=2, fsdp=2, tensor=2),
-    )
-    found["Muon, data 2 x fsdp 2 x tensor 2: state"] = max(map(apart, states, others))
-    z_loss = {"z_loss": 0.1}
-    (states, scores), (others, other_scores) = (
-        trained(**z_loss),
-        trained(**z_loss, accumulation_steps=2, data=2, fsdp=2),
-    )
-    found["z-loss, in two parts, data 2 x fsdp 2: state"] = max(map(apart, states, others))
-    found["z-loss, in two parts, data 2 x fsdp 2: log-probabilities"] = apart(scores, other_scores)
-    one = splash((1, 1, 1))
+    on_one_device = splash((1, 1, 1))
     for axes in ((2, 1, 1), (1, 2, 2), (1, 1, 4), (2, 2, 2)):
-        found[f"splash {axes}"] = apart(one, splash(axes))
-    found["engine tensor 2"] = apart(sampled(1), sampled(2))
-    found["engine tensor 2, int8"] = apart(sampled(1, "int8"), sampled(2, "int8"))
-    found["encoder data 8"] = apart(embedded(1), embedded(8))
-    print(json.dumps(found))
+        differences[f"splash {axes}"] = apart(on_one_device, splash(axes))
+    differences["engine tensor 2"] = apart(sampled(1), sampled(2))
+    differences["engine tensor 2, int8"] = apart(sampled(1, "int8"), sampled(2, "int8"))
+    differences["encoder data 8"] = apart(embedded(1), embedded(8))
+    print(json.dumps(differences))
 
 
 if __name__ == "__main__":

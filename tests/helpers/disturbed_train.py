@@ -26,6 +26,7 @@ import errno
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -60,7 +61,7 @@ LISTENING: list[Preemption] = []  # to signals
 
 
 def import_all() -> None:
-    """All that a run imports, so that no start imports it again."""
+    """Import all that a run needs, so that no start imports it again."""
     folders = ("agents", "learning", "methods", "models", "report", "tasks", "trajectories")
     for module in pkgutil.walk_packages(mujica_jax.__path__, "mujica_jax."):
         if module.name.split(".")[1] in folders:
@@ -69,8 +70,11 @@ def import_all() -> None:
 
 
 def build_once(path: str) -> None:
-    """The task of a configuration file, built here for all starts. An index of passages starts JAX,
-    whose threads a fork would leave behind: with one, each start builds its own."""
+    """Build the task of a configuration file here, for all starts.
+
+    An index of passages starts JAX, whose threads do not survive a fork, so there each start builds
+    its own.
+    """
     config = load_config(path).task
     if getattr(config, "environment", None) == "text":
         return
@@ -79,9 +83,10 @@ def build_once(path: str) -> None:
     if config.environment == "graph":  # bm25s starts JAX's threads, which no fork survives
         list(from_scratch(task).demonstrations())
 
-    start.build_task = lambda config_of_run: (
-        task if config_of_run.task == config else build(config_of_run)
-    )
+    def build_or_reuse(config_of_run: Any) -> Any:
+        return task if config_of_run.task == config else build(config_of_run)
+
+    start.build_task = build_or_reuse
 
 
 def send(name: str) -> None:
@@ -106,7 +111,7 @@ def reward_by_tokens() -> None:
 
 
 def before(owner: Any, name: str, act: Callable[..., None]) -> None:
-    """`act` is called with the arguments of every call, before it."""
+    """Call `act` before each call of a method, with the same arguments."""
     original = getattr(owner, name)
 
     @functools.wraps(original)
@@ -118,13 +123,11 @@ def before(owner: Any, name: str, act: Callable[..., None]) -> None:
 
 
 def in_phase(phase: str, number: int, act: Callable[[], None]) -> None:
-    """At the number-th progress report of a phase, or as it begins."""
-    seen = 0
+    """Act at the number-th progress report of a phase, or, for 0, as the phase begins."""
+    reports = itertools.count(1)
 
     def reported(stage: Stage, done: int, **figures) -> None:
-        nonlocal seen
-        seen += stage.name == phase
-        if stage.name == phase and seen == number:
+        if stage.name == phase and next(reports) == number:
             act()
 
     def entered(preemption: Preemption, name: str, **options) -> None:
@@ -136,12 +139,12 @@ def in_phase(phase: str, number: int, act: Callable[[], None]) -> None:
 
 
 def at_write(number: int, act: Callable[[], None], *, once: bool) -> None:
-    seen = 0
+    """Act at the number-th write to a disk and, unless `once`, at every later one."""
+    writes = itertools.count(1)
 
     def counted(*_, **__) -> None:
-        nonlocal seen
-        seen += 1
-        if seen == number or (seen > number and not once):
+        write = next(writes)
+        if write == number or (write > number and not once):
             act()
 
     for name in ("fsync", "link", "rename", "replace"):
@@ -209,10 +212,14 @@ def disturbed(
 
 
 def started(chosen: dict[str, Any]) -> int | None:
-    """Forks a start and reports on it; the status of the program in the process that is the
-    start."""
+    """Fork a start and print a report on it.
+
+    In the forked process, return the exit status of the program.
+    """
     folder = Path(tempfile.mkdtemp())
-    output, messages, noted = (folder / name for name in ("output", "messages", "noted"))
+    output = folder / "output"
+    messages = folder / "messages"
+    noted = folder / "noted"
     child = os.fork()
     if child == 0:
         os.environ[NOTED] = str(noted)
@@ -220,14 +227,15 @@ def started(chosen: dict[str, Any]) -> int | None:
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), number)
         return disturbed(**chosen)
     _, status, used = os.wait4(child, 0)
-    cpu_seconds = used.ru_utime + used.ru_stime
+    cpu_seconds_after_signal = None
+    if noted.exists():
+        cpu_seconds_at_signal = float(noted.read_text())
+        cpu_seconds_after_signal = used.ru_utime + used.ru_stime - cpu_seconds_at_signal
     report = {
         "status": os.waitstatus_to_exitcode(status),
         "output": output.read_text(),
         "messages": messages.read_text(),
-        "cpu_seconds_after_signal": cpu_seconds - float(noted.read_text())
-        if noted.exists()
-        else None,
+        "cpu_seconds_after_signal": cpu_seconds_after_signal,
     }
     shutil.rmtree(folder)
     print(json.dumps(report), flush=True)
@@ -235,7 +243,7 @@ def started(chosen: dict[str, Any]) -> int | None:
 
 
 def wait_for_the_job(folder: Path, processes: int) -> None:
-    """Begin when the other processes of a job are here too: on a busy machine one may need much
+    """Wait until the other processes of a job are here too: on a busy machine one may need much
     longer to import."""
     (folder / str(os.getpid())).touch()
     until = time.monotonic() + SECONDS_TO_WAIT
@@ -248,7 +256,8 @@ def main() -> int:
     starts = json.loads(sys.argv[1])
     if starts[0].get("program") != "sample":
         build_once(starts[0]["words"][0])
-    if (job := starts[0].pop("job", None)) is not None:
+    job = starts[0].pop("job", None)
+    if job is not None:
         wait_for_the_job(Path(job["folder"]), job["processes"])
     for chosen in starts:
         status = started(chosen)

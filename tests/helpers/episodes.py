@@ -1,4 +1,4 @@
-"""Episodes that are written down, not played, for the tests of what reads them."""
+"""Trajectories that are written by hand and not played, for the tests of their readers."""
 
 from typing import Any
 
@@ -6,7 +6,8 @@ from mujica_jax.records import Conversation, StopReason, Trajectory
 
 
 def episode(*conversations: Conversation, **changes: Any) -> Trajectory:
-    """One that ended with the answer "" and searched nothing, but for the fields that are given."""
+    """Return a trajectory that ended with the answer "" and without a search, except for the given
+    fields."""
     fields: dict[str, Any] = {
         "question_id": "q",
         "attempt": 0,

@@ -1,5 +1,6 @@
-"""A small server of Google Cloud Storage's JSON API, which honours generation preconditions and
-fails as it is told to.
+"""A small server of Google Cloud Storage's JSON API.
+
+It honours generation preconditions and fails on request.
 
     bucket = use(monkeypatch)  # this process talks to it
     bucket.faults = lambda request: "503" if request.kind == "upload" else None
@@ -9,7 +10,8 @@ fails as it is told to.
 Kept in memory: whole objects with generation, metadata and checksums. Any bucket name is a bucket,
 except those that begin with "no-", and those that begin with "closed-", to which nobody has access.
 Uploads in one part, in two and resumable; downloads with ranges; lists with prefix, delimiter,
-offsets and pages; delete and compose."""
+offsets and pages; delete and compose.
+"""
 
 import base64
 import contextlib
@@ -64,7 +66,7 @@ class Request:
 
     @property
     def kind(self) -> str:
-        """upload, download, list, or what stands for itself."""
+        """The kind of the request: upload, download, list, or another one with its own name."""
         if self.path.startswith("/upload/"):
             return "upload"
         if self.query.get("alt") == "media":
@@ -90,8 +92,10 @@ class Refused(Exception):
 
 
 class FakeBucket:
-    """`objects[bucket, name]`. `faults(request)` is asked before each request; `requests` remembers
-    all."""
+    """The server and its contents: `objects[bucket, name]`.
+
+    It asks `faults(request)` before each request and records all of them in `requests`.
+    """
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Object] = {}
@@ -138,7 +142,7 @@ class FakeBucket:
         return self.objects[bucket, name].content
 
     def put(self, bucket: str, name: str, content: bytes) -> None:
-        """As somebody else would write it."""
+        """Store an object as another program would write it."""
         with self._lock:
             self.objects[bucket, name] = Object(content, next(self._generations))
 
@@ -171,8 +175,8 @@ class FakeBucket:
                 try:
                     answer = self._answer(request, handler.headers, body)
                 except Refused as refused:
-                    said = {"error": {"code": refused.status, "message": str(refused)}}
-                    answer = Answer(refused.status, json.dumps(said).encode())
+                    error = {"error": {"code": refused.status, "message": str(refused)}}
+                    answer = Answer(refused.status, json.dumps(error).encode())
         if fault == "lost answer":
             handler.close_connection = True
             return
@@ -190,17 +194,19 @@ class FakeBucket:
         handler.wfile.write("\r\n".join([*lines, "", ""]).encode() + content)
 
     def _answer(self, request: Request, headers: Any, body: bytes) -> Answer:
-        found = re.fullmatch(
+        address = re.fullmatch(
             r"(/upload|/download)?/storage/v1/b/([^/]+)(?:/o(?:/([^/]+)(?:/(.+))?)?)?", request.path
         )
-        if found is None:
+        if address is None:
             raise Refused(404, f"no such address: {request.path}")
-        bucket, name, action = found[2], urllib.parse.unquote(found[3] or ""), found[4] or ""
+        bucket = address[2]
+        name = urllib.parse.unquote(address[3] or "")
+        action = address[4] or ""
         if bucket.startswith("no-"):
             raise Refused(404, "The specified bucket does not exist.")
         if bucket.startswith("closed-"):
             raise Refused(403, "somebody does not have storage.objects.get access")
-        if found[1] == "/upload":
+        if address[1] == "/upload":
             return self._upload(request, headers, bucket, body)
         if action == "compose":
             return self._compose(request, bucket, name, json.loads(body))
@@ -288,16 +294,17 @@ class FakeBucket:
 
     def _list(self, request: Request, bucket: str) -> Answer:
         query = request.query
-        low, high = query.get("startOffset", ""), query.get("endOffset") or "\U0010ffff"
+        low = query.get("startOffset", "")
+        high = query.get("endOffset") or "\U0010ffff"
         names = [name for name in self.names(bucket, query.get("prefix", "")) if low <= name < high]
         after = query.get("pageToken", "")
         page = [name for name in names if name > after][: int(query.get("maxResults") or PAGE)]
-        said: dict[str, Any] = {
+        listing: dict[str, Any] = {
             "items": [_resource(bucket, name, self.objects[bucket, name]) for name in page]
         }
         if page and page[-1] != names[-1]:
-            said["nextPageToken"] = page[-1]
-        return Answer(200, json.dumps(said).encode())
+            listing["nextPageToken"] = page[-1]
+        return Answer(200, json.dumps(listing).encode())
 
     def _require(self, conditions: dict[str, str], there: Object | None) -> None:
         wanted = conditions.get("ifGenerationMatch")
@@ -345,7 +352,10 @@ def _resource(bucket: str, name: str, made: Object) -> dict[str, Any]:
 
 
 def _second_part(content_type: str, body: bytes) -> bytes:
-    """Byte for byte: a parser of messages would change line ends."""
+    """Return the bytes of the second part of a message.
+
+    A parser of messages would change its line ends.
+    """
     boundary = re.search(r"boundary=['\"]?([^'\";]+)", content_type)
     assert boundary is not None
     part = body.split(b"--" + boundary[1].encode())[2]
@@ -363,7 +373,7 @@ def _chunked(handler: http.server.BaseHTTPRequestHandler) -> bytes:
 
 @functools.cache
 def _of_this_process() -> FakeBucket:
-    """Until the process ends: TensorStore reads the address of its server once."""
+    """Return the one bucket of this process: TensorStore reads the address of its server once."""
     bucket = FakeBucket()
     threading.Thread(
         target=bucket.server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
@@ -372,7 +382,7 @@ def _of_this_process() -> FakeBucket:
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> FakeBucket:
-    """Requests to buckets go to an empty fake one, and are repeated after milliseconds."""
+    """Send this process's requests to an empty fake bucket, and let it retry after milliseconds."""
     bucket = _of_this_process()
     bucket.objects.clear()
     bucket.requests.clear()
@@ -401,7 +411,10 @@ def serving() -> Iterator[FakeBucket]:
 
 
 def main() -> None:
-    """Serves until its input ends; its first line is the environment that leads to it."""
+    """Serve until the input ends.
+
+    The first line of output is the environment that leads to this server.
+    """
     with serving() as bucket:
         print(json.dumps(bucket.environment), flush=True)
         sys.stdin.read()

@@ -1,5 +1,7 @@
-"""Fakes in the place of a `Run`: what recipes call with a run reaches the fake's method of the same
-name, where it has one."""
+"""Fakes in the place of a `Run`.
+
+A function that recipes call with a run calls the fake's method of the same name, if it has one.
+"""
 
 import functools
 from collections.abc import Callable

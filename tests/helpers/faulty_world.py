@@ -21,7 +21,7 @@ class FaultyWorldConfig(TinyWorldConfig):
 
 
 class FaultyEnvironment:
-    """Another environment whose searches fail."""
+    """An environment whose searches fail. All else comes from another environment."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment
@@ -39,9 +39,9 @@ def build(config: FaultyWorldConfig) -> Any:
     environment_of = task.environment
 
     def environment(question: Question) -> Any:
-        found = environment_of(question)
+        inner = environment_of(question)
         fails = zlib.crc32(question.id.encode()) % 100 < percent
-        return FaultyEnvironment(found) if fails else found
+        return FaultyEnvironment(inner) if fails else inner
 
     task.environment = environment
     return task

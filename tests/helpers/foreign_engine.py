@@ -34,8 +34,10 @@ COLUMNS = {"tokens_idx": (0, 1), "valid_idx": (1, 2), "length_idx": (2, 3), "sam
 
 
 class ForeignEngine(engine_api.Engine):
-    """Greedy. The "cache" of a slot is its tokens, and every step reads all of them again: slow and
-    plain."""
+    """A greedy engine.
+
+    The "cache" of a slot is its tokens, and every step reads all of them again: slow and plain.
+    """
 
     def __init__(
         self,
@@ -45,7 +47,9 @@ class ForeignEngine(engine_api.Engine):
         positions: int,
         max_prefill_length: int | None = None,
     ):
-        self.model, self.slots, self.positions = model, slots, positions
+        self.model = model
+        self.slots = slots
+        self.positions = positions
         self._max_prefill_length = positions if max_prefill_length is None else max_prefill_length
         self._graph, self._shapes = nnx.split(
             nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0)))
@@ -82,7 +86,8 @@ class ForeignEngine(engine_api.Engine):
         return prefix, engine_api.ResultTokens(data=jnp.asarray([[token, 1, 0]]), **COLUMNS)
 
     def insert(self, prefix: Any, decode_state: dict[str, Any], slot: int) -> dict[str, Any]:
-        tokens, length = prefix["tokens"].copy(), prefix["length"]
+        tokens = prefix["tokens"].copy()
+        length = prefix["length"]
         if length < self.positions:
             tokens[length] = prefix["first"]
         return decode_state | {
@@ -143,7 +148,10 @@ class ForeignEngine(engine_api.Engine):
 
 
 class SamplingEngine(ForeignEngine):
-    """Each request has its own temperature and seed; the first token comes from `generate`."""
+    """An engine in which each request has its own temperature and seed.
+
+    The first token comes from `generate`.
+    """
 
     capabilities = Capabilities(sampling_per_request=True, log_probabilities=False)
 
@@ -163,7 +171,8 @@ class SamplingEngine(ForeignEngine):
         # the first token is still to be drawn
         state["lengths"] = state["lengths"].at[slot].set(prefix["length"])
         state["generated"] = state["generated"].at[slot].set(0)
-        state["temperature"][slot], state["seed"][slot] = sampling.temperature, sampling.seed
+        state["temperature"][slot] = sampling.temperature
+        state["seed"][slot] = sampling.seed
         return state
 
     def _draw(

@@ -25,35 +25,44 @@ def resident_bytes() -> int:
     return 1024 * int(status.split("VmRSS:")[1].split()[0])
 
 
+class MemoryWatcher(threading.Thread):
+    """Keeps the largest resident memory of this process until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak_bytes = resident_bytes()
+        self._done = threading.Event()
+
+    def run(self) -> None:
+        while not self._done.is_set():
+            self.peak_bytes = max(self.peak_bytes, resident_bytes())
+            time.sleep(INTERVAL_SECONDS)
+
+    def stop(self) -> None:
+        self._done.set()
+        self.join()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("directory")
     directory = parser.parse_args().directory
     jax.numpy.zeros(1)  # the runtime's own memory belongs to the baseline
-    before = peak = resident_bytes()
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.is_set():
-            peak = max(peak, resident_bytes())
-            time.sleep(INTERVAL_SECONDS)
-
-    watcher = threading.Thread(target=watch)
+    before = resident_bytes()
+    watcher = MemoryWatcher()
     watcher.start()
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     try:
         decoder = load_checkpoint(directory)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     finally:
-        done.set()
-        watcher.join()
-    seconds = time.perf_counter() - began
+        watcher.stop()
+    seconds = time.perf_counter() - start_time
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(decoder)))
     print(
-        f"{size / 2**20:.1f} MiB of weights, peak {(peak - before) / size:.2f} times that, "
+        f"{size / 2**20:.1f} MiB of weights, peak {(watcher.peak_bytes - before) / size:.2f} times that, "
         f"{seconds:.1f} s"
     )
     return 0

@@ -1,8 +1,10 @@
-"""JetStream's own driver and orchestrator on our engine, as JetStream's tests use them. Started by
-inference/jetstream/test_engine.py.
+"""Run JetStream's own driver and orchestrator on our engine, as JetStream's tests use them.
+
+Started by inference/jetstream/test_engine.py.
 
 Prints one line: prompts, the tokens that our generator gives, and those that came through
-JetStream."""
+JetStream.
+"""
 
 import asyncio
 import json
@@ -29,7 +31,7 @@ SHARED = random_tokens(2 * PAGE_TOKENS + 3, seed=99)
 
 
 def prompts() -> list[list[int]]:
-    """Every second one begins as others do."""
+    """Return eight prompts. Every second one shares its beginning with others."""
     return [
         [*(SHARED if number % 2 else []), *random_tokens(length, seed=number)]
         for number, length in enumerate(LENGTHS)
@@ -79,7 +81,7 @@ async def by_orchestrator() -> tuple[list[list[int]], list[int]]:
     # ended the last request, and a failed assertion ends the process: so something runs all the
     # time.
     others = asyncio.ensure_future(ask([1, 2, 3], MAX_TOKENS))
-    found = await asyncio.gather(
+    answers = await asyncio.gather(
         *(ask(prompt, 9 + number) for number, prompt in enumerate(prompts()))
     )
     refused = await ask([10**6], 5)
@@ -87,19 +89,19 @@ async def by_orchestrator() -> tuple[list[list[int]], list[int]]:
     assert (await client.HealthCheck(jetstream_pb2.HealthCheckRequest())).is_live
     driver.stop()
     others.cancel()
-    return list(found), refused
+    return list(answers), refused
 
 
 def main() -> None:
     generator = asyncio.run(by_generator())
     orchestrator, refused = asyncio.run(by_orchestrator())
-    found = {
+    report = {
         "prompts": prompts(),
         "generator": generator,
         "orchestrator": orchestrator,
         "refused": refused,
     }
-    print("\n" + json.dumps(found), flush=True)
+    print("\n" + json.dumps(report), flush=True)
 
 
 if __name__ == "__main__":

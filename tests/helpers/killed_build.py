@@ -8,6 +8,7 @@ As a program it is the build: it says when the moment has come and waits there f
 are small ones."""
 
 import importlib
+import itertools
 import os
 import signal
 import subprocess
@@ -19,12 +20,13 @@ from typing import Any
 from mujica_jax.retrieval.text import scann, vectors
 from tests.helpers.paths import ROOT
 
-EMBEDDED_ROWS, HASHED_ROWS = 20, 500
+EMBEDDED_ROWS = 20
+HASHED_ROWS = 500
 REACHED = "the moment has come"
 
 
 def small_chunks(monkeypatch) -> None:
-    """In this process, as in the one that is killed."""
+    """Set small chunks in this process, as in the one that is killed."""
     monkeypatch.setattr(vectors, "CHUNK_ROWS", EMBEDDED_ROWS)
     monkeypatch.setattr(scann, "CHUNK_ROWS", HASHED_ROWS)
 
@@ -37,10 +39,10 @@ def kill_at(function: str, call: int, arguments: Sequence[str]) -> None:
     ) as process:
         assert process.stdout is not None
         try:
-            said = process.stdout.readline()
+            line = process.stdout.readline()
         finally:
             process.send_signal(signal.SIGKILL)
-    assert said.strip() == REACHED, f"the build ended before call {call} of {function}"
+    assert line.strip() == REACHED, f"the build ended before call {call} of {function}"
     assert process.returncode == -signal.SIGKILL
 
 
@@ -50,18 +52,18 @@ def main() -> int:
     owner: Any = importlib.import_module(f"mujica_jax.retrieval.{folder}.{first}")
     for place in places:
         owner = getattr(owner, place)
-    original, calls = getattr(owner, name), 0
+    original = getattr(owner, name)
+    calls = itertools.count(1)
 
-    def stopping(*given, **named):
-        nonlocal calls
-        calls += 1
-        if calls == int(call):
+    def stopping(*arguments, **options):
+        if next(calls) == int(call):
             print(REACHED, flush=True)
             time.sleep(600)
-        return original(*given, **named)
+        return original(*arguments, **options)
 
     setattr(owner, name, stopping)
-    vectors.CHUNK_ROWS, scann.CHUNK_ROWS = EMBEDDED_ROWS, HASHED_ROWS
+    vectors.CHUNK_ROWS = EMBEDDED_ROWS
+    scann.CHUNK_ROWS = HASHED_ROWS
     from mujica_jax import index
 
     return index.main(arguments)

@@ -1,5 +1,4 @@
-"""Episodes without a model: a tokenizer, a little graph, and a policy that writes what it is
-told."""
+"""Episodes without a model: a tokenizer, a little graph, and a policy that writes given texts."""
 
 import asyncio
 import dataclasses
@@ -28,9 +27,9 @@ CONFIG = MujicaConfig(
     max_trajectory_tokens=1000,
     max_observation_tokens=300,
 )
-FILM, DIRECTOR, CITY = (
-    Entity(id=f"Q{n}", label=name) for n, name in enumerate(["Amber Tide", "Ilse Vand", "Ghent"])
-)
+FILM = Entity(id="Q0", label="Amber Tide")
+DIRECTOR = Entity(id="Q1", label="Ilse Vand")
+CITY = Entity(id="Q2", label="Ghent")
 OTHER_FILM = Entity(id="Q3", label="Tin Orchard")
 QUESTION = Question(
     id="q-1",
@@ -52,14 +51,16 @@ GRAPH = {
 
 @functools.cache
 def tokenizer() -> Tokenizer:
-    """Byte-level; the protocol's tags are tokens."""
+    """Return a byte-level tokenizer in which the protocol's tags are tokens."""
     return Tokenizer.train((text for _ in range(5) for text in sample_text()), 600)
 
 
 @dataclasses.dataclass
 class LittleWorld:
-    """Materials by entity (graph) or by query (text); searches whose query is in `failing`
-    raise."""
+    """An environment with materials by entity (graph) or by query (text).
+
+    Searches whose query is in `failing` raise.
+    """
 
     materials: Mapping[str, Sequence[Material]] = dataclasses.field(default_factory=lambda: GRAPH)
     kind: Literal["graph", "text"] = "graph"
@@ -84,8 +85,10 @@ class Request:
 
 
 class ToldPolicy:
-    """Writes the planner's turns in their order and a worker's turn by its query. For one
-    episode."""
+    """A policy for one episode.
+
+    It writes the planner's turns in their order and a worker's turn by its query.
+    """
 
     version = 3
 
@@ -111,14 +114,14 @@ class ToldPolicy:
 
 
 def completion(text: str, most_tokens: int = 1000) -> Completion:
-    """What an engine would return for this text."""
+    """Return what an engine would return for this text."""
     ids = (*tokenizer().encode_model(text), tokenizer().end_of_turn_id)
-    kept = ids[:most_tokens]
+    sampled = ids[:most_tokens]
     return Completion(
-        token_ids=kept,
-        logprobs=tuple(-0.5 - n / 8 for n in range(len(kept))),
+        token_ids=sampled,
+        logprobs=tuple(-0.5 - n / 8 for n in range(len(sampled))),
         sampling_logprobs=None,
-        finish_reason="stop" if kept == ids else "length",
+        finish_reason="stop" if sampled == ids else "length",
         policy_version=3,
     )
 
@@ -134,7 +137,7 @@ def agent(**changes) -> Mujica:
 
 
 def everywhere(world: Environment) -> EnvironmentOf:
-    """Every question is answered in this world."""
+    """Return a function that gives every question this world."""
     return lambda question: world
 
 
@@ -145,7 +148,7 @@ def rewarded(trajectory: Trajectory, question: Question, name: str = "f1") -> Tr
 def play(
     policy: ToldPolicy, world: Environment | None = None, question: Question = QUESTION, **changes
 ) -> Trajectory:
-    """One episode and its F1; `changes` are limits that differ from CONFIG."""
+    """Play one episode and reward it by F1. `changes` are limits that differ from CONFIG."""
     world = LittleWorld() if world is None else world
     return rewarded(
         asyncio.run(

@@ -1,4 +1,4 @@
-"""A little knowledge graph as a Wikidata dump writes it, with what dumps hold besides."""
+"""A little knowledge graph in the form of a Wikidata dump, with the oddities of real dumps."""
 
 import gzip
 from pathlib import Path
@@ -9,7 +9,8 @@ from mujica_jax.retrieval.graph.files import GraphSpec
 from mujica_jax.retrieval.graph.index import Loaded, load
 from mujica_jax.retrieval.graph.knowledge_graph import GraphStore
 
-WD, WDT = "http://www.wikidata.org/entity/", "http://www.wikidata.org/prop/direct/"
+WD = "http://www.wikidata.org/entity/"
+WDT = "http://www.wikidata.org/prop/direct/"
 LABEL = "http://www.w3.org/2000/01/rdf-schema#label"
 ALIAS = "http://www.w3.org/2004/02/skos/core#altLabel"
 XSD = "http://www.w3.org/2001/XMLSchema#"
@@ -21,9 +22,9 @@ def label(entity: str, text: str, language: str = "en", predicate: str = LABEL) 
     return f"<{WD}{entity}> <{predicate}> {pyoxigraph.Literal(text, language=language)} ."
 
 
-def fact(subject: str, relation: str, found: str) -> str:
-    """`found` is a Q-id, or a term as N-Triples writes it."""
-    term = f"<{WD}{found}>" if found.startswith("Q") else found
+def fact(subject: str, relation: str, object: str) -> str:
+    """Return a triple as N-Triples writes it. `object` is a Q-id or a term in that notation."""
+    term = f"<{WD}{object}>" if object.startswith("Q") else object
     return f"<{WD}{subject}> <{WDT}{relation}> {term} ."
 
 
@@ -88,8 +89,9 @@ def write_dump(path: Path, lines: list[str] = LINES) -> Path:
 
 
 def graph_in_memory(*files: str | Path, **spec) -> GraphStore:
-    """What an index of these files would hold."""
-    store, made_of = pyoxigraph.Store(), GraphSpec(files=tuple(map(str, files)), **spec)
+    """Return what an index of these files would hold."""
+    store = pyoxigraph.Store()
+    made_of = GraphSpec(files=tuple(map(str, files)), **spec)
     for _ in load(store, made_of, Loaded()):
         pass
     return GraphStore(store, version="", languages=made_of.languages)

@@ -1,4 +1,4 @@
-"""A real HTTP server on this machine that answers as it is told, and misbehaves as it is told."""
+"""A real HTTP server on this machine that answers, or misbehaves, as a test tells it."""
 
 import asyncio
 import contextlib
@@ -34,7 +34,10 @@ class Answer:
 
 
 class LocalEndpoint:
-    """`answer(request, how many came before)` decides; every request is remembered."""
+    """The server.
+
+    `answer(request, how many came before)` decides each answer, and every request is recorded.
+    """
 
     def __init__(self, answer: Callable[[Request, int], Answer]) -> None:
         self.answer = answer
@@ -80,7 +83,7 @@ class LocalEndpoint:
         self._send(handler, answer)
 
     async def has_requests(self, count: int) -> None:
-        """Wait until so many requests are here."""
+        """Wait until this number of requests has arrived."""
 
         def wait() -> None:
             with self._changed:
@@ -97,11 +100,9 @@ class LocalEndpoint:
         if answer.fault == "hang up":
             handler.close_connection = True
             return
-        content = (
-            answer.content
-            if isinstance(answer.content, bytes)
-            else json.dumps(answer.content).encode()
-        )
+        content = answer.content
+        if not isinstance(content, bytes):
+            content = json.dumps(content).encode()
         with contextlib.suppress(ConnectionError):
             handler.send_response(answer.status)
             for name, value in answer.headers.items():
@@ -120,7 +121,7 @@ class LocalEndpoint:
                 handler.wfile.write(content)
 
     def _went_away(self, handler: http.server.BaseHTTPRequestHandler) -> bool:
-        """Wait, and see whether the client closes its connection meanwhile."""
+        """Wait, and return whether the client closes its connection meanwhile."""
         handler.connection.settimeout(HANG_SECONDS)
         try:
             return handler.connection.recv(1) == b""

@@ -1,7 +1,8 @@
-"""Bytes on each chip, by phase and part, of configurations with published models, over as many
-devices of a CPU as they have chips; prints JSON. Started by `test_configurations.py`.
+"""Plan the bytes on each chip, by phase and part, for configurations of published models; print
+JSON. It uses as many CPU devices as they have chips. Started by `test_configurations.py`.
 
-python -m tests.helpers.memory_of_configurations CONFIG=MODEL ..."""
+python -m tests.helpers.memory_of_configurations CONFIG=MODEL ...
+"""
 
 import json
 import os
@@ -17,10 +18,12 @@ from tests.models.test_families import PUBLISHED
 
 
 def planned(name: str, model: str) -> dict[str, dict[str, int]]:
-    """Without what a compiler says (temporaries) and what is searched."""
-    config, size = load_config(name), from_hugging_face(PUBLISHED[model])
-    found = phases(config, size, Trainer(size, config.trainer), step=0, calls=0)
-    return {phase.name: dict(phase.parts) for phase in found}
+    """Return the planned bytes without those that only a compiler knows (temporaries) and without
+    the search index."""
+    config = load_config(name)
+    size = from_hugging_face(PUBLISHED[model])
+    phases_of_run = phases(config, size, Trainer(size, config.trainer), step=0, calls=0)
+    return {phase.name: dict(phase.parts) for phase in phases_of_run}
 
 
 if __name__ == "__main__":

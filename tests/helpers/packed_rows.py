@@ -32,7 +32,10 @@ SHORT_SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=3)
 
 
 def conversation(*turns: tuple[int, ...], trained: tuple[bool, ...] | None = None) -> Conversation:
-    """Turns alternate between context and model; by default the model's are trained."""
+    """Return a conversation of these turns, which alternate between context and model.
+
+    By default the model's turns are trained.
+    """
     trained = tuple(index % 2 == 1 for index in range(len(turns))) if trained is None else trained
     return Conversation(
         role="worker",
@@ -49,7 +52,7 @@ def conversation(*turns: tuple[int, ...], trained: tuple[bool, ...] | None = Non
 
 
 def random_conversations(count: int, seed: int = 0, longest: int = 30) -> list[Conversation]:
-    """Four turns each, of one to a quarter of `longest` tokens."""
+    """Return conversations of four turns, each of one token to a quarter of `longest` tokens."""
     random = np.random.default_rng(seed)
 
     def turn() -> tuple[int, ...]:
@@ -61,5 +64,5 @@ def random_conversations(count: int, seed: int = 0, longest: int = 30) -> list[C
 
 
 def tiny_decoder(config: DecoderConfig = MODEL, seed: int = 0) -> Decoder:
-    """Drawn in one compiled program: op by op it would take seconds."""
+    """Return a decoder drawn in one compiled program: op by op it would take seconds."""
     return nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(seed)))()

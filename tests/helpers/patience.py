@@ -1,4 +1,4 @@
-"""How long a test waits for what must come."""
+"""The time that a test waits for something that must come."""
 
 # Ends a test that hangs. It is far more than anything takes on a busy machine, and no test measures
 # it.

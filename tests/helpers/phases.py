@@ -1,5 +1,5 @@
-"""Every phase of the smoke run in its order, each with the progress report at which something
-happens (0: as it begins)."""
+"""Every phase of the smoke run in its order, each with the progress report at which a test acts (0:
+as it begins)."""
 
 PHASES = {
     "warm-up: playing the demonstrations": 0,

@@ -10,6 +10,7 @@ prepared from.
 import dataclasses
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,18 @@ from mujica_jax.tasks.two_wiki import task as two_wiki
 from mujica_jax.tasks.two_wiki.records import read_folder
 
 
+def as_dicts(items: Iterable[Any]) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(item) for item in items]
+
+
 def loaded(kind: str, data_dir: str) -> Any:
-    """Return all that a task reads of a folder or data set, as JSON has it."""
+    """Return all that a task reads of a folder or data set, as JSON would give it."""
     folder = data_folder(data_dir, kind)
-    found: dict[str, Any]
+    content: dict[str, Any]
     if kind == "qald10":
-        found = {language: list(read_qald(str(folder), language)) for language in ("en", "de")}
+        content = {language: list(read_qald(str(folder), language)) for language in ("en", "de")}
     elif kind == "two_wiki":
-        found = {"records": [dataclasses.asdict(record) for record in read_folder(folder)]}
+        content = {"records": as_dicts(read_folder(folder))}
         for environment in ("text", "graph"):
             for is_split in (False, True):
                 task = two_wiki.build(
@@ -44,32 +49,31 @@ def loaded(kind: str, data_dir: str) -> Any:
                         split_dev_files=is_split,
                     )
                 )
-                found[f"{environment} {is_split}"] = [questions_of(task), task.left_out, task.notes]
+                content[f"{environment} {is_split}"] = [
+                    questions_of(task),
+                    task.left_out,
+                    task.notes,
+                ]
     else:
         config = {"hotpotqa": HotpotConfig, "musique": MusiqueConfig}[kind]
         task = open_domain.build(config(data_dir=data_dir, top_k=2))
         paragraphs = {
             question.id: task.own_paragraphs(question) for question in task.questions("train")
         }
-        found = {
+        content = {
             "records": [
                 (training, dataclasses.asdict(record))
                 for training, record in read_set(folder, kind)
             ],
             "questions": questions_of(task),
-            "paragraphs": {
-                id: [dataclasses.asdict(one) for one in passages]
-                for id, passages in paragraphs.items()
-            },
+            "paragraphs": {id: as_dicts(passages) for id, passages in paragraphs.items()},
         }
-    return json.loads(json.dumps(found))
+    return json.loads(json.dumps(content))
 
 
 def questions_of(task: Any) -> dict[str, Any]:
-    return {
-        split: [dataclasses.asdict(question) for question in task.questions(split)]
-        for split in ("train", "dev", "test")
-    }
+    """Return the questions of each split."""
+    return {split: as_dicts(task.questions(split)) for split in ("train", "dev", "test")}
 
 
 def main(folders_file: str, loaded_file: str) -> None:

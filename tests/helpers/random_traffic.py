@@ -1,5 +1,5 @@
-"""Traffic that hypothesis draws, on an engine whose completions are computed by hand: any generator
-can be asked."""
+"""Traffic that hypothesis draws, for any generator on an engine whose completions are computed by
+hand."""
 
 import asyncio
 from typing import Any
@@ -26,8 +26,10 @@ def policy(version: int) -> nnx.State:
 def expected(
     engine: CountableEngine, prompt: list[int], wanted: SamplingParams, version: int
 ) -> tuple[list[int], list[float], str]:
-    """(tokens, log-probabilities, finish reason) of a request alone; its text is searched anew
-    after every token."""
+    """Return tokens, log-probabilities and finish reason of a request alone.
+
+    The whole text is searched for stop strings after every token.
+    """
     tokens, logprobs = engine.by_hand(prompt, wanted, version)
     for count in range(1, len(tokens) + 1):
         if tokens[count - 1] in engine.stop_token_ids.union(wanted.stop_token_ids):
@@ -76,8 +78,11 @@ engines = st.builds(
 
 
 def play(actions: list[tuple[str, Any]], engine: CountableEngine, generator: Any) -> None:
-    """Do what was drawn. Everyone gets the result of their request alone, and the engine holds
-    nothing at the end."""
+    """Do the drawn actions.
+
+    Check that each request gets the result it would get alone, and that the engine holds nothing at
+    the end.
+    """
 
     async def ask(
         prompt: list[int], wanted: SamplingParams, continues: bool, streams: bool, version: int
@@ -96,16 +101,18 @@ def play(actions: list[tuple[str, Any]], engine: CountableEngine, generator: Any
                 assert (list(got.token_ids), got.finish_reason) == (tokens, reason)
                 if generator.capabilities.log_probabilities:
                     assert list(got.logprobs) == logprobs
-                    assert list(got.sampling_logprobs) == [2 * one for one in logprobs]
+                    assert list(got.sampling_logprobs) == [2 * logprob for logprob in logprobs]
                 else:
-                    assert got.logprobs is None and got.sampling_logprobs is None
+                    assert got.logprobs is None
+                    assert got.sampling_logprobs is None
                 longer = [*prompt, *tokens, 1]
                 if continues and len(longer) + wanted.max_new_tokens <= engine.positions:
                     await ask(longer, wanted, continues, streams, version)
         except DeadlineError:
             assert wanted.deadline_seconds is not None
         except OverloadError:
-            assert streams and len(tasks) > generator.capacity - engine.slots
+            assert streams
+            assert len(tasks) > generator.capacity - engine.slots
         except RequestError as error:
             assert "pages of KV memory" in str(error)
             assert (
@@ -120,15 +127,21 @@ def play(actions: list[tuple[str, Any]], engine: CountableEngine, generator: Any
         task.cancel()
 
     async def main() -> None:
-        for action, what in actions:
+        for action, argument in actions:
             if action == "ask":
-                wish = dict(what)
-                turns = wish.pop("cancelled_after")
-                tasks.append(asyncio.create_task(ask(**wish, version=generator.policy_version)))
+                turns = argument["cancelled_after"]
+                asking = ask(
+                    argument["prompt"],
+                    argument["wanted"],
+                    argument["continues"],
+                    argument["streams"],
+                    generator.policy_version,
+                )
+                tasks.append(asyncio.create_task(asking))
                 if turns is not None:
                     tasks.append(asyncio.create_task(cancel(tasks[-1], turns)))
             elif action == "wait":
-                for _ in range(what):
+                for _ in range(argument):
                     await asyncio.sleep(0)
             else:
                 await asyncio.gather(*tasks, return_exceptions=True)

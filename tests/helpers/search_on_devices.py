@@ -1,5 +1,7 @@
-"""Exact and approximate search over eight virtual devices beside numpy; prints JSON. Started by
-`test_exact.py`."""
+"""Compare exact and approximate search over eight virtual devices with numpy; print JSON.
+
+Started by `test_exact.py`.
+"""
 
 import json
 
@@ -15,8 +17,12 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     exact.BLOCK_ROWS = 128
     draw = np.random.default_rng(1)
-    vectors, queries = (draw.normal(size=(rows, 24)).astype(np.float32) for rows in (2003, 6))
-    searches, differing, largest, on_each = 0, 0, 0.0, 0
+    vectors = draw.normal(size=(2003, 24)).astype(np.float32)
+    queries = draw.normal(size=(6, 24)).astype(np.float32)
+    searches = 0
+    differing = 0
+    largest = 0.0
+    on_each = 0
     for storage in ("bfloat16", "int8"):
         embeddings = compressed(vectors, storage)
         expected_scores, expected = best_rows(queries, embeddings.float32(), 9)
@@ -27,14 +33,14 @@ def main() -> None:
             largest = max(largest, float(np.abs(scores - expected_scores).max()))
             on_each = search._vectors.addressable_shards[0].data.shape[0]
             searches += 1
-    found = {
+    report = {
         "devices": len(jax.devices()),
         "rows_on_each": on_each,
         "searches": searches,
         "differing_positions": differing,
         "largest_difference": largest,
     }
-    print(json.dumps(found))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

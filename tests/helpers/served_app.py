@@ -10,7 +10,7 @@ from mujica_jax.retrieval.service import make_server, open_port
 
 @contextlib.contextmanager
 def app_served(app) -> Iterator[str]:
-    """Its address."""
+    """Serve the application and yield its address."""
     opened = open_port("127.0.0.1", 0)
     server = make_server(app)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [opened]}, daemon=True)

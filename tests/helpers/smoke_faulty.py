@@ -17,11 +17,13 @@ from tests.helpers.faulty_world import FaultyWorldConfig
 
 def get_config() -> Config:
     config = load_config(str(Path(__file__).with_name("smoke_config.py")))
-    task = {**dataclasses.asdict(config.task), "environment": "text", "top_k": 1}
+    task = FaultyWorldConfig(
+        **dataclasses.asdict(dataclasses.replace(config.task, environment="text", top_k=1))
+    )
     return dataclasses.replace(
         config,
         name="smoke_faulty",
-        task=FaultyWorldConfig(**task),
+        task=task,
         agent=RagConfig(max_turn_tokens=16, max_trajectory_tokens=384, max_observation_tokens=100),
         warmup=dataclasses.replace(config.warmup, steps=0),
         eval=dataclasses.replace(config.eval, control=False),

@@ -28,7 +28,8 @@ def tiny_embedder(folder: Path, *, seed: int = 0, **changes: object) -> Path:
     folder.mkdir(parents=True)
     fields = FIELDS | changes
     (folder / "config.json").write_text(json.dumps(fields))
-    config, draw = encoder_config(fields), np.random.default_rng(seed)
+    config = encoder_config(fields)
+    draw = np.random.default_rng(seed)
     tensors = {
         name: draw.normal(0, 0.4, weight.hugging_face_shape).astype(np.float32)
         for name, weight in weight_table(config).names()
@@ -47,7 +48,7 @@ def tiny_embedder(folder: Path, *, seed: int = 0, **changes: object) -> Path:
 
 
 def write_corpus(path: Path, passages: int, seed: int = 0) -> Path:
-    """JSON Lines of passages whose titles are `title N`."""
+    """Write JSON Lines of passages whose titles are `title N`."""
     draw = np.random.default_rng(seed)
     lines = [
         json.dumps(

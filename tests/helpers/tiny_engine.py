@@ -23,7 +23,10 @@ from tests.helpers.tiny_models import filled_decoder
 
 MODEL = dataclasses.replace(ONE_LAYER, vocab_size=70, num_layers=2, num_heads=4, num_kv_heads=2)
 NO_STOP = MODEL.vocab_size  # an id that no token has: requests end at max_new_tokens
-SLOTS, POSITIONS, PREFILL_TOKENS, DECODE_STEPS = 4, 192, 128, 4
+SLOTS = 4
+POSITIONS = 192
+PREFILL_TOKENS = 128
+DECODE_STEPS = 4
 PAGE_TOKENS = 8
 PAGES_A_SLOT = POSITIONS // PAGE_TOKENS
 
@@ -34,7 +37,7 @@ def decoder(config: DecoderConfig = MODEL) -> Decoder:
 
 
 def make_engine(
-    of: Decoder | None = None,
+    model: Decoder | None = None,
     *,
     slots: int = SLOTS,
     decode_steps: int = DECODE_STEPS,
@@ -59,41 +62,42 @@ def make_engine(
 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are read by XLA, as on a GPU: then their number and width change."""
+    """Let XLA read the rows, as on a GPU, so that their number and width change."""
     monkeypatch.setattr(kernels, "paged_attention", lambda **_: None)
 
 
 def pages_of_slot(slot: int) -> range:
-    """Pages of its own for a slot, where no tree hands them out."""
+    """Return the pages that belong to a slot where no tree hands them out."""
     return range(slot * PAGES_A_SLOT, (slot + 1) * PAGES_A_SLOT)
 
 
 def decoded(engine: Engine, state: SlotState) -> dict[int, tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities of each slot until nothing runs."""
-    found = {int(slot): ([], []) for slot in np.flatnonzero(state.remaining)}
+    """Decode until no slot runs. Return the tokens and log-probabilities of each slot."""
+    outputs = {int(slot): ([], []) for slot in np.flatnonzero(state.remaining)}
     while state.remaining.any():
         state, call = engine.decode(state)
-        for slot, (of_slot, log_probs) in found.items():
+        for slot, (of_slot, log_probs) in outputs.items():
             valid = call.valid[:, slot]
             of_slot += call.tokens[valid, slot].tolist()
             log_probs += call.logprobs[valid, slot].tolist()
-    return found
+    return outputs
 
 
 def random_tokens(count: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, MODEL.vocab_size, count).tolist()
 
 
-def next_token_logits(of: Decoder, tokens: Sequence[int]) -> np.ndarray:
-    """Logits [time, vocab] of what follows each token, from one pass over the whole sequence."""
+def next_token_logits(model: Decoder, tokens: Sequence[int]) -> np.ndarray:
+    """Return the logits [time, vocab] of the token after each position, from one pass over the
+    whole sequence."""
     padded = np.zeros((1, POSITIONS), np.int32)
     padded[0, : len(tokens)] = tokens
-    return np.asarray(_forward(*nnx.split(of), padded))[0, : len(tokens)]
+    return np.asarray(_forward(*nnx.split(model), padded))[0, : len(tokens)]
 
 
-def log_probs_of(of: Decoder, tokens: Sequence[int], last: int) -> np.ndarray:
-    """log p of the `last` tokens of a sequence, each given all before it."""
-    logits = next_token_logits(of, tokens).astype(np.float64)[-last - 1 : -1]
+def log_probs_of(model: Decoder, tokens: Sequence[int], last: int) -> np.ndarray:
+    """Return log p of the `last` tokens of a sequence, each given all tokens before it."""
+    logits = next_token_logits(model, tokens).astype(np.float64)[-last - 1 : -1]
     shifted = logits - logits.max(axis=-1, keepdims=True)
     log_probs = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
     return log_probs[np.arange(last), list(tokens[-last:])]

@@ -10,11 +10,11 @@ from mujica_jax.models.families import DecoderConfig
 
 
 def filled_decoder(config: DecoderConfig, **options) -> Decoder:
-    """A decoder with weights drawn by numpy: compiling the real initialisers would take most of a
-    test's time.
+    """Return a decoder with weights drawn by numpy.
 
-    Norms scatter around one and biases around zero, so that a weight that is swapped or left out
-    shows."""
+    Compiling the real initialisers would take most of a test's time. Norms scatter around one and
+    biases around zero, so that a swapped or missing weight shows.
+    """
     draw = np.random.default_rng(0)
     decoder = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), **options))
 

@@ -1,4 +1,6 @@
-"""Tiny worlds that are built in no time."""
+"""Tiny worlds that are built in a moment."""
+
+import dataclasses
 
 from mujica_jax.config.schema import TinyWorldConfig
 from mujica_jax.tasks.tiny_world.world import TinyWorld, build
@@ -7,8 +9,14 @@ from mujica_jax.tasks.tiny_world.world import TinyWorld, build
 def small_world(
     train: int, demonstrations: int, held_out: int, *, facts: int, **changes
 ) -> TinyWorld:
-    """Of so many questions to train on, demonstrations, questions of each held-out split and facts
-    an entity."""
-    sizes = {"train_questions": train, "demonstrations": demonstrations, "facts_per_entity": facts}
-    sizes |= {"dev_questions": held_out, "test_questions": held_out, "distractor_names": 0.0}
-    return build(TinyWorldConfig(**sizes | changes))
+    """Return a world with this many questions to train on, demonstrations, questions of each
+    held-out split, and facts an entity."""
+    config = TinyWorldConfig(
+        train_questions=train,
+        demonstrations=demonstrations,
+        facts_per_entity=facts,
+        dev_questions=held_out,
+        test_questions=held_out,
+        distractor_names=0.0,
+    )
+    return build(dataclasses.replace(config, **changes))

@@ -1,5 +1,6 @@
-"""Compile programs of one model for a TPU topology that is not here; prints JSON. Started by
-`test_tpu_compile.py`.
+"""Compile programs of one model for a TPU topology that is not attached; print JSON.
+
+Started by `test_tpu_compile.py`.
 
 python -m tests.helpers.tpu_programs train MODEL TOPOLOGY CONFIG [LORA_RANK [SLICES]]
     with the loss of the configuration's method, over so many slices of the topology, each with its rows
@@ -8,7 +9,8 @@ python -m tests.helpers.tpu_programs engine MODEL TOPOLOGY TENSOR GIGABYTES [CAC
 python -m tests.helpers.tpu_programs plan MODEL TOPOLOGY CONFIG STEP CALLS
     bytes by phase and part, where the step and the engine's programs have so many bytes of temporaries
 python -m tests.helpers.tpu_programs search ROWS DIMENSION TOPOLOGY STORAGE [RECALL_TARGET]
-    of a corpus's embeddings, split over all chips"""
+    of a corpus's embeddings, split over all chips
+"""
 
 import dataclasses
 import functools
@@ -46,12 +48,19 @@ from tests.helpers.collectives_of_programs import collectives
 from tests.models.test_families import PUBLISHED
 
 EMBEDDER_BYTES = 670_000_000  # bge-large-en-v1.5, 335 million numbers in bfloat16; on every chip
-SLOTS, POSITIONS, PAGE_TOKENS, PREFILL_TOKENS, DECODE_STEPS = 128, 4096, 32, 4096, 16
+SLOTS = 128
+POSITIONS = 4096
+PAGE_TOKENS = 32
+PREFILL_TOKENS = 4096
+DECODE_STEPS = 16
 
 
 def train(name: str, topology: str, config: str, lora_rank: str = "0", slices: str = "1") -> dict:
-    """Bytes on each chip, kernels, and what the chips send each other beside the sizes of what
-    there is to send."""
+    """Compile a training step.
+
+    Return bytes on each chip, kernels, and the collectives beside the sizes of the arrays that they
+    may move.
+    """
     method = load_config(config).method
     configured = dataclasses.replace(
         load_config(config).trainer, lora_rank=int(lora_rank), data=int(slices)
@@ -67,7 +76,8 @@ def train(name: str, topology: str, config: str, lora_rank: str = "0", slices: s
         loss = DPO(beta=method.beta)
     trainer = Trainer(model, configured, loss=loss, devices=devices_of(topology, int(slices)))
     lowered = trainer.lower_step()
-    text, compiled = lowered.as_text(), lowered.compile()
+    text = lowered.as_text()
+    compiled = lowered.compile()
     return {
         **sizes(compiled),
         "splash": "splash" in text,
@@ -81,7 +91,9 @@ def train(name: str, topology: str, config: str, lora_rank: str = "0", slices: s
             leaf.size * leaf.dtype.itemsize
             for leaf in jax.tree.leaves(trainer.abstract_state().opt_state)
         ),
-        "collectives": [dataclasses.asdict(one) for one in collectives(compiled.as_text())],
+        "collectives": [
+            dataclasses.asdict(collective) for collective in collectives(compiled.as_text())
+        ],
     }
 
 
@@ -94,11 +106,14 @@ def engine(
     storage: Any = "compute",
     filtered: str = "",
 ) -> dict:
-    """One engine on the first chips; a topology with more of them has as many engines as fit."""
+    """Compile one engine for the first chips.
+
+    A topology with more chips has as many engines as fit.
+    """
     model = from_hugging_face(PUBLISHED[name])
     mesh = make_mesh(1, 1, int(tensor), devices_of(topology)[: int(tensor)])
-    of = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
-    graph, weights = nnx.split(of)
+    abstract_decoder = nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=jnp.bfloat16))
+    graph, weights = nnx.split(abstract_decoder)
     weights = jax.eval_shape(
         lambda weights: engine_weights(weights, model, storage, jnp.bfloat16), weights
     )
@@ -117,43 +132,40 @@ def engine(
     pages: Any = jax.ShapeDtypeStruct(
         ragged.pages_shape(model, layout), dtype, sharding=NamedSharding(mesh, ragged.PAGES_SPEC)
     )
-    tables, tokens = whole((SLOTS, POSITIONS // PAGE_TOKENS)), whole((PREFILL_TOKENS,))
+    tables = whole((SLOTS, POSITIONS // PAGE_TOKENS))
+    tokens = whole((PREFILL_TOKENS,))
     sequences = ragged.Sequences(whole((SLOTS,)), tables, whole((SLOTS + 1,)), whole((1,)))
     state = jax.tree.map(lambda leaf: whole(leaf.shape, leaf.dtype), SlotState.idle(SLOTS))
-    found: dict[str, Any] = {"page_bytes": layout.num_pages * size}
+    report: dict[str, Any] = {"page_bytes": layout.num_pages * size}
     with jax.set_mesh(mesh):
-        scales = (
-            jax.eval_shape(functools.partial(calibrate_scales, graph), weights)
-            if cache == "int8"
-            else None
-        )
-        given = (graph, weights, scales, pages)
+        scales = None
+        if cache == "int8":
+            scales = jax.eval_shape(functools.partial(calibrate_scales, graph), weights)
+        inputs = (graph, weights, scales, pages)
         decode = ragged._decode.lower(
-            *given,
+            *inputs,
             ragged.DecodeCall(state, tables, whole((1,))),
             program=ragged.DecodeProgram(layout, DECODE_STEPS, bool(filtered)),
         )
         new_tokens = ragged.NewTokens(tokens, tokens, tokens)
-        prefill = ragged._prefill.lower(*given, new_tokens, sequences, layout=layout)
+        prefill = ragged._prefill.lower(*inputs, new_tokens, sequences, layout=layout)
     for kind, lowered in (("decode", decode), ("prefill", prefill)):
         kernels = lowered.as_text().count("tpu_custom_call")
-        found[kind] = sizes(lowered.compile()) | {"kernels": kernels}
-    return found
+        report[kind] = sizes(lowered.compile()) | {"kernels": kernels}
+    return report
 
 
 def plan(name: str, topology: str, config: str, step: str, calls: str) -> dict:
-    configured, model, devices = (
-        load_config(config),
-        from_hugging_face(PUBLISHED[name]),
-        devices_of(topology),
-    )
+    configured = load_config(config)
+    model = from_hugging_face(PUBLISHED[name])
+    devices = devices_of(topology)
     trainer = Trainer(model, configured.trainer, devices=devices)
-    found = phases(
+    planned = phases(
         configured, model, trainer, step=int(step), calls=int(calls), retrieval=EMBEDDER_BYTES
     )
     hosts = {device.process_index for device in devices}
     return {
-        "phases": {phase.name: dict(phase.parts) for phase in found},
+        "phases": {phase.name: dict(phase.parts) for phase in planned},
         "chips_a_host": len(devices) // len(hosts),
         "tensor": configured.engine.tensor,
         "cache": str(configured.engine.cache_gigabytes),
@@ -164,14 +176,15 @@ def search(rows: str, dimension: str, topology: str, storage: str, recall_target
     mesh = rows_mesh(devices_of(topology))
     block, padded = layout(int(rows), mesh.size)
     program = search_program(mesh, block, 20, float(recall_target) if recall_target else None)
-    split, everywhere = (NamedSharding(mesh, PartitionSpec(axis)) for axis in (ROWS, None))
+    split = NamedSharding(mesh, PartitionSpec(ROWS))
+    everywhere = NamedSharding(mesh, PartitionSpec(None))
     vectors = jax.ShapeDtypeStruct((padded, int(dimension)), storage, sharding=split)
-    scales = (
-        jax.ShapeDtypeStruct((padded,), jnp.float32, sharding=split) if storage == "int8" else None
-    )
+    scales = None
+    if storage == "int8":
+        scales = jax.ShapeDtypeStruct((padded,), jnp.float32, sharding=split)
     queries = jax.ShapeDtypeStruct((MAX_QUERIES, int(dimension)), jnp.float32, sharding=everywhere)
-    found = sizes(program.lower(vectors, scales, queries, int(rows)).compile())
-    return found | {
+    report = sizes(program.lower(vectors, scales, queries, int(rows)).compile())
+    return report | {
         "chips": mesh.size,
         "embedding_bytes": padded // mesh.size * int(dimension) * vectors.dtype.itemsize,
     }
@@ -184,7 +197,7 @@ def devices_of(topology: str, slices: int = 1) -> list:
 
 
 def sizes(compiled: Any) -> dict[str, int]:
-    """Bytes on each chip."""
+    """Return the bytes of a program on each chip."""
     memory = compiled.memory_analysis()
     used = (
         memory.argument_size_in_bytes

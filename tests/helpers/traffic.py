@@ -1,4 +1,4 @@
-"""Requests for the tests of generators, and what they may come to."""
+"""Requests for the tests of generators, and checks of their outcomes."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -36,7 +36,7 @@ def make_generator(
     policy_version: int = 0,
     token_bytes: Callable[[int], bytes] = letter,
 ) -> BatchedGenerator:
-    """Its tokens are letters: 0 is "a", 1 is "b"."""
+    """Return a generator whose tokens are letters: 0 is "a", 1 is "b"."""
     return BatchedGenerator(
         engine,
         prefix_reuse=prefix_reuse,
@@ -47,17 +47,18 @@ def make_generator(
 
 
 def nodes_of(pages: BlockAllocator) -> list[RadixNode]:
-    """Of the tree of prefixes, without its root."""
-    found, waiting = [], [pages._root]
+    """Return the nodes of the tree of prefixes, without its root."""
+    nodes = []
+    waiting = [pages._root]
     while waiting:
         children = waiting.pop().children.values()
-        found += children
+        nodes += children
         waiting += children
-    return found
+    return nodes
 
 
 def cached(pages: BlockAllocator) -> list[int]:
-    """The pages of the tree."""
+    """Return the pages of the tree."""
     return [node.page for node in nodes_of(pages)]
 
 
@@ -66,14 +67,15 @@ def run(main: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def settle(task: asyncio.Future) -> Completion | BaseException:
-    """What a request came to."""
+    """Wait for a request. Return its completion or its error."""
     (outcome,) = await asyncio.gather(task, return_exceptions=True)
     return outcome
 
 
 def assert_nothing_is_held(generator: BatchedGenerator) -> None:
-    """No request, slot or page is left behind."""
-    counted, pages = generator.statistics, generator._blocks
+    """Check that no request, slot or page is left behind."""
+    counted = generator.statistics
+    pages = generator._blocks
     assert (counted.running, counted.waiting) == (0, 0)
     assert not generator._state.remaining.any()
     assert pages.free + len(cached(pages)) == pages.count
@@ -83,7 +85,7 @@ def assert_nothing_is_held(generator: BatchedGenerator) -> None:
 def complete_all(
     generator: Generator, requests: Sequence[tuple[Sequence[int], SamplingParams]]
 ) -> list[Completion]:
-    """All at once; results in the order of the requests."""
+    """Send all requests at once. Return their completions in the same order."""
 
     async def main() -> list[Completion]:
         return await asyncio.gather(

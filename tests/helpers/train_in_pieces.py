@@ -1,11 +1,12 @@
-"""Twenty steps with a save after every seventh, on virtual devices, killed by SIGKILL where that is
-asked for. Started by `test_resume.py`.
+"""Train twenty steps on virtual devices with a save after every seventh, and die by SIGKILL where
+that is asked for. Started by `test_resume.py`.
 
 python -m tests.helpers.train_in_pieces DIRECTORY DATA FSDP [none|loop|save]
 
 Goes on from the newest checkpoint in DIRECTORY. `loop` ends it in the ninth step, two after the
 save; `save` in the middle of the second save, when the arrays are written and COMMITTED is not.
-DIRECTORY/samples.jsonl gets a line a step: which conversations it trained on."""
+DIRECTORY/samples.jsonl gets a line a step: which conversations it trained on.
+"""
 
 import dataclasses
 import json
@@ -24,7 +25,8 @@ from mujica_jax.learning.trainer import Trainer, fit
 from mujica_jax.models.weights import save_checkpoint
 from tests.helpers.packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
 
-STEPS, SAVE_EVERY = 20, 7
+STEPS = 20
+SAVE_EVERY = 7
 
 
 def main(directory: str, data: int, fsdp: int, kill: str) -> None:
@@ -62,18 +64,16 @@ def main(directory: str, data: int, fsdp: int, kill: str) -> None:
     checkpoints = Checkpoints(directory, keep=2)
 
     with checkpoints:
-        found = checkpoints.restore_latest(trainer.abstract_state())
-        state, place = (
-            (trainer.initial_state(tiny_decoder()), None)
-            if found is None
-            else (found[0], found[1]["place"])
-        )
+        checkpoint = checkpoints.restore_latest(trainer.abstract_state())
         batches = trainer.batches(rows, seed=0)
-        if place is not None:
-            batches.set_state(place)
+        if checkpoint is None:
+            state = trainer.initial_state(tiny_decoder())
+        else:
+            state, loop_state = checkpoint
+            batches.set_state(loop_state["place"])
         rates = schedule(peak=1e-2, end_value=1e-3, total_steps=STEPS)
-        while (done := int(state.step)) < STEPS:
-            until = min(STEPS, done + SAVE_EVERY)
+        while state.step < STEPS:
+            until = min(STEPS, int(state.step) + SAVE_EVERY)
             result = fit(trainer, state, batches, schedule=rates, steps=until)
             state = result.state
             checkpoints.save(state, {"place": result.input_state})

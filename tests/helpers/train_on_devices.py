@@ -1,11 +1,12 @@
-"""Training on eight virtual devices, in one process or several. Started by `test_devices.py`.
+"""Train on eight virtual devices, in one process or several. Started by `test_devices.py`.
 
     python -m tests.helpers.train_on_devices DIRECTORY PROCESSES PROCESS PORT STEPS DEADLINE_SECONDS [SECONDS_A_STEP]
 
 Each process writes DIRECTORY/PROCESS.json: the losses, and which packed rows it read. The last
 state is saved as a checkpoint, and its policy as a Hugging Face directory;
 DIRECTORY/PROCESS-engine-N.npz holds the policy as an engine over N devices of this process gets it.
-With SECONDS_A_STEP it is slow enough to be killed between two steps."""
+With SECONDS_A_STEP it is slow enough to be killed between two steps.
+"""
 
 import dataclasses
 import json
@@ -34,7 +35,7 @@ AXES = {"data": 2, "fsdp": 2, "tensor": 2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class RecordedRows(PackedRows):
-    """Rows that remember which of them were asked for, batch by batch."""
+    """Rows that record which of them were read, batch by batch."""
 
     read: list[list[int]] = dataclasses.field(default_factory=list)
 
@@ -108,7 +109,7 @@ def main(
 
 
 def guarded() -> None:
-    """What `train.main` does with errors: the other processes are told."""
+    """Run `main` and tell the other processes of an error, as `train.main` does."""
     try:
         main(sys.argv[1], *map(int, sys.argv[2:7]), *map(float, sys.argv[7:]))
     except Exception:

@@ -1,5 +1,6 @@
-"""A clock that a test turns, for code that waits in an event loop: how busy the machine is does not
-matter then.
+"""A clock that a test turns, for code that waits in an event loop.
+
+The load of the machine does not matter then.
 
 The thread that makes the clock sees it as `time.monotonic` and in its event loops, so that
 time-outs of asyncio follow it. A coroutine that sleeps turns the clock itself and goes on at once.
@@ -20,13 +21,14 @@ class TurnedClock:
         self._thread = threading.current_thread()
         self._lock = threading.Lock()
         self._loops: set[asyncio.BaseEventLoop] = set()
-        self._real_seconds, self._real_sleep = time.monotonic, asyncio.sleep
+        self._real_seconds = time.monotonic
+        self._real_sleep = asyncio.sleep
         monkeypatch.setattr(time, "monotonic", self._seconds)
         monkeypatch.setattr(asyncio.BaseEventLoop, "time", lambda loop: self._seconds_of(loop))
         monkeypatch.setattr(asyncio, "sleep", self._sleep)
 
     def turn(self, seconds: float) -> None:
-        """Let the time pass. Any thread may call this."""
+        """Let this much time pass. Any thread may call this."""
         self._turn_to(self.now + seconds)
 
     def _turn_to(self, now: float) -> None:

@@ -1,7 +1,8 @@
-"""Starting whole runs, and comparing what they leave.
+"""Start whole runs, and compare what they leave behind.
 
 Scores of a model this small are zeros, so outcomes are compared by what was sampled and learnt too:
-content checksums of all shards and evaluations, and checksums of all policy files."""
+content checksums of all shards and evaluations, and checksums of all policy files.
+"""
 
 import dataclasses
 import fcntl
@@ -42,8 +43,11 @@ PORT_LOCKS: list[IO[str]] = []
 
 
 def free_port() -> int:
-    """A port that no other test gets while this process lives. It is below those that a system
-    gives to connections, for it may be used minutes later."""
+    """Return a port that no other test gets while this process lives.
+
+    It lies below the ports that a system gives to connections, because it may be used minutes
+    later.
+    """
     while True:
         port = random.randrange(20_000, 32_000)
         lock = open(Path(tempfile.gettempdir()) / f"mujica_jax-test-port-{port}", "w")  # noqa: SIM115 - it stays open
@@ -65,7 +69,7 @@ def start(command: list[str], cwd: Path = ROOT) -> subprocess.CompletedProcess[s
 
 
 def finished(command: list[str], cwd: Path = ROOT) -> str:
-    """What a program that must succeed printed."""
+    """Run a program that must succeed. Return what it printed."""
     ended = start(command, cwd)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -73,7 +77,7 @@ def finished(command: list[str], cwd: Path = ROOT) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """What became of a start of `disturbed_train.py`."""
+    """The outcome of one start of `disturbed_train.py`."""
 
     status: int  # the exit status, or minus the signal
     output: str
@@ -85,8 +89,11 @@ class Ended:
 def disturbed(
     directory: Path | str, *starts: dict[str, Any], preexec_fn: Callable[[], None] | None = None
 ) -> list[Ended]:
-    """The starts, one after the other, with `--run directory`; what they may name stands in
-    `disturbed_train.py`. `preexec_fn` is called in the process before it starts them."""
+    """Run the starts one after the other, with `--run directory`.
+
+    `disturbed_train.py` lists what a start may hold. `preexec_fn` is called in the process before
+    it starts them.
+    """
     words = [str(CONFIG), "--run", str(directory)]
     command = [*DISTURBED, json.dumps([{"words": words, **start} for start in starts])]
     ended = subprocess.run(
@@ -103,14 +110,14 @@ def disturbed(
 
 
 def rest(directory: Path | str, **options: Any) -> str:
-    """The run goes on and ends. What it printed."""
+    """Let the run continue to its end. Return what it printed."""
     (ended,) = disturbed(directory, options)
     assert ended.status == 0, ended.messages
     return ended.output
 
 
 def closing(output: str) -> str:
-    """The table and everything after it."""
+    """Return the table at the end of the output, and everything after it."""
     return output[output.index("\nphase ") :]
 
 
@@ -119,7 +126,7 @@ def json_lines(file: Path) -> list[dict]:
 
 
 def summary(directory: Path) -> dict:
-    """summary.json without what a clock said."""
+    """Return summary.json without the times of a clock."""
     value = json.loads((directory / "summary.json").read_text())
     del value["seconds"]
     for phase in value["phases"]:
@@ -128,11 +135,15 @@ def summary(directory: Path) -> dict:
 
 
 def outcome(directory: Path) -> dict:
-    """All that must not depend on what happened on the way."""
+    """Return all of a run that must not depend on interruptions."""
     rounds = [json.loads(file.read_text()) for file in sorted(directory.glob("rounds/*/DONE.json"))]
     committed = [
         json.loads(file.read_text()) for file in sorted(directory.glob("policies/*/COMMITTED"))
     ]
+    files_of_policies = {}
+    for policy in committed:
+        checksums = {file["name"]: file["sha256"] for file in policy["files"]}
+        files_of_policies[policy["version"]] = checksums
     evaluated = sorted(directory.glob("eval/*.parquet"))
     lines = json_lines(directory / "metrics.jsonl")
     return {
@@ -145,10 +156,7 @@ def outcome(directory: Path) -> dict:
             file.name: shards.content_sha256(shards.decode(file.read_bytes(), file.name))
             for file in evaluated
         },
-        "policies": {
-            policy["version"]: {file["name"]: file["sha256"] for file in policy["files"]}
-            for policy in committed
-        },
+        "policies": files_of_policies,
         # Every line once: nothing is counted twice. Their order is that of the run's starts.
         "metrics": sorted(
             (line["phase"], line["step"], line.get("loss"), line.get("k")) for line in lines
@@ -165,7 +173,7 @@ class Undisturbed:
 
 
 def fetched(fake: FakeBucket, folder: Path) -> Path:
-    """The run as files."""
+    """Write the run in the bucket to a folder. Return the folder."""
     for name in fake.names("bucket", "runs/smoke/"):
         file = folder / name.removeprefix("runs/smoke/")
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Live counters: a rate over a recent window, one line for a console, Prometheus's text."""
+"""Live counters: a rate over a recent window, one line for a console, and Prometheus's text."""
 
 import dataclasses
 import urllib.request
@@ -26,10 +26,11 @@ NONE = GeneratorStatistics(
 
 
 class Told:
-    """A generator and a clock that say what they are told."""
+    """A generator and a clock with values that a test sets."""
 
     def __init__(self) -> None:
-        self.seconds, self.tokens = 0.0, 0
+        self.seconds = 0.0
+        self.tokens = 0
         self.counters = LiveCounters(
             lambda: dataclasses.replace(NONE, generated_tokens=self.tokens),
             clock=lambda: self.seconds,
@@ -147,4 +148,5 @@ def test_what_an_engine_does_not_say_is_left_out():
         {"mujica_free_pages", "mujica_evicted_pages", "mujica_compiled_programs"}
     )
     difference = between(silent, dataclasses.replace(silent, requests=5))
-    assert difference["requests"] == 2 and "evicted_pages" not in difference
+    assert difference["requests"] == 2
+    assert "evicted_pages" not in difference

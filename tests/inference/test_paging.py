@@ -1,5 +1,5 @@
-"""Pages against a memory that remembers what was written where, and against a search by hand
-through all of it."""
+"""The allocator of pages, compared with a memory that records each write and with a search through
+all of it."""
 
 import collections
 import dataclasses
@@ -20,16 +20,16 @@ def tokens_of(*ids: int) -> np.ndarray:
     return np.asarray(ids, np.int32)
 
 
-def alike(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def alike(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     return next(
-        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-        min(len(one), len(other)),
+        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
     )
 
 
 @dataclasses.dataclass(eq=False)
 class Running:
-    """A request as an engine sees it: its table of pages is the one it was started with."""
+    """A request as an engine sees it. Its table of pages stays the one it was started with."""
 
     block_table: BlockTable
     table: list[int]
@@ -39,8 +39,11 @@ class Running:
 
 
 class PagesMachine(RuleBasedStateMachine):
-    """A place in memory holds the whole sequence up to its token, as keys and values stand for all
-    that came before."""
+    """Allocate, write, share and release pages in any order.
+
+    A place in memory holds the whole sequence up to its token, as keys and values stand for all
+    tokens before them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,37 +59,38 @@ class PagesMachine(RuleBasedStateMachine):
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=14).map(tuple),
-        more=st.integers(1, 8),
+        new_tokens=st.integers(1, 8),
         reuse=st.sampled_from([True, True, True, False]),
     )
-    def allocate(self, prompt, more, reuse):
-        needed = -(-(len(prompt) + more) // self.size)
+    def allocate(self, prompt, new_tokens, reuse):
+        needed = -(-(len(prompt) + new_tokens) // self.size)
         known = self.known_of_tree()
         longest = (
             max((alike(known[page], prompt[:-1]) for page in known), default=0) if reuse else 0
         )
         before = self.snapshot()
-        in_use = {node.page for one in self.running for node in one.block_table.shared}
+        in_use = {node.page for running in self.running for node in running.block_table.shared}
         # Pages that nobody reads can be had; those the prompt begins with are kept and count
         # towards what it needs.
         begins = [
             page
-            for page, held in known.items()
-            if len(held) <= longest and held == prompt[: len(held)]
+            for page, content in known.items()
+            if len(content) <= longest and content == prompt[: len(content)]
         ]
         full = [page for page in begins if len(known[page]) % self.size == 0]
         room = self.pages.free + len(set(known) - in_use - set(full))
-        block_table = self.pages.allocate(tokens_of(*prompt), len(prompt) + more, reuse=reuse)
+        block_table = self.pages.allocate(tokens_of(*prompt), len(prompt) + new_tokens, reuse=reuse)
         if needed - len(full) > room:
             assert block_table is None, "there are not so many pages"
             assert self.snapshot() == before, "what cannot be had changes nothing"
             return
         assert block_table is not None, "there are pages enough"
-        assert len(block_table.pages) == needed == len(set(block_table.pages))
-        short = needed - len(full) == room  # then there may be no page for a copy
-        assert block_table.cached_tokens == longest or (
-            short and block_table.cached_tokens == len(full) * self.size
-        )
+        assert len(block_table.pages) == needed
+        assert len(set(block_table.pages)) == needed
+        if block_table.cached_tokens != longest:
+            # There may be no page for a copy. Then only whole pages are shared.
+            assert needed - len(full) == room
+            assert block_table.cached_tokens == len(full) * self.size
         if block_table.copied is not None:
             source, target = block_table.copied
             assert target in block_table.pages[len(block_table.shared) :]
@@ -98,53 +102,55 @@ class PagesMachine(RuleBasedStateMachine):
                 block_table,
                 list(block_table.pages),
                 prompt,
-                len(prompt) + more,
+                len(prompt) + new_tokens,
                 prompt[: block_table.cached_tokens],
             )
         )
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), of=st.integers(0, 99), tokens=st.integers(0, 14))
-    def share(self, data, of, tokens):
-        """What a running request has computed of its prompt, read by others from now on."""
-        one = self.running[of % len(self.running)]
-        self.write(one, one.prompt[: max(len(one.written), min(tokens, len(one.prompt) - 1))])
-        self.pages.share(one.block_table, tokens_of(*one.written))
-        self.learn(one)
+    @rule(data=st.data(), choice=st.integers(0, 99), tokens=st.integers(0, 14))
+    def share(self, data, choice, tokens):
+        """Let others read what a running request has computed of its prompt."""
+        running = self.running[choice % len(self.running)]
+        computed = max(len(running.written), min(tokens, len(running.prompt) - 1))
+        self.write(running, running.prompt[:computed])
+        self.pages.share(running.block_table, tokens_of(*running.written))
+        self.learn(running)
 
     @precondition(lambda self: self.running)
-    @rule(of=st.integers(0, 99), completion=st.lists(st.integers(0, 1), max_size=8).map(tuple))
-    def release(self, of, completion):
-        one = self.running.pop(of % len(self.running))
-        self.write(
-            one, max(one.written, (one.prompt + completion)[: one.capacity_tokens - 1], key=len)
-        )
-        for n in range(len(one.written)):
-            assert self.memory[one.table[n // self.size]][n % self.size] == one.written[: n + 1], (
-                "overwritten"
-            )
-        self.pages.release(one.block_table, tokens_of(*one.written))
-        self.learn(one)
+    @rule(choice=st.integers(0, 99), completion=st.lists(st.integers(0, 1), max_size=8).map(tuple))
+    def release(self, choice, completion):
+        running = self.running.pop(choice % len(self.running))
+        sequence = (running.prompt + completion)[: running.capacity_tokens - 1]
+        self.write(running, max(running.written, sequence, key=len))
+        for n in range(len(running.written)):
+            page = running.table[n // self.size]
+            assert self.memory[page][n % self.size] == running.written[: n + 1], "overwritten"
+        self.pages.release(running.block_table, tokens_of(*running.written))
+        self.learn(running)
         known = self.known_of_tree()
-        found = max((alike(held, one.written) for held in known.values()), default=0)
-        assert found == len(one.written), "what was computed can be found"
+        longest = max((alike(content, running.written) for content in known.values()), default=0)
+        assert longest == len(running.written), "what was computed can be found"
 
     @precondition(lambda self: self.running)
-    @rule(of=st.integers(0, 99))
-    def cancel(self, of):
-        self.pages.release(self.running.pop(of % len(self.running)).block_table, tokens_of())
+    @rule(choice=st.integers(0, 99))
+    def cancel(self, choice):
+        self.pages.release(self.running.pop(choice % len(self.running)).block_table, tokens_of())
 
     @precondition(lambda self: self.running)
-    @rule(of=st.integers(0, 99))
-    def evict(self, of):
-        """What it computed is not to be read: it leaves the tree unless others read it already."""
-        one = self.running.pop(of % len(self.running))
-        private = self.pages.evict(one.block_table)
+    @rule(choice=st.integers(0, 99))
+    def evict(self, choice):
+        """End a request whose pages must not be read.
+
+        They leave the tree unless others already read them.
+        """
+        running = self.running.pop(choice % len(self.running))
+        private = self.pages.evict(running.block_table)
         assert not set(private) & {*cached(self.pages), *self.pages._free}
         assert not any(
             set(private) & {*other.table, *other.block_table.pages} for other in self.running
         )
-        self.pages.release(one.block_table, tokens_of())
+        self.pages.release(running.block_table, tokens_of())
 
     @invariant()
     def every_page_is_in_one_place(self):
@@ -152,9 +158,12 @@ class PagesMachine(RuleBasedStateMachine):
             return
         self.unlearn()
         places = collections.Counter([*self.pages._free, *cached(self.pages)])
-        for one in self.running:
+        for running in self.running:
             places.update(
-                [*one.block_table.pages[len(one.block_table.shared) :], *one.block_table.duplicates]
+                [
+                    *running.block_table.pages[len(running.block_table.shared) :],
+                    *running.block_table.duplicates,
+                ]
             )
         assert places == collections.Counter(range(self.pages.count))
 
@@ -163,7 +172,7 @@ class PagesMachine(RuleBasedStateMachine):
         if not hasattr(self, "pages"):
             return
         readers = collections.Counter(
-            id(node) for one in self.running for node in one.block_table.shared
+            id(node) for running in self.running for node in running.block_table.shared
         )
         for node in nodes_of(self.pages):
             assert node.users == readers[id(node)]
@@ -174,36 +183,43 @@ class PagesMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "pages"):
             return
-        for one in self.running:
-            self.pages.release(one.block_table, tokens_of())
+        for running in self.running:
+            self.pages.release(running.block_table, tokens_of())
         assert self.pages.free + len(cached(self.pages)) == self.pages.count
 
-    def write(self, one: Running, tokens: tuple[int, ...]) -> None:
-        """Through the table that the request was started with; only where nobody else reads."""
+    def write(self, running: Running, tokens: tuple[int, ...]) -> None:
+        """Write tokens through the table that the request was started with.
+
+        Check that nobody else reads these places.
+        """
         shared = set(cached(self.pages)) | {
-            page for other in self.running if other is not one for page in other.table
+            page for other in self.running if other is not running for page in other.table
         }
-        for n in range(len(one.written), len(tokens)):
-            page = one.table[n // self.size]
+        for n in range(len(running.written), len(tokens)):
+            page = running.table[n // self.size]
             assert page not in shared, "a page is written that others read"
             assert page not in self.pages._free, "a page is written that nobody has"
             self.memory[page][n % self.size] = tokens[: n + 1]
-        one.written = tokens
+        running.written = tokens
 
     def unlearn(self) -> None:
-        held_pages = set(cached(self.pages))
-        self.known = {page: held for page, held in self.known.items() if page in held_pages}
+        pages_in_tree = set(cached(self.pages))
+        self.known = {
+            page: content for page, content in self.known.items() if page in pages_in_tree
+        }
 
-    def learn(self, one: Running) -> None:
-        """What a page in the tree holds does not change: a sequence that ends in the middle of one
-        says nothing new of it."""
+    def learn(self, running: Running) -> None:
+        """Record what new pages in the tree hold.
+
+        A sequence that ends in the middle of a page changes nothing that is known of it.
+        """
         self.unlearn()
         new = set(cached(self.pages)) - set(self.known)
-        for index in range(-(-len(one.written) // self.size)):
-            until = min((index + 1) * self.size, len(one.written))
+        for index in range(-(-len(running.written) // self.size)):
+            until = min((index + 1) * self.size, len(running.written))
             for page in new:
-                if self.memory[page][(until - 1) % self.size] == one.written[:until]:
-                    self.known[page] = one.written[:until]
+                if self.memory[page][(until - 1) % self.size] == running.written[:until]:
+                    self.known[page] = running.written[:until]
 
     def known_of_tree(self) -> dict[int, tuple[int, ...]]:
         assert set(self.known) == set(cached(self.pages)), (
@@ -229,7 +245,7 @@ def allocated(pages: BlockAllocator, *prompt: int, capacity_tokens: int = 0) -> 
 
 
 def computed(pages: BlockAllocator, *sequence: int) -> None:
-    """A request that came, computed these tokens and left."""
+    """Play a request that comes, computes these tokens and leaves."""
     pages.release(allocated(pages, *sequence), tokens_of(*sequence))
 
 
@@ -249,7 +265,11 @@ def test_what_was_used_longest_ago_is_evicted_first_and_leaves_before_their_pare
     running = allocated(pages, 5, capacity_tokens=4)
     assert pages.evicted == 1
     pages.release(running, tokens_of())
-    assert [cached_tokens(pages, *of) for of in ([1, 1, 3, 3], [1, 1, 2, 2], [4, 4])] == [2, 4, 2]
+    assert [cached_tokens(pages, *prompt) for prompt in ([1, 1, 3, 3], [1, 1, 2, 2], [4, 4])] == [
+        2,
+        4,
+        2,
+    ]
     pages.release(allocated(pages, 6, capacity_tokens=10), tokens_of())
     assert (pages.evicted, pages.free) == (4, 5)
 
@@ -260,11 +280,12 @@ def test_a_page_that_a_request_reads_is_never_evicted():
     running = allocated(pages, 1, 1, 2, capacity_tokens=4)
     assert running.cached_tokens == 2
     assert pages.allocate(tokens_of(7), 4) is None
-    assert pages.evicted == 0 and cached(pages) == [running.pages[0]]
+    assert pages.evicted == 0
+    assert cached(pages) == [running.pages[0]]
 
 
 def test_a_request_that_needs_every_page_gets_them_although_its_beginning_lies_in_one_of_them():
-    """The page would have to be copied and there is none to copy it to."""
+    """That page would have to be copied, and there is no page for the copy."""
     pages = BlockAllocator(2, page_tokens=4)
     computed(pages, 1, 2, 3)
     block_table = allocated(pages, 1, 2, 9, capacity_tokens=8)
@@ -277,7 +298,9 @@ def test_a_partly_filled_page_is_taken_over_by_who_goes_on_from_its_end():
     computed(pages, 1, 2, 3)
     (page,) = cached(pages)
     block_table = allocated(pages, 1, 2, 3, 4)
-    assert (block_table.pages[0], block_table.cached_tokens, block_table.copied) == (page, 3, None)
+    assert block_table.pages[0] == page
+    assert block_table.cached_tokens == 3
+    assert block_table.copied is None
     assert cached(pages) == [], "and nobody else can find it"
 
 
@@ -297,14 +320,16 @@ def test_the_last_token_of_a_prompt_is_never_cached():
 
 
 def test_a_page_that_was_computed_twice_is_not_given_away_while_its_request_still_reads_it():
-    """An engine's table is that of the start: the copy in the tree is not in it."""
+    """An engine keeps the table of the start. The copy in the tree is not in it."""
     pages = BlockAllocator(4, page_tokens=2)
-    one, other = allocated(pages, 1, 2, 3), allocated(pages, 1, 2, 3)
-    table = list(other.pages)
-    pages.share(one, tokens_of(1, 2))
-    pages.share(other, tokens_of(1, 2))
-    assert pages.free == 0 and pages.allocate(tokens_of(5), 2) is None, f"{table} are still read"
-    pages.release(other, tokens_of(1, 2))
+    first = allocated(pages, 1, 2, 3)
+    second = allocated(pages, 1, 2, 3)
+    table = list(second.pages)
+    pages.share(first, tokens_of(1, 2))
+    pages.share(second, tokens_of(1, 2))
+    assert pages.free == 0, f"{table} are still read"
+    assert pages.allocate(tokens_of(5), 2) is None, f"{table} are still read"
+    pages.release(second, tokens_of(1, 2))
     assert pages.free == 2
 
 
@@ -313,7 +338,8 @@ def test_a_request_that_is_too_large_at_present_evicts_nothing():
     computed(pages, 1, 1)
     running = allocated(pages, 2, capacity_tokens=4)
     assert pages.allocate(tokens_of(3), 8) is None
-    assert pages.evicted == 0 and len(cached(pages)) == 1
+    assert pages.evicted == 0
+    assert len(cached(pages)) == 1
     pages.release(running, tokens_of())
 
 
@@ -321,8 +347,9 @@ def test_a_request_that_is_too_large_at_present_evicts_nothing():
 def test_requests_that_do_not_reuse_find_nothing_and_leave_nothing_behind(size):
     pages = BlockAllocator(8, page_tokens=size)
     computed(pages, 1, 2, 3)
-    held = cached(pages)
+    pages_before = cached(pages)
     block_table = pages.allocate(tokens_of(1, 2, 3), 4, reuse=False)
-    assert block_table is not None and (block_table.cached_tokens, block_table.shared) == (0, [])
+    assert block_table is not None
+    assert (block_table.cached_tokens, block_table.shared) == (0, [])
     pages.release(block_table, tokens_of())
-    assert cached(pages) == held
+    assert cached(pages) == pages_before

@@ -1,4 +1,4 @@
-"""Stop strings against a search through the whole text after every token."""
+"""Stop strings, compared with a search through the whole text after every token."""
 
 import itertools
 
@@ -30,8 +30,8 @@ stops = st.lists(st.sampled_from(STOPS), min_size=1, max_size=3)
 def by_hand(
     texts: list[bytes], stops: list[str], *, is_open: bool = False
 ) -> tuple[int, str] | None:
-    """(tokens read until a stop string is complete outside of thoughts, that stop string): the text
-    grows by one byte at a time."""
+    """Return how many tokens are read until a stop string is complete outside of thoughts, and that
+    stop string. The text grows by one byte at a time."""
     text = b"".join(texts)
     for end in range(1, len(text) + 1):
         if text[:end].lower().endswith(b"<think>"):
@@ -51,10 +51,11 @@ def streamed(
     texts: list[bytes], stops: list[str], *, is_open: bool = False
 ) -> tuple[int, str] | None:
     matcher = StopMatcher(stops, thought_open=is_open)
-    return next(
-        ((n, stop) for n, text in enumerate(texts, 1) if (stop := matcher.push(text)) is not None),
-        None,
-    )
+    for number, text in enumerate(texts, 1):
+        stop = matcher.push(text)
+        if stop is not None:
+            return number, stop
+    return None
 
 
 @given(texts=pieces, stops=stops)
@@ -132,8 +133,8 @@ def test_the_stop_of_a_stream_is_that_of_the_whole_text(text, is_open, cuts):
     ],
 )
 def test_stop_strings_sleep_while_a_thought_is_open(text, thought_open, end):
-    found = first_stop(text.encode(), [b"</answer>"], thought_open=thought_open)
-    assert found == (None if end is None else (end, b"</answer>"))
+    match = first_stop(text.encode(), [b"</answer>"], thought_open=thought_open)
+    assert match == (None if end is None else (end, b"</answer>"))
 
 
 def test_the_end_of_a_thought_may_be_a_stop_string_and_its_beginning_is_none():

@@ -1,4 +1,5 @@
-"""Drawing a token, against numpy's softmax in float64 and the logits warpers of transformers."""
+"""The drawing of a token, compared with numpy's softmax in float64 and the logits warpers of
+transformers."""
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +25,10 @@ EVENLY = (np.arange(DRAWS) + 0.5) / DRAWS
 
 
 def draw(logits, temperature, uniform) -> tuple[np.ndarray, np.ndarray]:
-    """`sample` on rows of one vocabulary: one row of logits, temperature or uniform number serves
-    all."""
+    """Call `sample` on rows of one vocabulary.
+
+    One row of logits, one temperature or one uniform number serves all rows.
+    """
     rows = max(np.ndim(logits) > 1 and len(logits), np.size(temperature), np.size(uniform))
     logits = np.broadcast_to(np.asarray(logits, np.float32), (rows, np.shape(logits)[-1]))
     temperature = np.broadcast_to(np.asarray(temperature, np.float32), rows)
@@ -126,7 +129,7 @@ def test_a_token_of_zero_weight_is_never_drawn(allowed, uniform, temperature, se
 
 @pytest.mark.parametrize("allowed", [3, 40, BLOCK_TOKENS, BLOCK_TOKENS + 2])
 def test_the_largest_uniform_number_draws_a_token_that_has_weight(allowed):
-    """Where the sums of blocks and of tokens round apart, it points behind the last one."""
+    """Where the sums of blocks and of tokens round differently, it points behind the last token."""
     logits = random_logits(SMALL, rows=DRAWS, deviation=2.0)
     logits[:, allowed:] = -np.inf
     tokens, log_probabilities = draw(logits, 1.0, ALMOST_ONE)
@@ -158,11 +161,16 @@ def test_log_probabilities_are_not_computed_in_half_precision():
         sample(jnp.zeros((1, 4), jnp.bfloat16), jnp.ones(1), jnp.zeros(1))
 
 
-def test_a_uniform_number_is_a_function_of_seed_and_position_alone():
-    seeds, positions = (
-        grid.ravel() for grid in np.meshgrid(np.arange(40, dtype=np.uint32), np.arange(25))
+def every_pair(num_seeds: int, num_positions: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the seeds and the positions of every pair of both."""
+    seeds, positions = np.meshgrid(
+        np.arange(num_seeds, dtype=np.uint32), np.arange(num_positions, dtype=np.int32)
     )
-    positions = positions.astype(np.int32)
+    return seeds.ravel(), positions.ravel()
+
+
+def test_a_uniform_number_is_a_function_of_seed_and_position_alone():
+    seeds, positions = every_pair(40, 25)
     whole = np.asarray(uniforms_compiled(seeds, positions))
     order = np.random.default_rng(0).permutation(len(seeds))
     np.testing.assert_array_equal(
@@ -176,10 +184,8 @@ def test_a_uniform_number_is_a_function_of_seed_and_position_alone():
 
 
 def test_uniform_numbers_differ_between_seeds_and_between_positions():
-    seeds, positions = (
-        grid.ravel() for grid in np.meshgrid(np.arange(40, dtype=np.uint32), np.arange(40))
-    )
-    drawn = np.asarray(uniforms_compiled(seeds, positions.astype(np.int32))).reshape(40, 40)
+    seeds, positions = every_pair(40, 40)
+    drawn = np.asarray(uniforms_compiled(seeds, positions)).reshape(40, 40)
     assert ((drawn >= 0) & (drawn < 1)).all()
     assert abs(drawn.mean() - 0.5) < 0.03, (
         "1,600 uniform numbers: four deviations of their mean are 0.029"
@@ -239,7 +245,7 @@ def warped(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ):
-    """Logits after transformers' warpers, -inf where a token may not be drawn."""
+    """Return the logits after transformers' warpers, -inf where a token may not be drawn."""
     warpers = [transformers.TemperatureLogitsWarper(float(temperature))]
     warpers += [transformers.TopKLogitsWarper(top_k)] if top_k else []
     warpers += [transformers.TopPLogitsWarper(top_p)] if top_p < 1 else []
@@ -251,8 +257,10 @@ def warped(
 
 
 def drawn_of_one(logits: np.ndarray, temperature: float, chosen: dict) -> set[int]:
-    """All tokens that evenly spaced uniform numbers draw; the logits make each likely enough to be
-    hit."""
+    """Return all tokens that evenly spaced uniform numbers draw.
+
+    The logits make each allowed token likely enough to be hit.
+    """
     rows = np.broadcast_to(logits, (DRAWS * 16, len(logits)))
     uniform = (np.arange(len(rows)) + 0.5) / len(rows)
     return set(
@@ -299,13 +307,15 @@ def test_log_probabilities_stay_those_of_the_policy_whatever_is_filtered(chosen)
 )
 @settings(max_examples=60, deadline=None)
 def test_of_tokens_that_are_equally_likely_all_or_none_may_be_drawn(logits, top_k, top_p, min_p):
-    """transformers cuts a tie at top_p wherever its sort left it: what it allows is allowed, and
-    what is as likely as the least of it."""
-    chosen = {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    theirs = np.isfinite(warped(logits[None], 1.0, **chosen)[0])
-    found = drawn_of_one(logits, 1.0, chosen)
-    assert {float(one) for one in logits[sorted(found)]} == set(logits[theirs].tolist())
-    assert found == set(np.flatnonzero(logits >= logits[theirs].min()).tolist())
+    """transformers cuts a tie at top_p where its sort left it.
+
+    Ours allows what it allows, and every token as likely as the least likely of them.
+    """
+    filtered = warped(logits[None], 1.0, top_k=top_k, top_p=top_p, min_p=min_p)
+    theirs = np.isfinite(filtered[0])
+    drawn_tokens = drawn_of_one(logits, 1.0, {"top_k": top_k, "top_p": top_p, "min_p": min_p})
+    assert {float(logit) for logit in logits[sorted(drawn_tokens)]} == set(logits[theirs].tolist())
+    assert drawn_tokens == set(np.flatnonzero(logits >= logits[theirs].min()).tolist())
 
 
 @pytest.mark.parametrize(
@@ -318,7 +328,8 @@ def test_draws_of_many_requests_follow_the_filtered_distribution(chosen):
     uniform = uniforms_compiled(np.arange(draws, dtype=np.uint32), np.full(draws, 17, np.int32))
     tokens = draw_filtered(rows, 0.8, uniform, filters_of(draws, **chosen)).token
     expected = draws * np.exp(log_softmax(warped(logits[None], 0.8, **chosen)[0]))
-    counts, allowed = np.bincount(tokens, minlength=SMALL), expected > 0
+    counts = np.bincount(tokens, minlength=SMALL)
+    allowed = expected > 0
     assert counts[~allowed].sum() == 0
     freedom = allowed.sum() - 1
     chi_square = ((counts - expected)[allowed] ** 2 / expected[allowed]).sum()
@@ -338,7 +349,8 @@ def test_a_share_too_small_for_a_float_leaves_the_most_likely_token():
 def test_the_smallest_and_the_largest_temperature_give_numbers(temperature):
     logits = random_logits(SMALL, rows=DRAWS)
     drawn = draw_filtered(logits, temperature, EVENLY, filters_of(DRAWS))
-    assert np.isfinite(drawn.logprob).all() and np.isfinite(drawn.sampling_logprob).all()
+    assert np.isfinite(drawn.logprob).all()
+    assert np.isfinite(drawn.sampling_logprob).all()
     if temperature < 1:
         np.testing.assert_array_equal(drawn.token, logits.argmax(axis=-1))
     else:
@@ -348,7 +360,9 @@ def test_the_smallest_and_the_largest_temperature_give_numbers(temperature):
 def test_filters_of_one_row_change_no_other():
     logits = random_logits(SMALL, rows=DRAWS, deviation=2.0)
     mixed = filters_of(DRAWS)
-    mixed.top_k[::3], mixed.top_p[::5], mixed.min_p[::7] = 2, 0.3, 0.5
+    mixed.top_k[::3] = 2
+    mixed.top_p[::5] = 0.3
+    mixed.min_p[::7] = 0.5
     untouched = (mixed.top_k == 0) & (mixed.top_p == 1) & (mixed.min_p == 0)
     ours = draw_filtered(logits, 1.3, EVENLY, mixed)
     theirs = Sampled(
@@ -356,8 +370,8 @@ def test_filters_of_one_row_change_no_other():
             np.asarray, sample_compiled(logits, np.full(DRAWS, 1.3, np.float32), np.float32(EVENLY))
         )
     )
-    for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(one[untouched], other[untouched])
+    for values, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(values[untouched], expected[untouched])
     assert (ours.token != theirs.token)[~untouched].any()
 
 

@@ -1,5 +1,5 @@
-"""Scheduling, on an engine whose completions are computed by hand, and what only a real engine
-shows."""
+"""Scheduling on an engine whose completions are computed by hand, and on a real engine where only
+that shows a fault."""
 
 import asyncio
 import contextlib
@@ -56,18 +56,18 @@ def test_more_requests_than_slots_all_finish_each_with_its_own_result(requests, 
     for completion, (prompt, wanted) in zip(completions, requests, strict=True):
         assert_by_hand(engine, completion, prompt, wanted)
     counted = generator.statistics
-    assert (counted.requests, counted.prompt_tokens) == (
-        len(requests),
-        sum(len(prompt) for prompt, _ in requests),
-    )
+    assert counted.requests == len(requests)
+    assert counted.prompt_tokens == sum(len(prompt) for prompt, _ in requests)
     assert counted.generated_tokens == sum(len(completion.token_ids) for completion in completions)
 
 
 @given(data=st.data(), slots=st.integers(1, 3))
 @settings(max_examples=60, deadline=None)
 def test_growing_conversations_are_answered_as_if_each_turn_stood_alone(data, slots):
-    """Several at a time, more than there are slots, some beginning alike, some cancelled, some with
-    a short last turn."""
+    """There are more conversations than slots.
+
+    Some begin alike, some are cancelled, some have a short last turn.
+    """
     opening = data.draw(prompts)
     turns = st.lists(
         st.tuples(st.lists(st.integers(0, 19), max_size=4), st.integers(1, 5), st.booleans()),
@@ -78,11 +78,11 @@ def test_growing_conversations_are_answered_as_if_each_turn_stood_alone(data, sl
     generator = make_generator(engine)
 
     async def play(same_opening: bool, turns: list[tuple[list[int], int, bool]]) -> None:
-        held = list(opening) if same_opening else [7, *opening]
-        for heard, most, cancelled in turns:
-            held += heard
-            wanted = params(most, seed=len(held))
-            task = asyncio.ensure_future(generator.generate(held, wanted, continues=True))
+        tokens_so_far = list(opening) if same_opening else [7, *opening]
+        for heard, max_new_tokens, cancelled in turns:
+            tokens_so_far += heard
+            wanted = params(max_new_tokens, seed=len(tokens_so_far))
+            task = asyncio.ensure_future(generator.generate(tokens_so_far, wanted, continues=True))
             if cancelled:
                 await asyncio.sleep(0)
                 task.cancel()
@@ -90,8 +90,8 @@ def test_growing_conversations_are_answered_as_if_each_turn_stood_alone(data, sl
                     await task
                 continue
             completion = await task
-            assert_by_hand(engine, completion, held, wanted)
-            held += completion.token_ids
+            assert_by_hand(engine, completion, tokens_so_far, wanted)
+            tokens_so_far += completion.token_ids
 
     async def main() -> None:
         await asyncio.gather(*(play(*conversation) for conversation in conversations))
@@ -104,10 +104,12 @@ def test_a_conversation_that_comes_back_is_prefilled_from_where_it_stopped():
         generator = make_generator(CountableEngine(), prefix_reuse=prefix_reuse)
 
         async def main() -> None:
-            held = [*range(1, 13)]
+            tokens_so_far = [*range(1, 13)]
             for _ in range(3):
-                held += (await generator.generate(held, params(5), continues=True)).token_ids
-                held += [3, 4]
+                tokens_so_far += (
+                    await generator.generate(tokens_so_far, params(5), continues=True)
+                ).token_ids
+                tokens_so_far += [3, 4]
 
         run(main())
         return generator.statistics.prefilled_tokens
@@ -174,7 +176,8 @@ async def test_bad_requests_are_refused_one_by_one_while_others_go_on():
     for completion, (prompt, wanted) in zip(results[::2], good, strict=True):
         assert_by_hand(engine, completion, prompt, wanted)
     for error, sentence in zip(results[1::2], BAD_REQUESTS, strict=True):
-        assert isinstance(error, RequestError) and sentence in str(error), error
+        assert isinstance(error, RequestError), error
+        assert sentence in str(error), error
 
 
 def test_a_request_may_fill_the_engine_to_its_last_position():
@@ -215,8 +218,8 @@ async def test_a_cancelled_request_leaves_the_others_alone(wait_calls):
 @example(seed=7)
 @settings(max_examples=40, deadline=None)
 def test_requests_that_begin_alike_and_are_read_in_chunks_do_not_touch_each_others_pages(seed):
-    """One may end, and leave its pages to others, while another one that begins alike is still
-    being read."""
+    """One may end, and leave its pages to others, while another that begins alike is still being
+    read."""
     draw = np.random.default_rng(seed)
     engine = CountableEngine(
         slots=int(draw.integers(2, 4)),
@@ -237,21 +240,17 @@ def test_requests_that_begin_alike_and_are_read_in_chunks_do_not_touch_each_othe
         assert list((await generator.generate(prompt, wanted)).token_ids) == tokens
 
     async def main() -> None:
-        lengths, turns, most = (
-            draw.integers(low, high, 12) for low, high in ((24, 61), (0, 120), (1, 30))
-        )
-        requests = zip(turns, lengths, most, strict=True)
-        await asyncio.gather(
-            *(
-                ask(
-                    int(after),
-                    int(length),
-                    [int(after) % 20] * (seed % 2),
-                    params(int(tokens), seed=seed),
-                )
-                for seed, (after, length, tokens) in enumerate(requests)
-            )
-        )
+        # The order of the draws decides what the examples above show.
+        lengths = draw.integers(24, 61, 12).tolist()
+        turns = draw.integers(0, 120, 12).tolist()
+        max_new_tokens = draw.integers(1, 30, 12).tolist()
+        asking = []
+        for seed, (after, length, tokens) in enumerate(
+            zip(turns, lengths, max_new_tokens, strict=True)
+        ):
+            ending = [after % 20] * (seed % 2)
+            asking.append(ask(after, length, ending, params(tokens, seed=seed)))
+        await asyncio.gather(*asking)
 
     run(main())
 
@@ -293,7 +292,8 @@ def test_a_fault_of_the_engine_reaches_everyone_who_waits(fails_at_call):
 
     results = run(main())
     faults = [result for result in results if isinstance(result, RuntimeError)]
-    assert len(faults) >= 2 and isinstance(results[-1], RuntimeError)
+    assert len(faults) >= 2
+    assert isinstance(results[-1], RuntimeError)
     for result, (prompt, wanted) in zip(results, requests, strict=True):
         if result not in faults:
             assert_by_hand(engine, result, prompt, wanted)
@@ -348,18 +348,23 @@ def scaled(factor: float) -> nnx.State:
 
 
 def converse(generator: BatchedGenerator, conversations: int, turns: int) -> list[list[Completion]]:
-    """Several conversations at once; each hears a few tokens between its turns."""
+    """Play several conversations at once. Each hears a few tokens between its turns."""
 
-    async def one(number: int) -> list[Completion]:
-        held, completions = random_tokens(10 + 7 * number, seed=number), []
+    async def play(number: int) -> list[Completion]:
+        tokens_so_far = random_tokens(10 + 7 * number, seed=number)
+        completions = []
         for turn in range(turns):
             wanted = params(6 + number, seed=10 * number + turn)
-            completions.append(await generator.generate(held, wanted, continues=True))
-            held = [*held, *completions[-1].token_ids, *random_tokens(3 + turn, seed=turn)]
+            completions.append(await generator.generate(tokens_so_far, wanted, continues=True))
+            tokens_so_far = [
+                *tokens_so_far,
+                *completions[-1].token_ids,
+                *random_tokens(3 + turn, seed=turn),
+            ]
         return completions
 
     async def main() -> list[list[Completion]]:
-        return await asyncio.gather(*(one(number) for number in range(conversations)))
+        return await asyncio.gather(*(play(number) for number in range(conversations)))
 
     return run(main())
 
@@ -367,13 +372,14 @@ def converse(generator: BatchedGenerator, conversations: int, turns: int) -> lis
 @pytest.mark.parametrize("conversations", [SLOTS, SLOTS + 2])
 def test_prefix_reuse_changes_no_token_of_conversations(generator, conversations):
     without = make_generator(make_engine(), prefix_reuse=False)
-    reused, recomputed = converse(generator, conversations, 3), converse(without, conversations, 3)
+    reused = converse(generator, conversations, 3)
+    recomputed = converse(without, conversations, 3)
     for ours, theirs in zip(reused, recomputed, strict=True):
         assert [completion.token_ids for completion in ours] == [
             completion.token_ids for completion in theirs
         ]
-        for one, other in zip(ours, theirs, strict=True):
-            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+        for completion, expected in zip(ours, theirs, strict=True):
+            np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=1e-5)
     assert generator.statistics.prompt_tokens == without.statistics.prompt_tokens
     assert generator.statistics.prefilled_tokens < without.statistics.prefilled_tokens
     if conversations == SLOTS:  # a turn costs what was heard before it: 3 and 4 tokens
@@ -384,12 +390,14 @@ def test_prefix_reuse_changes_no_token_of_conversations(generator, conversations
 async def test_log_probabilities_of_a_turn_in_a_reused_slot_are_those_of_the_full_forward(
     generator,
 ):
-    held = random_tokens(20)
+    tokens_so_far = random_tokens(20)
     for turn in range(3):
-        completion = await generator.generate(held, params(9, seed=turn), continues=True)
-        held = [*held, *completion.token_ids]
-        np.testing.assert_allclose(completion.logprobs, log_probs_of(decoder(), held, 9), atol=1e-5)
-        held += random_tokens(5, seed=turn)
+        completion = await generator.generate(tokens_so_far, params(9, seed=turn), continues=True)
+        tokens_so_far = [*tokens_so_far, *completion.token_ids]
+        np.testing.assert_allclose(
+            completion.logprobs, log_probs_of(decoder(), tokens_so_far, 9), atol=1e-5
+        )
+        tokens_so_far += random_tokens(5, seed=turn)
     assert generator.statistics.prefilled_tokens == 19 + 5 + 5
 
 
@@ -407,7 +415,8 @@ def test_a_request_alone_gets_what_it_gets_in_a_full_batch(generator):
 
 
 def test_swapped_weights_show_in_version_and_tokens_and_nothing_cached_is_used(generator):
-    prompt, wanted = random_tokens(30), params(10)
+    prompt = random_tokens(30)
+    wanted = params(10)
     (before,) = complete_all(generator, [(prompt, wanted)])
     generator.set_weights(scaled(1.5), policy_version=7)
     (after,) = complete_all(generator, [(prompt, wanted)])
@@ -434,15 +443,16 @@ def test_a_policy_that_is_not_finite_fails_its_requests_and_leaves_no_trace(gene
 
     for error in run(main()):
         # at the end of a call
-        assert isinstance(error, RequestError) and "not finite after 4 tokens" in str(error)
+        assert isinstance(error, RequestError)
+        assert "not finite after 4 tokens" in str(error)
     generator.set_weights(scaled(1.0), policy_version=2)
     # most of a slot is not written again
     short = [(prompt[:5], wanted) for prompt, wanted in requests]
     assert all(
         np.isfinite(completion.logprobs).all() for completion in complete_all(generator, short)
     )
-    again = complete_all(generator, requests)
-    assert [completion.token_ids for completion in again] == [
+    after_recovery = complete_all(generator, requests)
+    assert [completion.token_ids for completion in after_recovery] == [
         completion.token_ids for completion in expected
     ]
 
@@ -466,18 +476,20 @@ def counting_compilations() -> Iterator[list[str]]:
 def test_lengths_of_all_sizes_share_few_programs_and_a_second_run_compiles_nothing(
     kernels, shapes, monkeypatch
 ):
-    """One program that prefills 128 tokens and one that decodes 4 rows; by XLA both for rows of 128
-    and of 192."""
+    """With kernels, one program prefills 128 tokens and one decodes 4 rows.
+
+    XLA has both for rows of 128 and of 192.
+    """
     if not kernels:
         without_kernels(monkeypatch)
     # A model of its own, so that no other test has compiled for it.
-    of = decoder(dataclasses.replace(MODEL, num_layers=1, intermediate_size=16))
+    model = decoder(dataclasses.replace(MODEL, num_layers=1, intermediate_size=16))
     lengths = [*range(1, POSITIONS - 4, 7), POSITIONS - 4]
     requests = [(random_tokens(length, seed=length), params(4, seed=length)) for length in lengths]
-    copied = jax.tree.map(jnp.copy, nnx.state(of))
+    copied = jax.tree.map(jnp.copy, nnx.state(model))
     before = resident_programs.prefill._cache_size() + resident_programs.decode._cache_size()
     with counting_compilations() as compiled:
-        first = make_generator(make_engine(of))
+        first = make_generator(make_engine(model))
         completions = complete_all(first, requests)
         programs = (
             resident_programs.prefill._cache_size()
@@ -488,7 +500,7 @@ def test_lengths_of_all_sizes_share_few_programs_and_a_second_run_compiles_nothi
         assert first.statistics.compiled_programs >= programs, "and a few that move pages"
         assert len(compiled) >= programs, "the count below sees compilations"
         compiled.clear()
-        second = make_generator(make_engine(of))
+        second = make_generator(make_engine(model))
         assert complete_all(second, requests) == completions
         second.set_weights(copied, 0)
         assert complete_all(second, requests) == completions

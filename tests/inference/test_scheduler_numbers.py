@@ -1,5 +1,5 @@
-"""What a request is answered with depends on the request alone: not on the batch, on chunks, on
-pages, or on others' misfortunes."""
+"""The answer to a request depends on the request alone: not on the batch, on chunks, on pages, or
+on the faults of others."""
 
 import asyncio
 import dataclasses
@@ -45,24 +45,40 @@ BROKEN = MODEL.vocab_size - 1  # a token whose embedding is not finite, in the d
 
 
 def assert_same(ours: list[Completion], theirs: list[Completion]) -> None:
-    assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
-    for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=EXACT)
+    assert [completion.token_ids for completion in ours] == [
+        completion.token_ids for completion in theirs
+    ]
+    for completion, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(completion.logprobs, expected.logprobs, atol=EXACT)
 
 
-def engine_of(of: Decoder, **changes: Any) -> Engine:
-    settings = {
-        "slots": 4,
-        "positions": POSITIONS,
-        "page_tokens": PAGE_TOKENS,
-        "num_pages": PAGES_A_SLOT,
-    }
-    settings |= {"prefill_tokens": 128, "decode_steps": DECODE_STEPS, "stop_token_ids": [NO_STOP]}
-    return ContiguousEngine(of, EngineOptions(**(settings | changes)))
+def engine_of(
+    model: Decoder,
+    *,
+    slots: int = 4,
+    num_pages: int = PAGES_A_SLOT,
+    prefill_tokens: int = 128,
+    decode_steps: int = DECODE_STEPS,
+) -> Engine:
+    options = EngineOptions(
+        slots=slots,
+        positions=POSITIONS,
+        page_tokens=PAGE_TOKENS,
+        num_pages=num_pages,
+        prefill_tokens=prefill_tokens,
+        decode_steps=decode_steps,
+        stop_token_ids=[NO_STOP],
+    )
+    return ContiguousEngine(model, options)
 
 
 # Both sides of page borders; some begin alike.
-LENGTHS = [1, 2, *(PAGE_TOKENS * n + more for n in (1, 2, 5, 9) for more in (-1, 0, 1)), 100]
+LENGTHS = [
+    1,
+    2,
+    *(PAGE_TOKENS * pages + step for pages in (1, 2, 5, 9) for step in (-1, 0, 1)),
+    100,
+]
 MIXED = [
     ([*random_tokens(length // 2, seed=0), *random_tokens(length - length // 2, seed=length)],
      params(6 + length % 5, temperature, seed=length))
@@ -72,13 +88,13 @@ MIXED = [
 
 @pytest.fixture(scope="module")
 def alone() -> list[Completion]:
-    """Each request in an engine that holds nothing."""
+    """Complete each request in an empty engine."""
     generator = make_generator(engine_of(decoder()))
-    found = []
-    for one in MIXED:
+    completions = []
+    for request in MIXED:
         generator.reset_cache()
-        found += complete_all(generator, [one])
-    return found
+        completions += complete_all(generator, [request])
+    return completions
 
 
 def test_log_probabilities_of_prompts_around_page_borders_are_those_of_the_full_forward(alone):
@@ -105,16 +121,15 @@ def test_prompts_computed_in_chunks_give_what_whole_prompts_give(alone):
 
 
 def test_pages_that_are_shared_evicted_and_filled_again_give_what_fresh_memory_gives(alone):
-    """Every request three times, in another order each, with pages for little more than one."""
+    """Every request comes three times, in another order each time, with pages for little more than
+    one."""
     generator = make_generator(engine_of(decoder()))
     for round in range(3):
         order = np.random.default_rng(round).permutation(len(MIXED))
         completions = complete_all(generator, [MIXED[n] for n in order])
         assert_same(completions, [alone[n] for n in order])
-    assert (
-        generator.statistics.evicted_pages > 3 * PAGES_A_SLOT
-        and generator.statistics.cache_hit_rate > 0.05
-    )
+    assert generator.statistics.evicted_pages > 3 * PAGES_A_SLOT
+    assert generator.statistics.cache_hit_rate > 0.05
     assert_nothing_is_held(generator)
 
 
@@ -126,13 +141,13 @@ def test_filters_of_some_requests_change_no_token_of_the_others(alone):
         {"top_k": 1, "top_p": 0.1, "min_p": 1.0},
     ]
     filtered = [
-        (prompt, dataclasses.replace(how, **filters[n % 4]))
-        for n, (prompt, how) in enumerate(MIXED)
+        (prompt, dataclasses.replace(wanted, **filters[number % 4]))
+        for number, (prompt, wanted) in enumerate(MIXED)
     ]
     completions = complete_all(make_generator(engine_of(decoder())), [*filtered, *MIXED])
     assert_same(completions[len(MIXED) :], alone)
-    for (_, how), completion in zip(filtered, completions, strict=False):
-        if how.top_k == 1:
+    for (_, wanted), completion in zip(filtered, completions, strict=False):
+        if wanted.top_k == 1:
             assert completion.sampling_logprobs == (0.0,) * len(completion.token_ids), (
                 "one token is left"
             )
@@ -140,10 +155,13 @@ def test_filters_of_some_requests_change_no_token_of_the_others(alone):
 
 @pytest.fixture(scope="module")
 def fragile() -> Decoder:
-    """One token's embedding is not a number: whoever reads it is lost, and nobody else."""
-    of = filled_decoder(dataclasses.replace(MODEL, num_layers=1, tie_word_embeddings=False))
-    of.embedding[...] = of.embedding[...].at[BROKEN].set(jnp.nan)
-    return of
+    """Return a decoder in which one token's embedding is not a number.
+
+    Only requests that read it are lost.
+    """
+    model = filled_decoder(dataclasses.replace(MODEL, num_layers=1, tie_word_embeddings=False))
+    model.embedding[...] = model.embedding[...].at[BROKEN].set(jnp.nan)
+    return model
 
 
 COMMON = [token % BROKEN for token in random_tokens(PAGE_TOKENS + 2, seed=5)]
@@ -164,8 +182,8 @@ def expected(fragile) -> list[Completion]:
 def beside_a_lost_one(
     fragile: Decoder, prompt: list[int], cancelled_at: int | None = None
 ) -> tuple[Any, Completion]:
-    """(what a request came to whose prompt is not finite, what the good one got that came into its
-    slot)."""
+    """Return the outcome of a request whose prompt is not finite, and the completion of the good
+    request that took its slot."""
     generator = make_generator(
         engine_of(fragile, slots=2, prefill_tokens=16, num_pages=2 * PAGES_A_SLOT)
     )
@@ -185,7 +203,8 @@ def beside_a_lost_one(
             await asyncio.sleep(0)
         if cancelled_at:
             lost.cancel()
-        outcome, completion = await settle(lost), await good
+        outcome = await settle(lost)
+        completion = await good
         assert not busy.done(), "it took the slot that was given up"
         await busy
         return outcome, completion
@@ -196,9 +215,13 @@ def beside_a_lost_one(
 
 
 def test_a_prompt_that_is_not_finite_fails_alone_although_its_pages_were_shared(fragile, expected):
-    """They were before anybody saw a logit; the good one begins in the middle of one of them."""
+    """They were shared before anybody saw a logit.
+
+    The good request begins in the middle of one of them.
+    """
     error, completion = beside_a_lost_one(fragile, [*COMMON, *[3] * 5, BROKEN, *[3] * 20])
-    assert isinstance(error, RequestError) and "not finite" in str(error)
+    assert isinstance(error, RequestError)
+    assert "not finite" in str(error)
     assert_same([completion], expected)
 
 
@@ -213,32 +236,36 @@ def test_a_prompt_that_is_not_finite_and_is_cancelled_before_anybody_knows_leave
 
 
 def test_a_request_that_is_cancelled_before_its_prompt_is_read_takes_nobodys_row(monkeypatch):
-    """The second prompt takes the whole call, so the third is given up while it has a slot and no
+    """The second prompt takes the whole call, so the third is cancelled while it has a slot and no
     row."""
     without_kernels(monkeypatch)
-    wanted = [
+    requests = [
         (random_tokens(5, seed=1), params(40, deadline_seconds=FAR)),
         (random_tokens(33, seed=2), params(20)),
     ]
-    settings = {"slots": 8, "prefill_tokens": 16, "decode_steps": 1, "num_pages": 8 * PAGES_A_SLOT}
-    expected = [
-        complete_all(make_generator(engine_of(decoder(), **settings)), [one])[0] for one in wanted
-    ]
-    engine = engine_of(decoder(), **settings)
+
+    def new_engine() -> Engine:
+        return engine_of(
+            decoder(), slots=8, prefill_tokens=16, decode_steps=1, num_pages=8 * PAGES_A_SLOT
+        )
+
+    expected = []
+    for request in requests:
+        expected += complete_all(make_generator(new_engine()), [request])
+    engine = new_engine()
     generator = make_generator(engine)
 
     async def main() -> list[Completion]:
-        first = asyncio.create_task(generator.generate(*wanted[0]))
+        first = asyncio.create_task(generator.generate(*requests[0]))
         while not any(request.tokens for request in generator._running.values()):
             await asyncio.sleep(0)
-        second = asyncio.create_task(generator.generate(*wanted[1]))
+        second = asyncio.create_task(generator.generate(*requests[1]))
         await asyncio.sleep(0)
         third = asyncio.create_task(generator.generate(random_tokens(60, seed=3), params(20)))
         while len(generator._running) < 3:
             await asyncio.sleep(0)
-        assert (
-            engine._slot_caches[2].row == -1 and engine._slot_caches[1].row == engine._num_rows - 1
-        )
+        assert engine._slot_caches[2].row == -1
+        assert engine._slot_caches[1].row == engine._num_rows - 1
         third.cancel()
         return [await first, await second]
 
@@ -264,7 +291,7 @@ TRAFFIC = st.lists(
 
 @functools.cache
 def busy_engine() -> Engine:
-    """One for all examples: it compiles once."""
+    """Return one engine for all examples, so that it compiles once."""
     return engine_of(decoder(), slots=6, num_pages=3 * PAGES_A_SLOT, prefill_tokens=48)
 
 
@@ -272,12 +299,12 @@ def busy_engine() -> Engine:
 @given(waves=st.lists(TRAFFIC, min_size=1, max_size=3))
 @settings(max_examples=12, deadline=None)
 def test_random_traffic_on_rows_and_groups_gives_everyone_the_numbers_of_a_full_forward_pass(waves):
-    """Few pages, prompts in chunks, conversations that come back, requests that are cancelled after
-    some turns of the loop; with kernels all of it in at most 11 programs."""
+    """There are few pages, prompts in chunks, conversations that come back, and requests that are
+    cancelled after some turns of the loop. With kernels all of it takes at most 11 programs."""
     generator = make_generator(busy_engine())
     generator.reset_cache()
 
-    async def one(
+    async def converse(
         number: int, beginning: list[int], own: int, new: int, cancelled_after: int | None
     ) -> None:
         prompt = [*beginning, *random_tokens(own, seed=number)]
@@ -288,13 +315,14 @@ def test_random_traffic_on_rows_and_groups_gives_everyone_the_numbers_of_a_full_
             task.cancel()
         outcome = await settle(task)
         if not isinstance(outcome, asyncio.CancelledError):
-            assert isinstance(outcome, Completion) and len(outcome.token_ids) == new
+            assert isinstance(outcome, Completion)
+            assert len(outcome.token_ids) == new
             expected = log_probs_of(decoder(), [*prompt, *outcome.token_ids], new)
             np.testing.assert_allclose(outcome.logprobs, expected, atol=EXACT)
 
     async def main() -> None:
         for wave in waves:
-            await asyncio.gather(*(one(number, *asked) for number, asked in enumerate(wave)))
+            await asyncio.gather(*(converse(number, *asked) for number, asked in enumerate(wave)))
         while generator._running:
             await asyncio.sleep(0)
 

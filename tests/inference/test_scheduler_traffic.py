@@ -2,6 +2,7 @@
 hand and whose memory is short."""
 
 import asyncio
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable
@@ -50,30 +51,30 @@ def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behin
 async def test_a_request_that_needs_more_pages_than_there_are_is_refused_and_others_go_on():
     engine = CountableEngine(pages=8)  # 32 tokens; a slot could have 64
     generator = make_generator(engine)
-    large, fits = ([3] * 30, params(3)), ([3] * 29, params(3))
+    large = ([3] * 30, params(3))
+    fits = ([3] * 29, params(3))
     refused, completion = await asyncio.gather(
-        *(generator.generate(*one) for one in (large, fits)), return_exceptions=True
+        *(generator.generate(*request) for request in (large, fits)), return_exceptions=True
     )
-    assert isinstance(
-        refused, RequestError
-    ) and "needs 9 pages of KV memory and the engine has 8" in str(refused)
+    assert isinstance(refused, RequestError)
+    assert "needs 9 pages of KV memory and the engine has 8" in str(refused)
     assert_by_hand(engine, completion, [3] * 29, params(3))
 
 
 def test_where_memory_is_short_requests_wait_for_each_other():
     engine = CountableEngine(slots=3, pages=16)
     generator = make_generator(engine)
-    wanted = [([7 + n] * 30, params(10, seed=n)) for n in range(5)]  # ten pages each
+    requests = [([7 + n] * 30, params(10, seed=n)) for n in range(5)]  # ten pages each
 
     async def main() -> list[Completion]:
-        tasks = [asyncio.create_task(generator.generate(*one)) for one in wanted]
+        tasks = [asyncio.create_task(generator.generate(*request)) for request in requests]
         while not all(task.done() for task in tasks):
             assert len(generator._running) <= 1
             await asyncio.sleep(0)
         return await asyncio.gather(*tasks)
 
-    for completion, one in zip(run(main()), wanted, strict=True):
-        assert_by_hand(engine, completion, *one)
+    for completion, request in zip(run(main()), requests, strict=True):
+        assert_by_hand(engine, completion, *request)
     assert generator.statistics.evicted_pages > 0
     assert_nothing_is_held(generator)
 
@@ -87,26 +88,26 @@ def test_a_request_that_needs_all_memory_is_served_although_a_page_of_it_holds_i
 
 
 def test_a_prompt_computed_twice_leaves_each_request_the_pages_that_its_slot_reads():
-    """The second is still computed when the first ends and leaves its pages to everybody."""
+    """The second is still computed when the first ends and leaves its pages to all."""
     engine = CountableEngine(slots=2, pages=40, prefill_tokens=4, decode_steps=1)
     engine.stop_token_ids = frozenset()
     generator = make_generator(engine)
     prompt = [(7 * n) % 19 + 1 for n in range(13)]
-    wanted = [
+    requests = [
         (prompt, params(3)),
         (prompt, params(30, seed=1)),
         *(([9 + n] * 30, params(5)) for n in range(4)),
     ]
 
     async def main() -> list[Completion]:
-        tasks = [asyncio.create_task(generator.generate(*wanted[0]))]
+        tasks = [asyncio.create_task(generator.generate(*requests[0]))]
         while not engine.decode_calls:
             await asyncio.sleep(0)
-        tasks += [asyncio.create_task(generator.generate(*one)) for one in wanted[1:]]
+        tasks += [asyncio.create_task(generator.generate(*request)) for request in requests[1:]]
         return await asyncio.gather(*tasks)
 
-    for completion, (asked, how) in zip(run(main()), wanted, strict=True):
-        assert list(completion.token_ids) == engine.by_hand(asked, how)[0]
+    for completion, request in zip(run(main()), requests, strict=True):
+        assert list(completion.token_ids) == engine.by_hand(*request)[0]
     assert generator.statistics.prefilled_tokens == 2 * 12 + 4 * 29
 
 
@@ -126,22 +127,24 @@ def test_what_48_requests_begin_with_is_computed_once():
     engine = CountableEngine(slots=16, vocabulary=100, positions=96, prefill_tokens=24)
     generator = make_generator(engine)
     system = [n % 13 + 1 for n in range(64)]
-    wanted = [([*system, 40 + n, 3, 4, 5], params(4, seed=n)) for n in range(48)]
-    for completion, one in zip(complete_all(generator, wanted), wanted, strict=True):
-        assert_by_hand(engine, completion, *one)
+    requests = [([*system, 40 + n, 3, 4, 5], params(4, seed=n)) for n in range(48)]
+    for completion, request in zip(complete_all(generator, requests), requests, strict=True):
+        assert_by_hand(engine, completion, *request)
     assert generator.statistics.prefilled_tokens == 64 + 48 * 3, "the last token of each is decoded"
 
 
 def test_prompts_in_chunks_and_at_once_and_memory_short_or_not_make_no_difference():
-    wanted = [([n % 3 + 1] * (5 + 3 * n) + [4], params(9, seed=n)) for n in range(12)]
+    requests = [([n % 3 + 1] * (5 + 3 * n) + [4], params(9, seed=n)) for n in range(12)]
     engines = [
         CountableEngine(slots=slots, pages=pages, prefill_tokens=tokens, decode_steps=steps)
         for slots, pages, tokens, steps in [(1, 16, 64, 1), (3, 17, 2, 5), (3, 64, 64, 3)]
     ]
     generators = [make_generator(engine) for engine in engines]
-    one, other, third = (complete_all(generator, wanted) for generator in generators)
-    assert one == other == third
-    assert generators[1].statistics.evicted_pages > 0 == generators[2].statistics.evicted_pages
+    first, second, third = [complete_all(generator, requests) for generator in generators]
+    assert first == second
+    assert second == third
+    assert generators[1].statistics.evicted_pages > 0
+    assert generators[2].statistics.evicted_pages == 0
 
 
 # --- stop strings and stop tokens ---
@@ -152,7 +155,7 @@ def letters(tokens: list[int]) -> str:
 
 
 def long_completion(engine: CountableEngine, length: int = 20) -> tuple[list[int], list[int]]:
-    """(a prompt, the tokens that it is answered with)."""
+    """Return a prompt and the tokens that answer it."""
     for first in range(1, 20):
         tokens, _ = engine.by_hand([first], params(length))
         if len(tokens) == length:
@@ -172,7 +175,7 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(first, de
     (completion,) = complete_all(generator, [(prompt, params(20, stop_strings=("zzz", stop)))])
     assert (completion.finish_reason, completion.stop_string) == ("stop_string", stop)
     assert (list(completion.token_ids), list(completion.logprobs)) == (tokens[:end], logprobs[:end])
-    assert list(completion.sampling_logprobs) == [2 * one for one in logprobs[:end]]
+    assert list(completion.sampling_logprobs) == [2 * logprob for logprob in logprobs[:end]]
     assert generator.statistics.generated_tokens == end, (
         "what lies beyond it was generated for nobody"
     )
@@ -181,7 +184,7 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(first, de
 
 @pytest.mark.parametrize("decode_steps", [1, 5])
 @pytest.mark.parametrize(
-    ("said", "thought_open", "end"),
+    ("spoken_pieces", "thought_open", "end"),
     [
         (["<thi", "nk>", "</answer>", "</th", "ink>", " a ", "</answer>", " b"], False, 7),
         (["</ans", "wer>", "</th", "ink>", " a ", "</ans", "wer>b", " b"], True, 7),
@@ -189,11 +192,11 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(first, de
         (["<think>", "</answer>", "<stop>"], False, 20),
     ],
 )
-def test_stop_strings_sleep_in_thoughts(decode_steps, said, thought_open, end):
+def test_stop_strings_sleep_in_thoughts(decode_steps, spoken_pieces, thought_open, end):
     engine = CountableEngine(decode_steps=decode_steps, vocabulary=5000)
     prompt, tokens = long_completion(engine)
     assert len(set(tokens)) == len(tokens), "each token says what it is given to say"
-    pieces = dict(zip(tokens, (piece.encode() for piece in said), strict=False))
+    pieces = dict(zip(tokens, (piece.encode() for piece in spoken_pieces), strict=False))
     generator = BatchedGenerator(
         engine, prefix_reuse=True, queue_size=4, token_bytes=lambda token: pieces.get(token, b"")
     )
@@ -207,21 +210,20 @@ def test_a_stop_token_a_stop_string_and_a_length_limit_are_told_apart():
     engine = CountableEngine(decode_steps=4)
     prompt, tokens = long_completion(engine)
     place = next(n for n in range(2, 20) if tokens[n] not in tokens[:n])
-    last, stop = tokens[place], letters(tokens[place : place + 1])
+    last = tokens[place]
+    stop = letters(tokens[place : place + 1])
     for wanted, reason, stop_string in [
         (params(20, stop_token_ids=(last,)), "stop", None),
         (params(20, stop_strings=(stop,)), "stop_string", stop),
         (params(place + 1), "length", None),
-        (
-            params(20, stop_strings=(stop,), stop_token_ids=(last,)),
-            "stop",
-            None,
-        ),  # a stop token counts first
-        (params(place + 1, stop_strings=(stop,)), "stop_string", stop),  # and the length last
+        # A stop token counts first, and the length last.
+        (params(20, stop_strings=(stop,), stop_token_ids=(last,)), "stop", None),
+        (params(place + 1, stop_strings=(stop,)), "stop_string", stop),
     ]:
-        (got,) = complete_all(make_generator(engine), [(prompt, wanted)])
-        assert list(got.token_ids) == tokens[: place + 1]
-        assert (got.finish_reason, got.stop_string) == (reason, stop_string)
+        (completion,) = complete_all(make_generator(engine), [(prompt, wanted)])
+        assert list(completion.token_ids) == tokens[: place + 1]
+        assert completion.finish_reason == reason
+        assert completion.stop_string == stop_string
 
 
 async def test_a_stream_ends_with_the_token_that_completes_a_stop_string():
@@ -247,9 +249,9 @@ def test_stop_tokens_of_one_request_end_no_other():
 
 @pytest.mark.parametrize(("decode_steps", "computed"), [(5, 2), (3, 3)])
 def test_a_conversation_goes_on_from_a_turn_that_a_stop_string_ended(decode_steps, computed):
-    """One prompt token, 9 generated ones and 3 new ones, the last of which is left to decoding: of
-    12 tokens the first 10 are in memory where the engine decoded beyond the ninth, and the first 9
-    where its call ended there."""
+    """There are one prompt token, 9 generated ones and 3 new ones, the last of which is left to
+    decoding. Of these 12 tokens the first 10 are in memory where the engine decoded beyond the
+    ninth, and the first 9 where its call ended there."""
     engine = CountableEngine(decode_steps=decode_steps)
     generator = make_generator(engine)
     prompt, tokens = long_completion(engine)
@@ -259,9 +261,9 @@ def test_a_conversation_goes_on_from_a_turn_that_a_stop_string_ended(decode_step
     )
     assert list(completion.token_ids) == tokens[:9]
     before = generator.statistics.prefilled_tokens
-    held = [*prompt, *completion.token_ids, 3, 3, 3]
-    (after,) = complete_all(generator, [(held, params(6))])
-    assert_by_hand(engine, after, held, params(6))
+    tokens_so_far = [*prompt, *completion.token_ids, 3, 3, 3]
+    (after,) = complete_all(generator, [(tokens_so_far, params(6))])
+    assert_by_hand(engine, after, tokens_so_far, params(6))
     assert generator.statistics.prefilled_tokens - before == computed
     assert_nothing_is_held(generator)
 
@@ -299,21 +301,27 @@ BAD = {
 @pytest.mark.parametrize("extreme", EXTREMES.values(), ids=EXTREMES)
 def test_an_extreme_parameter_is_served_and_harms_nobody(extreme):
     engine = CountableEngine()
-    wanted = [([5, 6], params(6)), ([5, 7], params(**{"max_new_tokens": 6, "seed": 3, **extreme}))]
-    for completion, one in zip(complete_all(make_generator(engine), wanted), wanted, strict=True):
-        assert_by_hand(engine, completion, *one)
+    requests = [
+        ([5, 6], params(6)),
+        ([5, 7], dataclasses.replace(params(6, seed=3), **extreme)),
+    ]
+    for completion, request in zip(
+        complete_all(make_generator(engine), requests), requests, strict=True
+    ):
+        assert_by_hand(engine, completion, *request)
 
 
 @pytest.mark.parametrize("sentence", BAD)
 async def test_a_parameter_that_nobody_can_honour_fails_its_request_alone(sentence):
     engine = CountableEngine()
     generator = make_generator(engine)
-    good = [5, 6], params(6)
-    asked = (good, ([5, 7], params(**BAD[sentence])), good)
+    good = ([5, 6], params(6))
+    requests = (good, ([5, 7], params(**BAD[sentence])), good)
     first, error, last = await asyncio.gather(
-        *(generator.generate(*one) for one in asked), return_exceptions=True
+        *(generator.generate(*request) for request in requests), return_exceptions=True
     )
-    assert isinstance(error, RequestError) and sentence in str(error)
+    assert isinstance(error, RequestError)
+    assert sentence in str(error)
     assert_by_hand(engine, first, *good)
     assert_by_hand(engine, last, *good)
 
@@ -322,21 +330,22 @@ async def test_a_completion_that_is_not_finite_fails_its_request_alone():
     engine = CountableEngine()
     engine.broken_seed = 5
     generator = make_generator(engine)
-    wanted = [([n % 3 + 1] * 9, params(6, seed=n)) for n in range(9)]
+    requests = [([n % 3 + 1] * 9, params(6, seed=n)) for n in range(9)]
     outcomes = await asyncio.gather(
-        *(generator.generate(*one) for one in wanted), return_exceptions=True
+        *(generator.generate(*request) for request in requests), return_exceptions=True
     )
-    assert isinstance(outcomes[5], RequestError) and "not finite" in str(outcomes[5])
-    for n, one in enumerate(wanted):
+    assert isinstance(outcomes[5], RequestError)
+    assert "not finite" in str(outcomes[5])
+    for n, request in enumerate(requests):
         if n != 5:
-            assert_by_hand(engine, outcomes[n], *one)
+            assert_by_hand(engine, outcomes[n], *request)
     assert_nothing_is_held(generator)
 
 
 # --- deadlines and cancellation ---
 
 
-BUSY = [1] * 3, params(60, seed=4, deadline_seconds=FAR)  # over twenty calls
+BUSY = ([1] * 3, params(60, seed=4, deadline_seconds=FAR))  # over twenty calls
 
 
 def busy_engine(**settings: Any) -> CountableEngine:
@@ -355,16 +364,20 @@ STATES: dict[str, tuple[int, list[int], int]] = {
 
 
 def state_of(generator: BatchedGenerator, prompt: list[int]) -> str:
-    request = next(
-        (one for one in generator._running.values() if one.prompt.tolist() == prompt), None
-    )
-    return "waiting" if request is None else "decoding" if request.tokens else "prefilling"
+    for request in generator._running.values():
+        if request.prompt.tolist() == prompt:
+            return "decoding" if request.tokens else "prefilling"
+    return "waiting"
 
 
 def interrupted(
     state: str, interrupt: Callable[[BatchedGenerator, asyncio.Task], Any], **changes: Any
 ):
-    """(engine, generator, what the interrupted request came to, what the others came to)."""
+    """Interrupt a request in this state beside a busy one.
+
+    Return its outcome. Check that the busy request and a later one are answered as if nothing had
+    happened.
+    """
     slots, prompt, new_tokens = STATES[state]
     engine = busy_engine(slots=slots, prefill_tokens=2)
     generator = make_generator(engine)
@@ -397,7 +410,8 @@ def test_a_deadline_that_passes_frees_the_slot_and_harms_nobody(turned_clock, st
         turned_clock.turn(0.05)
 
     outcome = interrupted(state, wait, deadline_seconds=0.04)
-    assert isinstance(outcome, DeadlineError) and "0.04 s passed" in str(outcome)
+    assert isinstance(outcome, DeadlineError)
+    assert "0.04 s passed" in str(outcome)
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -431,7 +445,8 @@ async def test_a_stream_whose_deadline_passes_shows_what_it_has_and_then_the_err
             shown.extend(part)
             if len(shown) == 3:
                 turned_clock.turn(0.06)
-    assert 0 < len(shown) < 100 and shown == engine.by_hand([2, 3], params(len(shown)))[0]
+    assert 0 < len(shown) < 100
+    assert shown == engine.by_hand([2, 3], params(len(shown)))[0]
 
 
 # --- more requests than there is room for ---
@@ -505,7 +520,7 @@ async def test_streams_are_refused_also_while_slots_are_free_because_memory_is_s
 
 
 class Failing(CountableEngine):
-    """Cannot be reset."""
+    """An engine that cannot be reset."""
 
     def reset_cache(self) -> None:
         raise RuntimeError("no memory is left")
@@ -554,21 +569,24 @@ async def test_a_batch_reads_prompts_first_and_a_watched_request_goes_on_between
     assert in_a_row == prompt_calls_in_a_row
 
 
+class TiledEngine(CountableEngine):
+    """Reads prompts in tiles. Records for each prefill how many calls decoded before it, and how
+    many tokens it reads."""
+
+    tile_tokens = 4
+    min_call_tokens = 16
+
+    def __init__(self, **options) -> None:
+        super().__init__(**options)
+        self.prefills: list[tuple[int, int]] = []
+
+    def prefill(self, rows):
+        self.prefills.append((self.decode_calls, sum(len(row.tokens) for row in rows)))
+        super().prefill(rows)
+
+
 async def test_a_prompt_of_a_batch_waits_for_others_to_fill_a_call_but_not_for_long():
-    class Tiled(CountableEngine):
-        tile_tokens, min_call_tokens = 4, 16
-
-        def prefill(self, rows):
-            read.append((decodes, sum(len(row.tokens) for row in rows)))
-            super().prefill(rows)
-
-        def decode(self, state):
-            nonlocal decodes
-            decodes += 1
-            return super().decode(state)
-
-    read, decodes = [], 0
-    engine = Tiled(positions=200, decode_steps=1, slots=16, prefill_tokens=64)
+    engine = TiledEngine(positions=200, decode_steps=1, slots=16, prefill_tokens=64)
     engine.stop_token_ids = frozenset()
     generator = make_generator(engine)
     many = [asyncio.create_task(generator.generate([1 + n] * 5, params(40))) for n in range(15)]
@@ -576,4 +594,6 @@ async def test_a_prompt_of_a_batch_waits_for_others_to_fill_a_call_but_not_for_l
         await asyncio.sleep(0)
     late = asyncio.create_task(generator.generate([19] * 6, params(4)))
     await asyncio.gather(late, *many)
-    assert read[-1][1] == 5 and read[-1][0] - read[-2][0] == 1 + MAX_DEFERRED_CALLS
+    (decodes_before, _), (decodes_before_last, last_tokens) = engine.prefills[-2:]
+    assert last_tokens == 5
+    assert decodes_before_last - decodes_before == 1 + MAX_DEFERRED_CALLS

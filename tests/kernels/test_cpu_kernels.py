@@ -1,4 +1,4 @@
-"""The kernels that decode on a CPU, beside XLA's own."""
+"""The kernels that decode on a CPU, compared with XLA."""
 
 import os
 import subprocess
@@ -28,15 +28,15 @@ def drawn(seed: int, *shape: int) -> np.ndarray:
 def memory(
     places: int, kv_heads: int, head_dim: int, width: int, prefixes: int, length: int
 ) -> list[np.ndarray]:
-    """Keys and values of places, then of prefixes."""
+    """Return keys and values of places, then keys and values of prefixes."""
     shapes = [(places, kv_heads, head_dim, width), (places, kv_heads, width, head_dim)]
     shapes += [(prefixes, kv_heads, head_dim, length), (prefixes, kv_heads, length, head_dim)]
     return [drawn(seed, *shape) for seed, shape in enumerate(shapes)]
 
 
-def by_xla(query: np.ndarray, held: list[np.ndarray], of_rows: np.ndarray) -> np.ndarray:
-    keys, values, prefix_keys, prefix_values = map(jnp.asarray, held)
-    place, seen, prefix, shared = of_rows.T
+def by_xla(query: np.ndarray, memory_arrays: list[np.ndarray], row_table: np.ndarray) -> np.ndarray:
+    keys, values, prefix_keys, prefix_values = map(jnp.asarray, memory_arrays)
+    place, seen, prefix, shared = row_table.T
     readable = np.arange(keys.shape[3]) < (seen[:, None] + np.arange(query.shape[1]))[:, :, None]
     inside = np.arange(prefix_keys.shape[3]) < shared[:, None, None]
     visible = inside & (prefix[:, None, None] == np.arange(prefix_keys.shape[0])[None, :, None])
@@ -67,38 +67,47 @@ def test_rows_anywhere_over_several_prefixes_get_the_numbers_of_xla(
     length: int,
 ):
     random = np.random.default_rng(0)
-    held = memory(rows + 1, kv_heads, head_dim, width, prefixes, length)
+    memory_arrays = memory(rows + 1, kv_heads, head_dim, width, prefixes, length)
     shared = random.integers(0, length + 1, prefixes)
     prefix = random.integers(0, prefixes, rows)
-    places, seen = random.permutation(rows + 1)[:rows], random.integers(1, width - time + 2, rows)
-    of_rows = np.stack([places, seen, prefix, shared[prefix]], axis=1).astype(np.int32)
+    places = random.permutation(rows + 1)[:rows]
+    seen = random.integers(1, width - time + 2, rows)
+    row_table = np.stack([places, seen, prefix, shared[prefix]], axis=1).astype(np.int32)
     query = drawn(9, rows, time, heads, head_dim)
-    mixed = jax.jit(calls.paged_attention)(query, *held, of_rows)
-    np.testing.assert_allclose(mixed, by_xla(query, held, of_rows), atol=EXACT)
+    mixed = jax.jit(calls.paged_attention)(query, *memory_arrays, row_table)
+    np.testing.assert_allclose(mixed, by_xla(query, memory_arrays, row_table), atol=EXACT)
 
 
 def test_a_row_that_sees_nothing_is_zero_and_what_is_broken_stays_in_its_row():
-    """A number that is not finite reaches the row that reads it, to be found there, and no other
-    one; what nobody may see is not read."""
-    held = memory(4, 1, 8, 16, 1, 16)
-    held[0][1, :, :, 5:] = np.nan  # beyond what is seen
-    held[1][1, :, 5:] = np.nan
-    held[0][2, 0, 3, 1] = np.nan
-    held[1][3, 0, 0, 0] = np.inf
-    of_rows = np.asarray([[0, 0, 0, 16], [1, 5, 0, 16], [2, 5, 0, 16], [3, 5, 0, 16]], np.int32)
-    mixed = np.asarray(jax.jit(calls.paged_attention)(drawn(9, 4, 1, 2, 8), *held, of_rows))
+    """A number that is not finite reaches only the row that reads it, where it is then detected.
+
+    Positions that no row may see are not read.
+    """
+    memory_arrays = memory(4, 1, 8, 16, 1, 16)
+    memory_arrays[0][1, :, :, 5:] = np.nan  # beyond what is seen
+    memory_arrays[1][1, :, 5:] = np.nan
+    memory_arrays[0][2, 0, 3, 1] = np.nan
+    memory_arrays[1][3, 0, 0, 0] = np.inf
+    row_table = np.asarray([[0, 0, 0, 16], [1, 5, 0, 16], [2, 5, 0, 16], [3, 5, 0, 16]], np.int32)
+    mixed = np.asarray(
+        jax.jit(calls.paged_attention)(drawn(9, 4, 1, 2, 8), *memory_arrays, row_table)
+    )
     assert not mixed[0].any()
-    assert np.isfinite(mixed[1]).all() and mixed[1].any()
-    assert np.isnan(mixed[2]).all() and not np.isfinite(mixed[3]).all()
+    assert np.isfinite(mixed[1]).all()
+    assert mixed[1].any()
+    assert np.isnan(mixed[2]).all()
+    assert not np.isfinite(mixed[3]).all()
 
 
 def test_scores_far_apart_weigh_as_they_should():
-    held = memory(1, 1, 8, 24, 1, 0)
-    held[0] *= 100
-    of_rows = np.asarray([[0, 24, 0, 0]], np.int32)
+    memory_arrays = memory(1, 1, 8, 24, 1, 0)
+    memory_arrays[0] *= 100
+    row_table = np.asarray([[0, 24, 0, 0]], np.int32)
     query = drawn(9, 1, 1, 1, 8)
-    mixed = jax.jit(calls.paged_attention)(query, *held, of_rows)
-    np.testing.assert_allclose(mixed, by_xla(query, held, of_rows), atol=1e-4)  # scores of hundreds
+    mixed = jax.jit(calls.paged_attention)(query, *memory_arrays, row_table)
+    np.testing.assert_allclose(
+        mixed, by_xla(query, memory_arrays, row_table), atol=1e-4
+    )  # scores of hundreds
 
 
 @pytest.mark.parametrize(
@@ -114,20 +123,21 @@ def test_scores_far_apart_weigh_as_they_should():
     ],
 )
 def test_products_of_few_rows_are_exact(rows: int, outputs: int, inputs: int):
-    left, matrices = drawn(0, rows, inputs), (drawn(1, outputs, inputs), drawn(2, 5, inputs))
-    for found, matrix in zip(jax.jit(calls.products)(left, *matrices), matrices, strict=True):
-        np.testing.assert_allclose(found, left.astype(np.float64) @ matrix.T, atol=3e-4)
+    rows_of_left = drawn(0, rows, inputs)
+    matrices = (drawn(1, outputs, inputs), drawn(2, 5, inputs))
+    for product, matrix in zip(
+        jax.jit(calls.products)(rows_of_left, *matrices), matrices, strict=True
+    ):
+        np.testing.assert_allclose(product, rows_of_left.astype(np.float64) @ matrix.T, atol=3e-4)
 
 
 def test_callers_at_once_get_their_own_numbers():
-    """One of them has the threads; the others work alone."""
-    call, given = (
-        jax.jit(calls.products),
-        [(drawn(seed, 8, 64), drawn(9 + seed, 640, 64)) for seed in range(4)],
-    )
-    with ThreadPoolExecutor(len(given)) as pool:
-        found = pool.map(lambda pair: [np.asarray(call(*pair)[0]) for _ in range(100)], given)
-        for (rows, matrix), results in zip(given, found, strict=True):
+    """One caller has the threads. The others work alone."""
+    call = jax.jit(calls.products)
+    factors = [(drawn(seed, 8, 64), drawn(9 + seed, 640, 64)) for seed in range(4)]
+    with ThreadPoolExecutor(len(factors)) as pool:
+        products = pool.map(lambda pair: [np.asarray(call(*pair)[0]) for _ in range(100)], factors)
+        for (rows, matrix), results in zip(factors, products, strict=True):
             np.testing.assert_allclose(results, np.stack([rows @ matrix.T] * 100), atol=1e-4)
 
 
@@ -149,7 +159,7 @@ def test_one_core_is_enough_and_threads_end_with_the_program():
 
 @pytest.mark.slow
 def test_what_compiles_the_kernels_rounds_as_what_finds_them_compiled(tmp_path):
-    """Or the first run on a machine would not go on bit for bit when it is resumed."""
+    """Otherwise the first run on a machine would not resume bit for bit."""
     program = """
 import hashlib, jax, numpy as np
 from mujica_jax.kernels.cpu.calls import packed_attention, paged_attention, products
@@ -165,10 +175,8 @@ found = [
 ]
 print([hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for leaf in jax.tree.leaves(found)])
 """
-    command, environment = (
-        [sys.executable, "-c", program],
-        os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)},
-    )
+    command = [sys.executable, "-c", program]
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
     starts = [
         subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS
@@ -179,20 +187,20 @@ print([hashlib.sha256(np.asarray(leaf).tobytes()).hexdigest() for leaf in jax.tr
 
 
 def test_the_gradient_of_products():
-    def loss(products, left, *matrices):
-        return sum(jnp.sum(jnp.sin(product)) for product in products(left, *matrices))
+    def loss(products, factor, *matrices):
+        return sum(jnp.sum(jnp.sin(product)) for product in products(factor, *matrices))
 
-    given = (
+    arguments = (
         jnp.asarray(drawn(0, 6, 16)),
         jnp.asarray(drawn(1, 10, 16)),
         jnp.asarray(drawn(2, 4, 16)),
     )
-    ours = jax.grad(loss, (1, 2, 3))(calls.products, *given)
+    ours = jax.grad(loss, (1, 2, 3))(calls.products, *arguments)
     theirs = jax.grad(loss, (1, 2, 3))(
-        lambda left, *matrices: [left @ matrix.T for matrix in matrices], *given
+        lambda factor, *matrices: [factor @ matrix.T for matrix in matrices], *arguments
     )
-    for found, expected in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(found, expected, atol=1e-5)
+    for gradient, expected in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(gradient, expected, atol=1e-5)
 
 
 def test_the_engine_takes_the_kernel_for_keys_and_values_in_float32():
@@ -217,8 +225,8 @@ def test_the_engine_takes_the_kernel_for_keys_and_values_in_float32():
     ],
 )
 def test_products_are_taken_where_they_are_faster(rows, inputs, outputs, multiplies):
-    asked = {"rows": rows, "inputs": inputs, "outputs": outputs}
-    assert kernels.product(**asked, dtype=jnp.float32) is multiplies
+    product = kernels.product(rows=rows, inputs=inputs, outputs=outputs, dtype=jnp.float32)
+    assert product is multiplies
 
 
 def test_a_mesh_leaves_what_it_splits_to_xla():

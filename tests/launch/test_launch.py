@@ -33,6 +33,8 @@ ENV = {
 
 
 class Cloud:
+    """A project with its environment file, and the stub of gcloud that stands for it."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir()
@@ -59,17 +61,19 @@ class Cloud:
         )
 
     def done(self, script: str, *words: str) -> str:
+        """Run a script that must succeed. Return what it printed."""
         ended = self.run(script, *words)
         assert ended.returncode == 0, ended.stderr
         return ended.stdout + ended.stderr
 
     def refused(self, script: str, *words: str, answer: str = "") -> str:
+        """Run a script that must refuse with status 2. Return its last sentence."""
         ended = self.run(script, *words, answer=answer)
         assert ended.returncode == 2, (ended.returncode, ended.stderr)
         return ended.stderr.strip().splitlines()[-1]
 
     def answers(self, *answers: tuple[str, int, str, str]) -> None:
-        """What calls answer instead, each once: part of the call, status, output, error."""
+        """Set the answers of calls, each used once: a part of the call, status, output, error."""
         (self.folder / "answers.json").write_text(json.dumps(answers))
 
     def states(self, *states: str) -> None:
@@ -77,10 +81,10 @@ class Cloud:
 
     def calls(self, *beginning: str) -> list[list[str]]:
         file = self.folder / "calls"
-        lines = (
-            [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-        )
-        return [line for line in lines if line[: len(beginning)] == list(beginning)]
+        if not file.exists():
+            return []
+        calls = [json.loads(line) for line in file.read_text().splitlines()]
+        return [words for words in calls if words[: len(beginning)] == list(beginning)]
 
     @property
     def created(self) -> list[list[str]]:
@@ -98,18 +102,18 @@ def test_shellcheck_finds_nothing():
         *map(str, STUBS.iterdir()),
         str(ROOT / "benchmarks" / "gpu.sh"),
     ]
-    found = subprocess.run(
+    finished = subprocess.run(
         [str(Path(sys.prefix) / "bin/shellcheck"), "-x", *scripts],
         cwd=LAUNCH,
         capture_output=True,
         text=True,
     )
-    assert found.returncode == 0, found.stdout
+    assert finished.returncode == 0, finished.stdout
 
 
 def test_the_slices_are_asked_for_as_configured_and_waited_for(cloud):
     cloud.states("ACCEPTED", "WAITING_FOR_RESOURCES", "WAITING_FOR_RESOURCES", "ACTIVE")
-    said = cloud.done("create.sh")
+    output = cloud.done("create.sh")
     assert cloud.created == [
         [
             *(
@@ -123,19 +127,18 @@ def test_the_slices_are_asked_for_as_configured_and_waited_for(cloud):
             "--labels=application=mujica",
         ]
     ]
-    assert "4 chips, about 2.20 dollars an hour" in said  # 4 x 0.55
-    rule = json.loads(said.partition("echo '")[2].partition("'")[0])["rule"][0]
+    assert "4 chips, about 2.20 dollars an hour" in output  # 4 x 0.55
+    rule = json.loads(output.partition("echo '")[2].partition("'")[0])["rule"][0]
     assert rule == {
         "action": {"type": "Delete"},
         "condition": {"age": 30, "matchesPrefix": ["runs/first/learning/"]},
     }
-    assert (
-        "WAITING_FOR_RESOURCES" in said
-        and said.count("WAITING") == 1
-        and said.endswith("mujica: ACTIVE\n")
-    )
-    again = cloud.done("create.sh")
-    assert "mujica is there already: ACTIVE" in again and len(cloud.created) == 1
+    assert "WAITING_FOR_RESOURCES" in output
+    assert output.count("WAITING") == 1
+    assert output.endswith("mujica: ACTIVE\n")
+    second_output = cloud.done("create.sh")
+    assert "mujica is there already: ACTIVE" in second_output
+    assert len(cloud.created) == 1
 
 
 def test_several_slices_and_the_other_ways_of_provisioning(cloud):
@@ -155,9 +158,8 @@ def test_several_slices_and_the_other_ways_of_provisioning(cloud):
         "--network=net",
         "--subnetwork=sub",
     } < set(words)
-    assert {"--service-account=me@my-project", "--scopes=cloud-platform"} < set(
-        words
-    ) and "--spot" not in words
+    assert {"--service-account=me@my-project", "--scopes=cloud-platform"} < set(words)
+    assert "--spot" not in words
     cloud.done("setup.sh")
     copied = [words[5] for words in cloud.calls("compute", "tpus", "tpu-vm", "scp")]
     assert sorted(copied) == ["mujica-0:mujica.tar.gz", "mujica-1:mujica.tar.gz"]
@@ -200,41 +202,50 @@ def test_what_cannot_be_is_said_in_one_sentence_and_nothing_is_created(
     cloud.set(**changed)
     if answer:
         cloud.answers(answer)
-    said = cloud.refused("create.sh")
-    assert said.startswith("error: ") and sentence in said
+    message = cloud.refused("create.sh")
+    assert message.startswith("error: ")
+    assert sentence in message
     assert not (cloud.folder / "resource.json").exists()
 
 
-def test_without_gcloud_or_an_environment_file_it_says_what_to_do(cloud, tmp_path):
+def test_without_an_environment_file_it_says_how_to_make_one(cloud):
     (cloud.folder / "env").unlink()
     assert "cp launch/env.example launch/env" in cloud.refused("create.sh")
-    cloud.set()
+
+
+def test_a_value_with_spaces_needs_quotes(cloud):
     with open(cloud.folder / "env", "a") as file:
         file.write("LABELS=a b\nPOLL_SECONDS=1\n")
     assert "a value with spaces needs quotes" in cloud.refused("create.sh")
-    for name, value in (("FETCH", "gs://my-bucket/2wiki"), ("SECRETS", "WANDB_API_KEY")):
-        cloud.set(**{name: value})
-        assert f"{value} in FETCH or SECRETS" in cloud.refused("create.sh")
-    cloud.set()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("FETCH", "gs://my-bucket/2wiki"), ("SECRETS", "WANDB_API_KEY")]
+)
+def test_what_is_fetched_and_what_is_secret_needs_both_of_its_names(cloud, name, value):
+    cloud.set(**{name: value})
+    assert f"{value} in FETCH or SECRETS" in cloud.refused("create.sh")
+
+
+def test_without_gcloud_it_says_where_to_get_it(cloud, tmp_path):
     (tmp_path / "bin").mkdir()
     for name in ("bash", "env", "dirname", "mktemp", "rm", "sed", "tr"):
         (tmp_path / "bin" / name).symlink_to(f"/usr/bin/{name}")
     cloud.environment["PATH"] = str(tmp_path / "bin")
-    assert "gcloud is not installed: https://cloud.google.com/sdk/docs/install" in cloud.refused(
-        "create.sh"
-    )
+    message = cloud.refused("create.sh")
+    assert "gcloud is not installed: https://cloud.google.com/sdk/docs/install" in message
 
 
 def test_a_bucket_elsewhere_is_asked_about_with_its_price(cloud):
     elsewhere = ("buckets describe", 0, "EUROPE-WEST4", "")
     cloud.answers(elsewhere)
-    assert "gcloud storage buckets create gs://NEW --location=us-central1" in cloud.refused(
-        "create.sh", answer="n\n"
-    )
+    message = cloud.refused("create.sh", answer="n\n")
+    assert "gcloud storage buckets create gs://NEW --location=us-central1" in message
     assert not cloud.created
     cloud.answers(elsewhere)
     ended = cloud.run("create.sh", answer="y\n")
-    assert ended.returncode == 0 and "costs about 0.08 dollars" in ended.stderr
+    assert ended.returncode == 0
+    assert "costs about 0.08 dollars" in ended.stderr
     cloud.answers(("buckets describe", 0, "US-EAST1", ""))
     assert "costs about 0.02 dollars" in cloud.run("create.sh", answer="n\n").stderr
     cloud.answers(("buckets describe", 0, "US", ""))
@@ -244,16 +255,13 @@ def test_a_bucket_elsewhere_is_asked_about_with_its_price(cloud):
 def test_what_was_preempted_is_made_anew_when_asked(cloud):
     cloud.done("create.sh")
     cloud.states("SUSPENDED")
-    assert "mujica is SUSPENDED: launch/delete.sh deletes it" in cloud.refused(
-        "create.sh", answer="n\n"
-    )
+    message = cloud.refused("create.sh", answer="n\n")
+    assert "mujica is SUSPENDED: launch/delete.sh deletes it" in message
     assert len(cloud.created) == 1
     cloud.states("SUSPENDED")
     cloud.done("create.sh", "--replace")
-    assert (
-        len(cloud.created) == 2
-        and len(cloud.calls("compute", "tpus", "queued-resources", "delete")) == 1
-    )
+    assert len(cloud.created) == 2
+    assert len(cloud.calls("compute", "tpus", "queued-resources", "delete")) == 1
 
 
 def test_preempted_while_it_is_created_it_says_so(cloud):
@@ -268,8 +276,9 @@ def test_a_worker_that_cannot_be_reached_is_said(cloud):
         "timed out"
     )
     cloud.answers(("tpu-vm scp", 255, "", no_answer))
-    said = cloud.refused("setup.sh")
-    assert "the checkout could not be copied on mujica" in said and "Connection timed out" in said
+    message = cloud.refused("setup.sh")
+    assert "the checkout could not be copied on mujica" in message
+    assert "Connection timed out" in message
 
 
 def test_before_the_slices_are_there_the_other_scripts_name_create(cloud):
@@ -291,20 +300,20 @@ def test_a_dry_run_prints_the_calls_and_does_nothing(cloud):
             "train.sh": ["configs/tiny_world.py"],
             "index.sh": ["wiki", "--corpus", "a b.jsonl"],
         }.get(script, [])
-        said = cloud.done(script, "--dry-run", *words)
-        assert re.search(r"^gcloud compute tpus ", said, re.MULTILINE), script
-        assert not re.search("is deleted|is set up|first runs on", said), "nothing was done"
+        output = cloud.done(script, "--dry-run", *words)
+        assert re.search(r"^gcloud compute tpus ", output, re.MULTILINE), script
+        assert not re.search("is deleted|is set up|first runs on", output), "nothing was done"
         expected = {
             "delete.sh": "worker.sh stop",
             "status.sh": "worker.sh state",
             "train.sh": "storage cat gs://",
         }
-        assert expected.get(script, "") in said
-    late = cloud.refused("train.sh", "configs/tiny_world.py", "--seed", "1", "--dry-run")
-    assert "--dry-run comes too late: give it before configs/tiny_world.py" in late
+        assert expected.get(script, "") in output
+    message = cloud.refused("train.sh", "configs/tiny_world.py", "--seed", "1", "--dry-run")
+    assert "--dry-run comes too late: give it before configs/tiny_world.py" in message
     assert cloud.calls() == [], "gcloud was never called"
-    said = cloud.done("index.sh", "--dry-run", "wiki", "--corpus", "a b.jsonl")
-    assert "mujica_jax.index build --corpus '\\''a b.jsonl'\\'' --out" in said
+    output = cloud.done("index.sh", "--dry-run", "wiki", "--corpus", "a b.jsonl")
+    assert "mujica_jax.index build --corpus '\\''a b.jsonl'\\'' --out" in output
 
 
 def test_the_documented_lines_are_taken(cloud):
@@ -340,8 +349,8 @@ CLAIM = (("storage cat", 1, "", "ERROR: matched no objects or files"), ("storage
 
 def test_a_run_is_started_and_looked_after_until_it_ends(cloud):
     cloud.answers(*CLAIM, RUNNING, RUNNING, ended(0), DONE)
-    said = cloud.done("train.sh", "configs/tiny_world.py", "--seed", "1")
-    assert "first has ended: launch/eval.sh scores it" in said
+    output = cloud.done("train.sh", "configs/tiny_world.py", "--seed", "1")
+    assert "first has ended: launch/eval.sh scores it" in output
     starts = [
         words[-1]
         for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh")
@@ -358,30 +367,30 @@ def test_a_preempted_slice_is_made_again_and_counted_apart_from_failures(cloud):
     cloud.set(MAX_FAILURES="0", MAX_PREEMPTIONS="1")
     cloud.states(*["ACTIVE"] * 3, "SUSPENDED", "SUSPENDED")
     cloud.answers(*CLAIM, RUNNING, ended(0), DONE)
-    said = cloud.done("train.sh", "configs/tiny_world.py")
-    assert "mujica is preempted: 1 of at most 1 times" in said and "failed" not in said
+    output = cloud.done("train.sh", "configs/tiny_world.py")
+    assert "mujica is preempted: 1 of at most 1 times" in output
+    assert "failed" not in output
     assert len(cloud.created) == 2
     cloud.states(*["ACTIVE"] * 3, "SUSPENDED")
     cloud.set(MAX_PREEMPTIONS="0")
     cloud.answers(*CLAIM, RUNNING)
     given_up = cloud.run("train.sh", "configs/tiny_world.py")
-    assert (
-        given_up.returncode == 1
-        and "given up after 0 failures and 1 preemptions" in given_up.stderr
-    )
+    assert given_up.returncode == 1
+    assert "given up after 0 failures and 1 preemptions" in given_up.stderr
 
 
 def test_a_run_that_was_asked_to_end_has_not_ended(cloud):
-    """A run obeys SIGTERM with status 0; only its summary says that it is done."""
+    """A run obeys SIGTERM with status 0. Only its summary says that it is done."""
     cloud.answers(*CLAIM, ended(0), NOT_DONE, RUNNING, ended(0), DONE)
-    said = cloud.done("train.sh", "configs/tiny_world.py")
-    assert "first was asked to end and saved where it was: 1 of at most 50 times" in said
+    output = cloud.done("train.sh", "configs/tiny_world.py")
+    assert "first was asked to end and saved where it was: 1 of at most 50 times" in output
     starts = [
         words
         for words in cloud.calls("compute", "tpus", "tpu-vm", "ssh")
         if "worker.sh start" in words[-1]
     ]
-    assert len(starts) == 2 and len(cloud.created) == 1
+    assert len(starts) == 2
+    assert len(cloud.created) == 1
 
 
 def test_a_slice_that_cannot_be_made_again_is_not_set_up(cloud):
@@ -389,7 +398,8 @@ def test_a_slice_that_cannot_be_made_again_is_not_set_up(cloud):
     cloud.states(*["ACTIVE"] * 3, "SUSPENDED")
     cloud.answers(*CLAIM, ("queued-resources delete", 1, "", "ERROR: deadline exceeded"))
     given_up = cloud.run("train.sh", "configs/tiny_world.py")
-    assert given_up.returncode == 1 and "mujica could not be brought up again" in given_up.stderr
+    assert given_up.returncode == 1
+    assert "mujica could not be brought up again" in given_up.stderr
     assert len(cloud.calls("compute", "tpus", "tpu-vm", "scp")) == 1, "only the first time"
 
 
@@ -397,10 +407,8 @@ def test_a_run_that_fails_is_started_again_a_bounded_number_of_times(cloud):
     cloud.set(MAX_FAILURES="1")
     cloud.answers(*CLAIM, ended(1), ("worker.sh log", 0, "the last line", ""), ended(1))
     given_up = cloud.run("train.sh", "configs/tiny_world.py")
-    assert (
-        given_up.returncode == 1
-        and "given up after 2 failures and 0 preemptions" in given_up.stderr
-    )
+    assert given_up.returncode == 1
+    assert "given up after 2 failures and 0 preemptions" in given_up.stderr
     assert "the last line" in given_up.stderr
     starts = [
         words
@@ -413,20 +421,18 @@ def test_a_run_that_fails_is_started_again_a_bounded_number_of_times(cloud):
 def test_a_run_that_the_program_refuses_is_not_tried_again(cloud):
     cloud.answers(*CLAIM, ended(2), ("worker.sh log", 0, "error: there is no directory data", ""))
     refused = cloud.run("train.sh", "configs/tiny_world.py")
-    assert refused.returncode == 2 and "error: there is no directory data" in refused.stderr
+    assert refused.returncode == 2
+    assert "error: there is no directory data" in refused.stderr
     assert "first was refused by the program" in refused.stderr
 
 
 def test_a_name_that_another_command_has_is_refused_before_anything_is_made(cloud):
     cloud.answers(("storage cat", 0, "configs/tiny_world.py --seed 1", ""))
-    said = cloud.refused("train.sh", "configs/tiny_world.py", "--seed", "2")
-    assert (
-        "run first was begun with `configs/tiny_world.py --seed 1` and this is" in said
-        and not cloud.created
-    )
-    assert "--run is given and the run is gs://my-bucket/runs/first" in cloud.refused(
-        "train.sh", "c.py", "--run"
-    )
+    message = cloud.refused("train.sh", "configs/tiny_world.py", "--seed", "2")
+    assert "run first was begun with `configs/tiny_world.py --seed 1` and this is" in message
+    assert not cloud.created
+    message = cloud.refused("train.sh", "c.py", "--run")
+    assert "--run is given and the run is gs://my-bucket/runs/first" in message
     assert "which configuration?" in cloud.refused("train.sh")
 
 
@@ -450,22 +456,20 @@ def test_status_says_step_speed_checkpoint_and_cost(cloud):
         ("learning", 0, "gs://my-bucket/runs/first/learning/warm-up/40/COMMITTED", ""),
         ("policies", 0, "gs://my-bucket/runs/first/policies/000001/COMMITTED", ""),
     )
-    said = cloud.done("status.sh")
-    assert "slices      1 x v5litepod-4 (spot) in us-central1-a: ACTIVE" in said
-    assert "run         first: 1x running" in said
-    assert "learning    warm-up/learn, step 40, loss 0.5, 1234.5 tokens/s" in said
-    assert "checkpoint  learning/warm-up/40" in said and "policy      policies/000001" in said
-    assert "cost        4.40 dollars" in said  # two hours, four chips, 0.55
+    output = cloud.done("status.sh")
+    assert "slices      1 x v5litepod-4 (spot) in us-central1-a: ACTIVE" in output
+    assert "run         first: 1x running" in output
+    assert "learning    warm-up/learn, step 40, loss 0.5, 1234.5 tokens/s" in output
+    assert "checkpoint  learning/warm-up/40" in output
+    assert "policy      policies/000001" in output
+    assert "cost        4.40 dollars" in output  # two hours, four chips, 0.55
 
 
 def test_the_example_names_every_variable_and_its_prices_every_type():
     example = (LAUNCH / "env.example").read_text()
     assigned = set(re.findall(r"^([A-Z_]+)=", example, re.MULTILINE))
-    read = set(
-        re.findall(
-            r"\$\{?!?([A-Z][A-Z_]+)", "".join(path.read_text() for path in LAUNCH.glob("*.sh"))
-        )
-    )
+    scripts = "".join(path.read_text() for path in LAUNCH.glob("*.sh"))
+    read = set(re.findall(r"\$\{?!?([A-Z][A-Z_]+)", scripts))
     own = {
         "LAUNCH",
         "ROOT",
@@ -477,8 +481,6 @@ def test_the_example_names_every_variable_and_its_prices_every_type():
         "RUN_DIRECTORY",
         "BASH_SOURCE",
         "HOME",
-    }
-    own |= {
         "MUJICA_ENV",
         "ASSUMED",
         "ASSUMED_STATE",

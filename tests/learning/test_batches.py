@@ -1,3 +1,6 @@
+"""The order of batches: a function of the seed, resumable, and the same for any number of
+processes."""
+
 import itertools
 import json
 import subprocess
@@ -17,12 +20,12 @@ ROWS = pack(random_conversations(36), row_tokens=32, seed=0)
 ROWS_PER_STEP = 8
 
 
-def batches(rows: PackedRows = ROWS, **options) -> Batches:
-    return Batches(rows, ROWS_PER_STEP, **({"seed": 3} | options))
+def batches(rows: PackedRows = ROWS, *, seed: int = 3, **options) -> Batches:
+    return Batches(rows, ROWS_PER_STEP, seed=seed, **options)
 
 
 def drawn(source: Batches, steps: int) -> list[list]:
-    """Tokens of the next batches."""
+    """Return the tokens of the next batches."""
     return [next(source).tokens.tolist() for _ in range(steps)]
 
 
@@ -34,7 +37,7 @@ def test_a_step_has_the_rows_of_its_number():
 
 
 def test_the_order_of_rows_is_the_one_it_has_always_been():
-    """Every published number was made with it."""
+    """Every published number was made with this order."""
     assert rows_of_step(22, 8, seed=3, step=0).tolist() == [9, 17, 12, 18, 0, 15, 3, 20]
     assert rows_of_step(22, 8, seed=3, step=2).tolist() == [16, 14, 4, 7, 5, 19, 13, 10]
 
@@ -66,22 +69,22 @@ def test_the_batch_of_a_step_does_not_depend_on_the_number_of_processes(processe
 
 
 def test_another_number_of_processes_continues():
-    one = batches()
-    drawn(one, 7)
-    of_two = [batches(own=own) for own in np.split(np.arange(ROWS_PER_STEP), 2)]
-    for part in of_two:
-        part.set_state(one.get_state())
+    whole = batches()
+    drawn(whole, 7)
+    parts = [batches(own=own) for own in np.split(np.arange(ROWS_PER_STEP), 2)]
+    for part in parts:
+        part.set_state(whole.get_state())
     assert [
-        first + second for first, second in zip(*(drawn(part, 3) for part in of_two), strict=True)
-    ] == drawn(one, 3)
+        first + second for first, second in zip(*(drawn(part, 3) for part in parts), strict=True)
+    ] == drawn(whole, 3)
 
 
 def test_packing_knows_the_seed_and_no_process():
-    """Each process packs all conversations to the same rows, whatever else it has drawn."""
+    """Each process packs all conversations into the same rows, whatever else it has drawn."""
     np.random.default_rng(5).random(3)
-    again = pack(random_conversations(36), row_tokens=32, seed=0)
-    np.testing.assert_array_equal(again.tokens, ROWS.tokens)
-    np.testing.assert_array_equal(again.placements, ROWS.placements)
+    repacked = pack(random_conversations(36), row_tokens=32, seed=0)
+    np.testing.assert_array_equal(repacked.tokens, ROWS.tokens)
+    np.testing.assert_array_equal(repacked.placements, ROWS.placements)
 
 
 @pytest.mark.parametrize(

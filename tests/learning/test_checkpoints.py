@@ -1,3 +1,5 @@
+"""Checkpoints on disk and in a bucket: what is restored, removed, refused and repeated."""
+
 import errno
 import os
 import subprocess
@@ -30,9 +32,9 @@ def state(step: int, width: int = 4, **extra: nnx.Param) -> State:
     return State(jnp.int32(step), {"kernel": nnx.Param(jnp.asarray(kernel, jnp.float32)), **extra})
 
 
-def assert_same(left: State, right: State) -> None:
-    assert jax.tree.structure(left) == jax.tree.structure(right)
-    jax.tree.map(np.testing.assert_array_equal, left, right)
+def assert_same(restored: State, expected: State) -> None:
+    assert jax.tree.structure(restored) == jax.tree.structure(expected)
+    jax.tree.map(np.testing.assert_array_equal, restored, expected)
 
 
 def folders(checkpoints: Checkpoints) -> list[str]:
@@ -49,7 +51,7 @@ def largest_file(folder: RunPath) -> RunPath:
 
 @pytest.fixture(params=["disk", "bucket"])
 def place(request, tmp_path, monkeypatch) -> RunPath:
-    """A folder for checkpoints, on local disk and in a bucket."""
+    """Return a folder for checkpoints, on local disk and in a bucket."""
     if request.param == "disk":
         return tmp_path / "run"
     use(monkeypatch)
@@ -65,10 +67,10 @@ def three_saved(place) -> Checkpoints:
     return checkpoints
 
 
-def save(checkpoints: Checkpoints, *given: Any) -> None:
-    """To the end."""
+def save(checkpoints: Checkpoints, *arguments: Any) -> None:
+    """Save a checkpoint and wait until it is committed."""
     with checkpoints:
-        checkpoints.save(*given)
+        checkpoints.save(*arguments)
 
 
 def test_a_state_comes_back_bit_for_bit_with_its_loop_state(place):
@@ -93,9 +95,9 @@ def test_the_newest_is_restored_whatever_its_step(three_saved):
 
 
 def test_the_last_ones_are_kept_and_numbers_go_on_in_a_new_process(three_saved):
-    again = Checkpoints(three_saved.directory, keep=2)
-    save(again, state(4), {})
-    assert folders(again) == ["000003", "000004"]
+    reopened = Checkpoints(three_saved.directory, keep=2)
+    save(reopened, state(4), {})
+    assert folders(reopened) == ["000003", "000004"]
 
 
 @pytest.mark.parametrize("mark", [COMMITTED, ORBAX_COMMITTED])
@@ -103,10 +105,10 @@ def test_a_checkpoint_without_its_mark_is_removed_and_its_number_used_again(
     three_saved, caplog, mark
 ):
     (three_saved.directory / "000003" / mark).unlink()
-    again = Checkpoints(three_saved.directory, keep=3)
+    reopened = Checkpoints(three_saved.directory, keep=3)
     assert "000003 is incomplete and is removed" in caplog.text
-    assert_same(again.restore_latest(state(0))[0], state(2))
-    save(again, state(4), {"round": 4})
+    assert_same(reopened.restore_latest(state(0))[0], state(2))
+    save(reopened, state(4), {"round": 4})
     assert folders(three_saved) == ["000001", "000002", "000003"]
     assert Checkpoints(three_saved.directory, keep=3).restore_latest(state(0))[1] == {"round": 4}
 
@@ -159,7 +161,7 @@ def test_other_types_are_refused_with_both(place):
 
 @pytest.fixture
 def slow_disk(monkeypatch) -> threading.Event:
-    """Nothing is committed before this is set."""
+    """Hold back every commit until the event is set."""
     may_go_on = threading.Event()
     commit = checkpoints_module._commit
 
@@ -173,7 +175,8 @@ def slow_disk(monkeypatch) -> threading.Event:
 
 def test_a_save_goes_on_beside_steps_that_reuse_its_buffers(tmp_path, slow_disk):
     step = jax.jit(lambda now: jax.tree.map(lambda leaf: leaf * 2, now), donate_argnums=0)
-    now, expected = state(1, width=1 << 20), state(1, width=1 << 20)
+    now = state(1, width=1 << 20)
+    expected = state(1, width=1 << 20)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(now, {"round": 1})
         for _ in range(5):
@@ -247,10 +250,10 @@ def test_what_a_checkpoint_costs_is_counted(place):
     checkpoints = Checkpoints(place, keep=1)
     save(checkpoints, state(1), {})
     checkpoints.restore_latest(state(0))
-    found = checkpoints.io_statistics.summary()
-    assert found["writes"] == found["reads"] == 1
-    assert found["write_bytes"] == found["read_bytes"] > 3 * 4 * 4
-    assert min(found["write_seconds"], found["read_seconds"]) > 0
+    summary = checkpoints.io_statistics.summary()
+    assert summary["writes"] == summary["reads"] == 1
+    assert summary["write_bytes"] == summary["read_bytes"] > 3 * 4 * 4
+    assert min(summary["write_seconds"], summary["read_seconds"]) > 0
 
 
 @pytest.fixture
@@ -263,19 +266,19 @@ def test_a_save_that_meets_faults_is_whole(fake):
     save(whole, state(7), {})
     # TensorStore waits a second before it repeats a request, so that it meets one fault of each
     # kind.
-    left = {
+    pending_faults = {
         "media": ["503", "lost answer"],
         "multipart": ["429", "cut upload", "lost answer", "503"],
     }
 
     def faults(request):
-        waiting = left.get(request.query.get("uploadType", ""), [])
-        return waiting.pop() if waiting else None
+        pending = pending_faults.get(request.query.get("uploadType", ""), [])
+        return pending.pop() if pending else None
 
     fake.faults = faults
     disturbed = Checkpoints("gs://bucket/run", keep=1)
     save(disturbed, state(7), {"round": 7})
-    assert left == {"media": [], "multipart": []}
+    assert pending_faults == {"media": [], "multipart": []}
     fake.faults = lambda request: (
         "503" if request.kind == "download" and request.nth % 7 == 0 else None
     )
@@ -298,9 +301,9 @@ def test_a_bucket_that_tensorstore_gave_up_is_one_sentence(fake):
         context=tensorstore.Context({"gcs_request_retries": patience}),
     ).result()
     folder = run_path("gs://bucket/run/000007")
-    said = r"^gs://bucket/run/000007 could not be .*503.* start the same command"
+    sentence = r"^gs://bucket/run/000007 could not be .*503.* start the same command"
     with (
-        pytest.raises(StoreUnavailableError, match=said),
+        pytest.raises(StoreUnavailableError, match=sentence),
         checkpoints_module._as_user_error(folder),
     ):
         store.write("x", b"").result()
@@ -313,9 +316,9 @@ def test_a_save_that_was_killed_before_its_mark_is_not_used_and_is_removed(fake)
     save(checkpoints, state(1), {"round": 1})
     for name in fake.names("bucket", "run/000001/arrays/"):
         fake.put("bucket", name.replace("000001", "000002"), fake.content("bucket", name))
-    again = Checkpoints("gs://bucket/run", keep=1)
-    assert_same(again.restore_latest(state(0))[0], state(1))
-    assert folders(again) == ["000001"]
+    reopened = Checkpoints("gs://bucket/run", keep=1)
+    assert_same(reopened.restore_latest(state(0))[0], state(1))
+    assert folders(reopened) == ["000001"]
 
 
 def test_saving_to_a_bucket_loads_neither_tensorflow_nor_gcsfs(fake):

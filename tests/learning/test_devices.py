@@ -1,5 +1,7 @@
-"""Training, attention and embedding do not depend on the number of devices and processes; what
-eight devices saved is read on one; a process that is lost ends the others."""
+"""Training, attention and embedding do not depend on the number of devices and processes.
+
+One device reads what eight devices saved. A lost process ends the others.
+"""
 
 import dataclasses
 import json
@@ -49,8 +51,10 @@ def on_one_device(trainer) -> TrainState:
 
 
 def begin(folder: Path, processes: int, *options: float) -> list[subprocess.Popen[str]]:
-    """The processes of one job on eight devices; `options`: steps, deadline and pause of
-    `train_on_devices.py`."""
+    """Start the processes of one job on eight devices.
+
+    `options` are the steps, the deadline and the pause of `train_on_devices.py`.
+    """
     port = free_port()
     command = [
         sys.executable,
@@ -94,9 +98,11 @@ def two_processes(tmp_path_factory) -> Path:
 
 
 def assert_state_is(folder: Path, trainer: Trainer, state: TrainState) -> None:
-    found = Checkpoints(folder / "learning", keep=1).restore_latest(trainer.abstract_state())
-    assert found is not None
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), found[0], state)
+    checkpoint = Checkpoints(folder / "learning", keep=1).restore_latest(trainer.abstract_state())
+    assert checkpoint is not None
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-5), checkpoint[0], state
+    )
 
 
 @pytest.mark.slow
@@ -119,11 +125,13 @@ def test_each_process_reads_its_half_of_the_rows(two_processes):
 
 @pytest.mark.slow
 def test_what_lies_on_two_processes_is_exported_by_one(trainer, two_processes):
-    """Policy and checkpoint of the same state: each went its own way to disk."""
-    found = Checkpoints(two_processes / "learning", keep=1).restore_latest(trainer.abstract_state())
-    assert found is not None
+    """Policy and checkpoint hold the same state: each went its own way to disk."""
+    checkpoint = Checkpoints(two_processes / "learning", keep=1).restore_latest(
+        trainer.abstract_state()
+    )
+    assert checkpoint is not None
     policy = nnx.state(load_checkpoint(two_processes / "policy"))
-    jax.tree.map(np.testing.assert_array_equal, policy, trainer.policy(found[0]))
+    jax.tree.map(np.testing.assert_array_equal, policy, trainer.policy(checkpoint[0]))
 
 
 @pytest.mark.slow
@@ -132,15 +140,16 @@ def test_each_process_has_the_policy_whole_on_its_engine_s_devices(two_processes
     policy = jax.tree.leaves(nnx.state(load_checkpoint(two_processes / "policy")))
     for process in range(2):
         handed = np.load(two_processes / f"{process}-engine-{tensor}.npz")
-        for found, wanted in zip(handed.values(), policy, strict=True):
-            np.testing.assert_array_equal(found, wanted)
+        for array, expected in zip(handed.values(), policy, strict=True):
+            np.testing.assert_array_equal(array, expected)
 
 
 @pytest.mark.slow
 def test_two_processes_have_the_loss_curve_of_one(trainer, on_one_device, two_processes, tmp_path):
     finished(begin(tmp_path, 1, STEPS, DEADLINE_SECONDS))
     (alone,) = records(tmp_path, 1)
-    assert len(alone["losses"]) == STEPS and len(set(alone["losses"])) == STEPS
+    assert len(alone["losses"]) == STEPS
+    assert len(set(alone["losses"])) == STEPS
     assert_state_is(tmp_path, trainer, on_one_device)
     for record in records(two_processes, 2):
         np.testing.assert_allclose(record["losses"], alone["losses"], rtol=0, atol=1e-5)
@@ -158,10 +167,11 @@ LOSSES = (Loss(0, signal.SIGKILL), Loss(0, signal.SIGSTOP), Loss(1, signal.SIGST
 @pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: f"{loss.number.name}-{loss.victim}")
 def test_a_process_that_is_lost_ends_the_other_which_has_said_what_to_do(loss, tmp_path):
-    """By JAX, or by the error of a collective whose connection is gone."""
+    """JAX ends it, or the error of a collective whose connection is gone."""
     deadline = 10
     job = begin(tmp_path, 2, 10_000, deadline, 0.1)
-    victim, other = job[loss.victim], job[1 - loss.victim]
+    victim = job[loss.victim]
+    other = job[1 - loss.victim]
     try:
         for line in victim.stdout or ():
             if line.strip() == "3":  # steps: both are among the collectives
@@ -183,13 +193,13 @@ def test_a_process_that_is_lost_ends_the_other_which_has_said_what_to_do(loss, t
 
 @pytest.mark.slow
 def test_every_mesh_computes_what_one_device_does():
-    """Training on three meshes, with LoRA, with Muon, with a z-loss in parts of a batch; splash
-    attention, embedder and engine."""
+    """The program trains on three meshes, with LoRA, with Muon and with a z-loss in parts of a
+    batch, and runs splash attention, embedder and engine."""
     command = [sys.executable, "-m", "tests.helpers.differences_on_devices"]
     shown = subprocess.run(
         command, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_SECONDS
     )
     assert shown.returncode == 0, shown.stderr
-    found = json.loads(shown.stdout)
-    assert len(found) == 18
-    assert {name: difference for name, difference in found.items() if difference > 1e-5} == {}
+    differences = json.loads(shown.stdout)
+    assert len(differences) == 18
+    assert {name: difference for name, difference in differences.items() if difference > 1e-5} == {}

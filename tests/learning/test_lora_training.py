@@ -1,4 +1,4 @@
-"""Training with adapters: what moves, what stays, what is saved, and what the engine is given."""
+"""Training with adapters: what changes, what stays, what is saved, and what the engine receives."""
 
 import dataclasses
 
@@ -47,33 +47,35 @@ def trained(trainer, decoder) -> TrainState:
 
 
 def split(state: TrainState) -> tuple[nnx.State, nnx.State]:
-    """Adapters and the rest."""
+    """Return the adapters and the rest of the parameters."""
     adapters, rest = nnx.split_state(state.params, nnx.LoRAParam, ...)
     return adapters, rest
 
 
-def assert_same(left, right, tolerance: float = 0.0) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance), left, right)
+def assert_same(state, expected, tolerance: float = 0.0) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance), state, expected
+    )
 
 
 @pytest.mark.slow
 def test_a_step_is_adamw_on_the_gradient_through_merged_weights(trainer, decoder):
-    """The gradient by the chain rule through W + (alpha / rank) A B, written out."""
+    """The expected gradient is the chain rule through W + (alpha / rank) A B, written out."""
     batch = ROWS.batch(slice(0, TRAINER.rows_per_step))
     # after one step B is not zero, so A has a gradient too
     state = run(trainer, trainer.initial_state(decoder), 1).state
     graph = nnx.graphdef(decoder)
-    adapters, rest = (jax.tree.map(jnp.copy, part) for part in split(state))
+    adapters, rest = jax.tree.map(jnp.copy, split(state))
 
     def merged(adapters) -> nnx.State:
         changed = {path: leaf[...] for path, leaf in nnx.to_flat_state(rest)}
         flat = {path: leaf[...] for path, leaf in nnx.to_flat_state(adapters)}
         for weight in projections(MODEL):
-            a, b = (flat[("layers", f"{weight.name}_lora_{part}")] for part in "ab")
+            a = flat[("layers", f"{weight.name}_lora_a")]
+            b = flat[("layers", f"{weight.name}_lora_b")]
             path = ("layers", weight.name)
-            changed[path] = changed[path] + (2.0 * jnp.einsum("lir,lro->lio", a, b)).reshape(
-                changed[path].shape
-            )
+            update = 2.0 * jnp.einsum("lir,lro->lio", a, b)
+            changed[path] = changed[path] + update.reshape(changed[path].shape)
         return nnx.from_flat_state(
             (path, nnx.Param(value)) for path, value in sorted(changed.items())
         )
@@ -93,7 +95,8 @@ def test_a_step_is_adamw_on_the_gradient_through_merged_weights(trainer, decoder
     )
     # The first moment says the gradient itself: m := b1 m + (1 - b1) g min(1, clip / |g|).
     clipped = min(1.0, LORA.clip_norm / float(metrics["grad_norm"]))
-    before, after = state.opt_state[1].mu, still.opt_state[1].mu
+    before = state.opt_state[1].mu
+    after = still.opt_state[1].mu
     expected = jax.tree.map(
         lambda m, g: LORA.b1 * m + (1 - LORA.b1) * clipped * g, before, gradient
     )
@@ -151,14 +154,16 @@ def test_the_policy_is_a_plain_decoder_that_scores_as_the_trained_one(trainer, d
 
 
 def test_the_seed_draws_the_adapters(trainer, decoder):
-    first, again, other = (
-        split(trainer.initial_state(decoder, seed=seed))[0] for seed in (0, 0, 1)
-    )
-    assert_same(first, again)
-    name = ("layers", "query_kernel_lora_a")
-    assert (
-        dict(nnx.to_flat_state(first))[name][...] != dict(nnx.to_flat_state(other))[name][...]
-    ).all()
+    def adapters_of_seed(seed: int) -> nnx.State:
+        adapters, _ = split(trainer.initial_state(decoder, seed=seed))
+        return adapters
+
+    def query_adapter(adapters: nnx.State) -> jax.Array:
+        return dict(nnx.to_flat_state(adapters))[("layers", "query_kernel_lora_a")][...]
+
+    first = adapters_of_seed(0)
+    assert_same(first, adapters_of_seed(0))
+    assert (query_adapter(first) != query_adapter(adapters_of_seed(1))).all()
 
 
 def test_rank_and_alpha_each_change_the_program():

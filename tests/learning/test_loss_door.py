@@ -1,5 +1,5 @@
 """The trainer under every loss but maximum likelihood (`test_trainer.py`), on trajectories of the
-tiny world: its own metric moves, parts add up, and a resume is exact."""
+tiny world: its metric moves, parts add up, and a resume is exact."""
 
 import asyncio
 import dataclasses
@@ -35,20 +35,23 @@ LOSSES = {"grpo": GRPO(**CLIP, kl_coefficient=0.01), "dapo": DAPO(**CLIP), "dpo"
 
 @functools.cache
 def played() -> list[tuple[Conversation, float]]:
-    """Planner conversations with their rewards: to each question an episode that is right and one
-    that misses a fact, as the pairs of DPO and the groups of GRPO have them."""
+    """Return planner conversations with their rewards.
+
+    Each question has an episode that is right and one that misses a fact, which serve as the pairs
+    of DPO and the groups of GRPO.
+    """
     world = small_world(8, GROUPS, 8, facts=4)
     player = agent(max_turn_tokens=600, max_trajectory_tokens=4000, max_observation_tokens=3000)
-    found = []
+    rewarded_conversations = []
     for question, environment in world.demonstrations():
         for miss_rate in (0.0, 0.99):
             policy = ScriptedPolicy(tokenizer(), miss_rate=miss_rate)
             trajectory = rewarded(
                 asyncio.run(player.run(attempt(question), environment, policy)), question
             )
-            found.append((trajectory.conversations[0], trajectory.reward))
-    assert [reward for _, reward in found] == [1.0, 0.0] * GROUPS
-    return found
+            rewarded_conversations.append((trajectory.conversations[0], trajectory.reward))
+    assert [reward for _, reward in rewarded_conversations] == [1.0, 0.0] * GROUPS
+    return rewarded_conversations
 
 
 CONVERSATIONS = [conversation for conversation, _ in played()]
@@ -67,8 +70,10 @@ def decoder():
 
 @pytest.fixture(scope="module")
 def rows(decoder) -> PackedRows:
-    """With the columns of all losses; what the policy was before training comes from
-    `Trainer.score`, as users get it."""
+    """Return rows with the columns of all losses.
+
+    The numbers of the policy before training come from `Trainer.score`, as users get them.
+    """
     advantages = group_advantages(REWARDS).ravel()
     packed = pack(
         CONVERSATIONS,
@@ -97,28 +102,31 @@ def train(
 def test_a_loss_moves_its_own_metric_and_resumes_exactly(name, decoder, rows, tmp_path):
     trainer = Trainer(MODEL, TRAINER, LOSSES[name])
     whole, seen, _ = train(trainer, trainer.initial_state(decoder), rows, 8)
-    first, last = seen[0].loss_metrics, seen[-1].loss_metrics
+    first = seen[0].loss_metrics
+    last = seen[-1].loss_metrics
     if name == "dpo":
-        assert first["margin"] == pytest.approx(0.0, abs=1e-4) and last["margin"] > 0.5
+        assert first["margin"] == pytest.approx(0.0, abs=1e-4)
+        assert last["margin"] > 0.5
         assert last["accuracy"] > 0.8
         assert seen[0].loss == pytest.approx(np.log(2), abs=1e-4)
     else:
-        assert first["mean_ratio"] == pytest.approx(1.0, abs=1e-4) and first["clipped_share"] == 0.0
-        assert (
-            first["advantage_log_ratio"] == pytest.approx(0.0, abs=1e-4)
-            and last["advantage_log_ratio"] > 0.05
-        )
+        assert first["mean_ratio"] == pytest.approx(1.0, abs=1e-4)
+        assert first["clipped_share"] == 0.0
+        assert first["advantage_log_ratio"] == pytest.approx(0.0, abs=1e-4)
+        assert last["advantage_log_ratio"] > 0.05
         assert last["clipped_share"] > 0.0
     if name == "grpo":
-        assert first["reference_kl"] == pytest.approx(0.0, abs=1e-9) and last["reference_kl"] > 0.0
-    assert seen[0].values()["loss"] == seen[0].loss and first.items() <= seen[0].values().items()
+        assert first["reference_kl"] == pytest.approx(0.0, abs=1e-9)
+        assert last["reference_kl"] > 0.0
+    assert seen[0].values()["loss"] == seen[0].loss
+    assert first.items() <= seen[0].values().items()
 
     half, _, place = train(trainer, trainer.initial_state(decoder), rows, 3)
     with Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(half, {"input": place})
-    found = Checkpoints(tmp_path, keep=1).restore_latest(trainer.abstract_state())
-    assert found is not None
-    restored, saved = found
+    checkpoint = Checkpoints(tmp_path, keep=1).restore_latest(trainer.abstract_state())
+    assert checkpoint is not None
+    restored, saved = checkpoint
     resumed, after, _ = train(trainer, restored, rows, 8, json.loads(json.dumps(saved["input"])))
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
     assert after == seen[3:]
@@ -126,23 +134,22 @@ def test_a_loss_moves_its_own_metric_and_resumes_exactly(name, decoder, rows, tm
 
 @pytest.mark.parametrize("name", ["grpo", "dpo"])
 def test_parts_of_a_batch_add_up_to_the_whole(name, decoder, rows):
-    """Conversations, pairs and trained tokens of the parts differ: a mean over parts would weigh
-    them alike. In the second step, for before it the margins are rounding; Adam makes much of the
-    rounding of gradients near zero."""
-    whole, in_parts = (
-        train(trainer, trainer.initial_state(decoder), rows, 2)
-        for trainer in (
-            Trainer(MODEL, dataclasses.replace(TRAINER, accumulation_steps=parts), LOSSES[name])
-            for parts in (1, 4)
-        )
-    )
+    """Conversations, pairs and trained tokens of the parts differ, so a mean over parts would weigh
+    them alike. The second step is compared: before it the margins are rounding, and Adam makes
+    much of the rounding of gradients near zero."""
+
+    def two_steps(parts: int) -> tuple[TrainState, list[StepMetrics], Any]:
+        config = dataclasses.replace(TRAINER, accumulation_steps=parts)
+        trainer = Trainer(MODEL, config, LOSSES[name])
+        return train(trainer, trainer.initial_state(decoder), rows, 2)
+
+    whole, metrics_of_whole, _ = two_steps(parts=1)
+    in_parts, metrics_in_parts, _ = two_steps(parts=4)
     jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4),
-        in_parts[0].params,
-        whole[0].params,
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), in_parts.params, whole.params
     )
-    for metric, value in whole[1][1].values().items():
-        assert in_parts[1][1].values()[metric] == pytest.approx(value, abs=1e-5), metric
+    for metric, value in metrics_of_whole[1].values().items():
+        assert metrics_in_parts[1].values()[metric] == pytest.approx(value, abs=1e-5), metric
 
 
 def test_rows_without_a_column_that_the_loss_needs_are_refused(decoder):

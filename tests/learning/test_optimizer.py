@@ -1,3 +1,6 @@
+"""The optimizer, its schedule and its rounding, compared with optax and with numbers worked out by
+hand."""
+
 import dataclasses
 import math
 
@@ -38,7 +41,7 @@ def rates(steps: range, **settings: float) -> list[float]:
 
 
 def update(config, gradient, params, steps=1):
-    """The parameters after some steps with this gradient at learning rate 1."""
+    """Return the parameters after some steps with this gradient at learning rate 1."""
     optimizer = make_optimizer(config)
     state = optimizer.init(params)
     for _ in range(steps):
@@ -63,31 +66,37 @@ def test_the_rate_ends_at_its_end_value_and_stays_there():
 
 
 def test_the_published_rates_are_those_of_the_configuration_for_7b():
-    """Mujica-MyGO, appendix D: AdamW, cosine; warm-up from 1e-5 to 1e-6, MyGO from 5e-7 to 1e-8."""
+    """Source: Mujica-MyGO, appendix D.
+
+    AdamW, cosine, warm-up from 1e-5 to 1e-6, MyGO from 5e-7 to 1e-8.
+    """
     config = load_config("two_wiki_text_v5e")
     for section, peak, end in ((config.warmup, 1e-5, 1e-6), (config.method, 5e-7, 1e-8)):
-        found = rates(
+        published = rates(
             range(0, 101, 50),
             peak=section.learning_rate,
             end_value=section.end_learning_rate,
             total_steps=100,
         )
-        assert found == pytest.approx([peak, (peak + end) / 2, end], rel=1e-5)
+        assert published == pytest.approx([peak, (peak + end) / 2, end], rel=1e-5)
 
 
 def test_updates_too_small_for_bfloat16_count_on_average():
-    """The spacing of bfloat16 above 1 is 2^-7; a thousand steps of 2^-13 are 2^-3, and rounding to
-    nearest would drop every one."""
-    params, steps = {"kernel": jnp.ones((64, 64), jnp.bfloat16)}, 1000
+    """The spacing of bfloat16 above 1 is 2^-7.
+
+    A thousand steps of 2^-13 are 2^-3, and rounding to nearest would drop every one.
+    """
+    params = {"kernel": jnp.ones((64, 64), jnp.bfloat16)}
+    steps = 1000
 
     @jax.jit
     def walk(params):
-        def one(params, step):
+        def one_step(params, step):
             return apply_updates(
                 params, {"kernel": jnp.ones((64, 64))}, jnp.float32(-(2.0**-13)), step
             ), None
 
-        return jax.lax.scan(one, params, jnp.arange(steps))[0]
+        return jax.lax.scan(one_step, params, jnp.arange(steps))[0]
 
     after = np.asarray(walk(params)["kernel"], np.float32)
     assert after.mean() == pytest.approx(1 + steps * 2.0**-13, abs=2e-3)
@@ -95,7 +104,8 @@ def test_updates_too_small_for_bfloat16_count_on_average():
 
 
 def test_float32_parameters_are_moved_exactly():
-    params, direction = {"kernel": jnp.array([0.1, 3.0])}, {"kernel": jnp.array([0.7, -1e-7])}
+    params = {"kernel": jnp.array([0.1, 3.0])}
+    direction = {"kernel": jnp.array([0.7, -1e-7])}
     after = apply_updates(params, direction, jnp.float32(0.3), jnp.int32(0))
     np.testing.assert_array_equal(
         after["kernel"], params["kernel"] - jnp.float32(0.3) * direction["kernel"]
@@ -142,7 +152,8 @@ def test_two_steps_are_those_of_optax_adamw():
     reference = optax.adamw(
         1.0, b1=TRAINER.b1, b2=TRAINER.b2, weight_decay=TRAINER.weight_decay, mask=decayed
     )
-    expected, state = params, reference.init(params)
+    expected = params
+    state = reference.init(params)
     for _ in range(2):
         direction, state = reference.update(gradient, state, expected)
         expected = optax.apply_updates(expected, direction)
@@ -156,11 +167,10 @@ def test_two_steps_are_those_of_optax_adamw():
 def test_the_norm_of_the_whole_gradient_is_clipped():
     # Adam forgets the scale of one gradient, so the first moment itself is looked at: (1 - b1) *
     # gradient * 1 / 5.
-    _, state = make_optimizer(TRAINER).update(
-        {"kernel": jnp.array([[3.0]]), "norm": jnp.array([4.0])},
-        make_optimizer(TRAINER).init(params := {"kernel": jnp.zeros((1, 1)), "norm": jnp.zeros(1)}),
-        params,
-    )
+    params = {"kernel": jnp.zeros((1, 1)), "norm": jnp.zeros(1)}
+    gradient = {"kernel": jnp.array([[3.0]]), "norm": jnp.array([4.0])}
+    optimizer = make_optimizer(TRAINER)
+    _, state = optimizer.update(gradient, optimizer.init(params), params)
     moments = optax.tree.get(state, "mu")
     assert float(moments["kernel"][0, 0]) == pytest.approx((1 - TRAINER.b1) * 3 / 5)
     assert float(moments["norm"][0]) == pytest.approx((1 - TRAINER.b1) * 4 / 5)
@@ -170,13 +180,12 @@ def test_the_norm_of_the_whole_gradient_is_clipped():
     ("field", "value"), [("weight_decay", 0.5), ("b1", 0.5), ("b2", 0.5), ("clip_norm", 0.01)]
 )
 def test_every_setting_changes_the_update(field, value):
-    params, gradients = (
-        {"kernel": jnp.ones((1, 2))},
-        [jnp.array([[0.3, -0.1]]), jnp.array([[0.5, 0.4]])],
-    )
+    params = {"kernel": jnp.ones((1, 2))}
+    gradients = [jnp.array([[0.3, -0.1]]), jnp.array([[0.5, 0.4]])]
 
     def after_two_steps(config):
-        optimizer, now = make_optimizer(config), params
+        optimizer = make_optimizer(config)
+        now = params
         state = optimizer.init(now)
         for gradient in gradients:
             direction, state = optimizer.update({"kernel": gradient}, state, now)

@@ -1,3 +1,6 @@
+"""Packing: every conversation whole in its own segment, full rows, columns at their tokens, pairs
+side by side."""
+
 import dataclasses
 
 import hypothesis
@@ -12,50 +15,54 @@ from tests.helpers.packed_rows import conversation, random_conversations
 
 ROW_TOKENS = 16
 turns = st.lists(st.tuples(st.integers(1, 99), st.booleans()), min_size=1, max_size=ROW_TOKENS)
-conversations = turns.map(
-    lambda tokens: conversation(
-        *[(token,) for token, _ in tokens], trained=tuple(trained for _, trained in tokens)
-    )
-)
+
+
+def conversation_of(tokens: list[tuple[int, bool]]) -> Conversation:
+    """Return a conversation with one token a turn."""
+    turns = [(token,) for token, _ in tokens]
+    return conversation(*turns, trained=tuple(trained for _, trained in tokens))
+
+
+conversations = turns.map(conversation_of)
 batches_of_conversations = st.lists(conversations, max_size=12)
 
 
-def slots(rows: PackedRows, index: int, given: Conversation) -> tuple[int, slice]:
+def slots(rows: PackedRows, index: int, conversation: Conversation) -> tuple[int, slice]:
     row, start = rows.placements[index]
-    return int(row), slice(int(start), int(start) + len(given.token_ids))
+    return int(row), slice(int(start), int(start) + len(conversation.token_ids))
 
 
 @hypothesis.settings(deadline=None)  # a busy machine is no fault
 @hypothesis.given(batches_of_conversations, st.integers(0, 5))
-def test_every_conversation_stands_whole_in_a_segment_of_its_own(given, seed):
-    rows = pack(given, row_tokens=ROW_TOKENS, seed=seed)
+def test_every_conversation_stands_whole_in_a_segment_of_its_own(conversations, seed):
+    rows = pack(conversations, row_tokens=ROW_TOKENS, seed=seed)
     segments = set()
-    for index, one in enumerate(given):
-        row, place = slots(rows, index, one)
-        assert rows.tokens[row, place].tolist() == one.token_ids
-        assert rows.positions[row, place].tolist() == list(range(len(one.token_ids)))
+    for index, item in enumerate(conversations):
+        row, place = slots(rows, index, item)
+        assert rows.tokens[row, place].tolist() == item.token_ids
+        assert rows.positions[row, place].tolist() == list(range(len(item.token_ids)))
         (segment,) = set(rows.segment_ids[row, place].tolist())
-        assert np.sum(rows.segment_ids[row] == segment) == len(one.token_ids)
+        assert np.sum(rows.segment_ids[row] == segment) == len(item.token_ids)
         segments.add((row, segment))
-    assert len(segments) == len(given)
-    assert np.sum(rows.segment_ids > 0) == sum(len(one.token_ids) for one in given)
+    assert len(segments) == len(conversations)
+    assert np.sum(rows.segment_ids > 0) == sum(len(item.token_ids) for item in conversations)
 
 
 @hypothesis.settings(deadline=None)  # a busy machine is no fault
 @hypothesis.given(batches_of_conversations, st.integers(0, 5))
-def test_the_mask_is_the_conversations_own_except_for_its_first_token(given, seed):
-    rows = pack(given, row_tokens=ROW_TOKENS, seed=seed)
-    for index, one in enumerate(given):
-        row, place = slots(rows, index, one)
-        assert rows.loss_mask[row, place].tolist() == [False, *one.loss_mask[1:]]
-    assert rows.trained_tokens == sum(sum(one.loss_mask[1:]) for one in given)
+def test_the_mask_is_the_conversations_own_except_for_its_first_token(conversations, seed):
+    rows = pack(conversations, row_tokens=ROW_TOKENS, seed=seed)
+    for index, item in enumerate(conversations):
+        row, place = slots(rows, index, item)
+        assert rows.loss_mask[row, place].tolist() == [False, *item.loss_mask[1:]]
+    assert rows.trained_tokens == sum(sum(item.loss_mask[1:]) for item in conversations)
     assert not rows.loss_mask[rows.segment_ids == 0].any()
 
 
 @hypothesis.settings(deadline=None)  # a busy machine is no fault
 @hypothesis.given(batches_of_conversations)
-def test_segments_are_numbered_from_one_without_gaps_and_padding_comes_last(given):
-    rows = pack(given, row_tokens=ROW_TOKENS, seed=0)
+def test_segments_are_numbered_from_one_without_gaps_and_padding_comes_last(conversations):
+    rows = pack(conversations, row_tokens=ROW_TOKENS, seed=0)
     for segment_ids in rows.segment_ids:
         used = segment_ids[segment_ids > 0]
         assert (segment_ids[: len(used)] > 0).all()
@@ -64,10 +71,12 @@ def test_segments_are_numbered_from_one_without_gaps_and_padding_comes_last(give
 
 
 def test_packing_is_a_function_of_the_seed():
-    given = random_conversations(40)
-    first, again, other = (pack(given, row_tokens=32, seed=seed) for seed in (3, 3, 4))
-    np.testing.assert_array_equal(first.tokens, again.tokens)
-    assert not np.array_equal(first.placements, other.placements)
+    conversations = random_conversations(40)
+    first = pack(conversations, row_tokens=32, seed=3)
+    same_seed = pack(conversations, row_tokens=32, seed=3)
+    other_seed = pack(conversations, row_tokens=32, seed=4)
+    np.testing.assert_array_equal(first.tokens, same_seed.tokens)
+    assert not np.array_equal(first.placements, other_seed.placements)
 
 
 def test_rows_of_mixed_lengths_are_nearly_full():
@@ -77,11 +86,12 @@ def test_rows_of_mixed_lengths_are_nearly_full():
 
 
 def test_rows_are_95_percent_full_at_realistic_lengths():
-    """Lognormal of median 350, at most 2,048 tokens, into rows of 2,048: as
-    `benchmarks/train_tokens.py` has them."""
+    """Lengths are lognormal with median 350 and at most 2,048 tokens, in rows of 2,048, as in
+    `benchmarks/train_tokens.py`."""
     lengths = np.random.default_rng(0).lognormal(np.log(350), 0.7, 2000)
     lengths = lengths[(lengths >= 1) & (lengths <= 2048)].astype(int)
-    assert 300 < np.median(lengths) < 400 and lengths.max() > 1500
+    assert 300 < np.median(lengths) < 400
+    assert lengths.max() > 1500
     rows = pack(
         [conversation((1,), (2,) * (length - 1)) for length in lengths if length > 1],
         row_tokens=2048,
@@ -91,26 +101,25 @@ def test_rows_are_95_percent_full_at_realistic_lengths():
 
 
 def test_columns_stand_at_the_tokens_they_belong_to():
-    given = random_conversations(12)
+    conversations = random_conversations(12)
     of_conversation = np.arange(1.0, 13.0)
-    of_token = [
-        [number + place / 100 for place in range(len(one.token_ids))]
-        for number, one in enumerate(given)
-    ]
+    of_token = []
+    for number, item in enumerate(conversations):
+        of_token.append([number + place / 100 for place in range(len(item.token_ids))])
     rows = pack(
-        given,
+        conversations,
         row_tokens=64,
         seed=0,
         columns={"of_conversation": of_conversation, "of_token": of_token},
     )
-    for index, one in enumerate(given):
-        row, place = slots(rows, index, one)
+    for index, item in enumerate(conversations):
+        row, place = slots(rows, index, item)
         assert set(rows.columns["of_conversation"][row, place].tolist()) == {of_conversation[index]}
         np.testing.assert_array_equal(
             rows.columns["of_token"][row, place], np.asarray(of_token[index], np.float32)
         )
     assert all(np.all(column[rows.segment_ids == 0] == 0.0) for column in rows.columns.values())
-    np.testing.assert_array_equal(rows.tokens, pack(given, row_tokens=64, seed=0).tokens)
+    np.testing.assert_array_equal(rows.tokens, pack(conversations, row_tokens=64, seed=0).tokens)
 
 
 def test_the_sampled_log_probabilities_are_those_of_the_turns():
@@ -124,57 +133,57 @@ def test_the_sampled_log_probabilities_are_those_of_the_turns():
 
 
 def test_a_pair_stands_in_one_row_side_by_side():
-    given = random_conversations(40)
-    rows = pack(given, row_tokens=96, seed=0, columns={"number": np.arange(40)}, pairs=True)
+    conversations = random_conversations(40)
+    rows = pack(conversations, row_tokens=96, seed=0, columns={"number": np.arange(40)}, pairs=True)
     numbers = []
     for pair in range(20):
-        (row, chosen), (other_row, rejected) = (
-            slots(rows, index, given[index]) for index in (2 * pair, 2 * pair + 1)
-        )
-        assert row == other_row and chosen.stop == rejected.start
+        row, chosen = slots(rows, 2 * pair, conversations[2 * pair])
+        other_row, rejected = slots(rows, 2 * pair + 1, conversations[2 * pair + 1])
+        assert row == other_row
+        assert chosen.stop == rejected.start
         (number,) = set(rows.columns["pairs"][row, chosen].tolist())
         assert set(rows.columns["pairs"][row, rejected].tolist()) == {-number}
         assert set(rows.columns["number"][row, rejected].tolist()) == {2 * pair + 1}
         numbers.append((row, number))
-    assert len(set(numbers)) == 20 and {number for _, number in numbers} >= {1, 2}
+    assert len(set(numbers)) == 20
+    assert {number for _, number in numbers} >= {1, 2}
 
 
 def test_a_pair_longer_than_a_row_is_refused_though_each_of_it_fits():
-    given = [
+    conversations = [
         conversation((1,) * 9, (2,)),
         conversation((1,) * 5, (2,) * 2),
         *[conversation((1,), (2,))] * 2,
     ]
-    assert (too_long(given, ROW_TOKENS), too_long(given, ROW_TOKENS, pairs=True)) == (0, 1)
+    assert too_long(conversations, ROW_TOKENS) == 0
+    assert too_long(conversations, ROW_TOKENS, pairs=True) == 1
     with pytest.raises(
         UserError, match=r"a pair of 17 tokens does not fit into a row of 16 tokens"
     ):
-        pack(given, row_tokens=ROW_TOKENS, seed=0, pairs=True)
+        pack(conversations, row_tokens=ROW_TOKENS, seed=0, pairs=True)
 
 
 def test_more_conversations_than_one_window_lose_nothing():
-    given = random_conversations(1500, longest=8)
-    rows = pack(given, row_tokens=64, seed=0)
+    conversations = random_conversations(1500, longest=8)
+    rows = pack(conversations, row_tokens=64, seed=0)
     assert sorted(rows.tokens[rows.segment_ids > 0].tolist()) == sorted(
-        t for one in given for t in one.token_ids
+        token for item in conversations for token in item.token_ids
     )
 
 
 def test_a_conversation_longer_than_a_row_is_refused_with_both_lengths():
-    given = [conversation((1, 2, 3)), conversation((1,) * 9, (2,) * 8)]
-    assert too_long(given, ROW_TOKENS) == 1
+    conversations = [conversation((1, 2, 3)), conversation((1,) * 9, (2,) * 8)]
+    assert too_long(conversations, ROW_TOKENS) == 1
     with pytest.raises(UserError, match=r"17 tokens does not fit into a row of 16 tokens"):
-        pack(given, row_tokens=ROW_TOKENS, seed=0)
+        pack(conversations, row_tokens=ROW_TOKENS, seed=0)
 
 
 def test_no_conversations_make_no_rows():
     rows = pack([], row_tokens=ROW_TOKENS, seed=0)
-    assert (rows.num_rows, rows.row_tokens, rows.efficiency, rows.trained_tokens) == (
-        0,
-        ROW_TOKENS,
-        1.0,
-        0,
-    )
+    assert rows.num_rows == 0
+    assert rows.row_tokens == ROW_TOKENS
+    assert rows.efficiency == 1.0
+    assert rows.trained_tokens == 0
 
 
 def test_a_batch_is_the_chosen_rows():

@@ -1,5 +1,7 @@
-"""A window of steps is traced once, from before its first step to after its last, or it is said why
-not."""
+"""A window of steps is traced once, from before its first step to after its last.
+
+Otherwise a message says why not.
+"""
 
 import types
 from collections.abc import Iterator
@@ -17,8 +19,8 @@ from mujica_jax.learning.profiling import ProfileWindow
 
 
 class Told:
-    """A window whose profiler only says when it began and ended, and a loop that trains through it
-    in stretches of 25."""
+    """A window whose profiler only records when it begins and ends, and a loop that trains through
+    it in stretches of 25."""
 
     def __init__(self, config: ProfileConfig, directory: Path) -> None:
         self.said: list[str] = []
@@ -35,7 +37,7 @@ class Told:
     def train(
         self, name: str, steps: int, *, done: int = 0, fails_at: int | None = None
     ) -> list[str]:
-        """What happened, in order, with the steps of every stretch."""
+        """Train a phase. Return the events in order, with the steps of every stretch."""
         self.events = []
         with self.window.of_phase(name, done=done, steps=steps):
             while done < steps:
@@ -75,59 +77,60 @@ def test_a_window_longer_than_a_stretch_is_one_trace(told):
 
 
 def test_nothing_is_traced_unless_it_is_asked_for(told):
-    one = told(None)
-    assert one.train("warm-up", 30) == ["1-25", "26-30"]
-    one.window.close()
-    assert one.said == []
+    traced = told(None)
+    assert traced.train("warm-up", 30) == ["1-25", "26-30"]
+    traced.window.close()
+    assert traced.said == []
 
 
 def test_the_first_phase_that_has_the_steps_is_traced_and_no_other(told):
-    one = told((20, 25))
-    assert one.train("pretraining", 22) == ["1-22"]
-    assert one.said == [
+    traced = told((20, 25))
+    assert traced.train("pretraining", 22) == ["1-22"]
+    assert traced.said == [
         "pretraining has 22 steps and profile.steps is 20 25: this phase is not traced"
     ]
-    assert "start warm-up" in one.train("warm-up", 30)
-    assert one.train("round 1", 30) == ["1-25", "26-30"]
-    one.window.close()
-    assert len(one.said) == 2 and "the trace is in" in one.said[1]
+    assert "start warm-up" in traced.train("warm-up", 30)
+    assert traced.train("round 1", 30) == ["1-25", "26-30"]
+    traced.window.close()
+    assert len(traced.said) == 2
+    assert "the trace is in" in traced.said[1]
 
 
 def test_a_phase_may_be_named(told):
-    one = told((2, 3), "round 1")
-    assert one.train("warm-up", 5) == ["1-5"]
-    assert one.train("round 1", 5) == ["1-1", "start round-1", "2-3", "wait", "stop", "4-5"]
+    traced = told((2, 3), "round 1")
+    assert traced.train("warm-up", 5) == ["1-5"]
+    assert traced.train("round 1", 5) == ["1-1", "start round-1", "2-3", "wait", "stop", "4-5"]
 
 
 def test_a_phase_that_goes_on_beyond_the_beginning_of_the_window_is_not_traced(told):
-    one = told((20, 25))
-    assert one.train("warm-up", 30, done=20) == ["21-30"]
-    assert one.said == [
+    traced = told((20, 25))
+    assert traced.train("warm-up", 30, done=20) == ["21-30"]
+    assert traced.said == [
         "warm-up goes on after step 20 and profile.steps is 20 25: this phase is not traced"
     ]
-    assert "start control" in one.train("control", 30, done=19)
+    assert "start control" in traced.train("control", 30, done=19)
 
 
 def test_a_window_that_never_came_is_told_of_at_the_end(told):
-    one = told((20, 25), "round 9")
-    one.train("warm-up", 30)
-    one.window.close()
-    assert one.said == [
+    traced = told((20, 25), "round 9")
+    traced.train("warm-up", 30)
+    traced.window.close()
+    assert traced.said == [
         "profile.steps 20 25: no phase round 9 of this run trained these steps from their "
         "beginning, and nothing was traced"
     ]
 
 
 def test_an_interrupted_window_is_ended(told):
-    one = told((20, 25))
+    traced = told((20, 25))
     with pytest.raises(KeyboardInterrupt):
-        one.train("warm-up", 60, fails_at=25)
-    assert one.events == ["1-19", "start warm-up", "stop"]
+        traced.train("warm-up", 60, fails_at=25)
+    assert traced.events == ["1-19", "start warm-up", "stop"]
 
 
 def test_jax_writes_a_trace_that_its_viewers_open(tmp_path):
-    said: list[str] = []
-    window = ProfileWindow(ProfileConfig(steps=(1, 1)), tmp_path, said.append)
+    messages: list[str] = []
+    window = ProfileWindow(ProfileConfig(steps=(1, 1)), tmp_path, messages.append)
     with window.of_phase("round 1", done=0, steps=1):
         window.before(0)
         window.after(1, jnp.ones(3) + 1)
@@ -137,7 +140,9 @@ def test_jax_writes_a_trace_that_its_viewers_open(tmp_path):
         if path.is_file()
     }
     assert {"xplane.pb", "trace.json.gz"} <= written
-    assert said == [f"profile.steps: traced; the trace is in {tmp_path / 'profile' / 'round-1'}"]
+    assert messages == [
+        f"profile.steps: traced; the trace is in {tmp_path / 'profile' / 'round-1'}"
+    ]
     jax.profiler.start_trace(tmp_path / "another")  # the one before is over
     jax.profiler.stop_trace()
 

@@ -1,5 +1,5 @@
-"""A run killed by SIGKILL and started again sees the samples and ends with the numbers of one left
-alone; also on other devices."""
+"""A run killed by SIGKILL and started again sees the samples of an undisturbed run and ends with
+its numbers, also on other devices."""
 
 import json
 import os
@@ -47,12 +47,12 @@ def play(directory: Path, *, data: int = 1, fsdp: int = 1, kill: str = "none") -
 
 
 def samples(directory: Path) -> dict[int, list]:
-    """What each step saw; of a step that was made twice, both must agree."""
-    found = {}
+    """Return what each step saw. Where a step was made twice, check that both agree."""
+    samples_of_step = {}
     for line in (directory / "samples.jsonl").read_text().splitlines():
-        one = json.loads(line)
-        assert found.setdefault(one["step"], one["samples"]) == one["samples"]
-    return found
+        entry = json.loads(line)
+        assert samples_of_step.setdefault(entry["step"], entry["samples"]) == entry["samples"]
+    return samples_of_step
 
 
 def state(directory: Path) -> TrainState:
@@ -78,7 +78,8 @@ def test_twenty_steps_are_seven_a_kill_and_thirteen_bit_for_bit(undisturbed, tmp
 
 def test_a_save_that_a_kill_tore_is_not_used(undisturbed, tmp_path):
     run = play(tmp_path / "run", kill="save")
-    assert (run / "000002" / "arrays").exists() and not (run / "000002" / COMMITTED).exists()
+    assert (run / "000002" / "arrays").exists()
+    assert not (run / "000002" / COMMITTED).exists()
     assert int(state(run).step) == 7
     play(run)
     assert samples(run) == samples(undisturbed)

@@ -1,4 +1,4 @@
-"""What is told of a step, against numbers worked out by hand."""
+"""The figures of a training step, compared with numbers worked out by hand."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ def step(number: int) -> StepMetrics:
 
 @pytest.fixture
 def told(monkeypatch):
-    """(figures of steps after the tenth, a clock that says what it is told)."""
+    """Return the figures of steps after the tenth, and a clock that a test sets."""
     monkeypatch.setattr(step_figures, "peak_flops_per_second", lambda devices, dtype: PEAK)
     clock = {"seconds": 3.0}
     trainer = Trainer(MODEL, dataclasses.replace(TRAINER, row_tokens=8, rows_per_step=4))
@@ -38,8 +38,10 @@ def told(monkeypatch):
 
 
 def test_speeds_are_those_since_the_step_before(told):
-    """A step sees each of the two rows twice: 26 tokens. 5 steps took 2 seconds, and the next 10 as
-    long."""
+    """A step sees each of the two rows twice: 26 tokens.
+
+    5 steps took 2 seconds, and so did the next 10.
+    """
     figures, clock = told
     clock["seconds"] += 2.0
     first = figures.of(step(15))
@@ -59,11 +61,11 @@ def test_speeds_are_those_since_the_step_before(told):
 def test_rows_and_memory_are_described(told):
     figures, clock = told
     clock["seconds"] += 1.0
-    found = figures.of(step(11))
-    assert found["packing_efficiency"] == 13 / 16
-    assert found["trained_fraction"] == pytest.approx(ROWS.trained_tokens / 13)
-    assert found["compiled_programs"] == 0
-    assert found["host_peak_bytes"] > 50e6, "an interpreter with JAX"
+    values = figures.of(step(11))
+    assert values["packing_efficiency"] == 13 / 16
+    assert values["trained_fraction"] == pytest.approx(ROWS.trained_tokens / 13)
+    assert values["compiled_programs"] == 0
+    assert values["host_peak_bytes"] > 50e6, "an interpreter with JAX"
 
 
 def test_devices_share_the_tokens(monkeypatch):
@@ -71,5 +73,5 @@ def test_devices_share_the_tokens(monkeypatch):
     trainer = Trainer(MODEL, dataclasses.replace(TRAINER, row_tokens=8, rows_per_step=4))
     trainer.mesh = type("Mesh", (), {"size": 4, "devices": trainer.mesh.devices})()
     figures = Throughput(trainer, ROWS, done=0, seconds=iter([0.0, 1.0]).__next__)
-    found = figures.of(step(1))
-    assert found["tokens_per_second_per_device"] == found["tokens_per_second"] / 4
+    values = figures.of(step(1))
+    assert values["tokens_per_second_per_device"] == values["tokens_per_second"] / 4

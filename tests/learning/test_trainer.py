@@ -1,4 +1,7 @@
+"""The trainer under maximum likelihood: steps, schedules, parts of a batch, types, and a resume."""
+
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,8 +55,10 @@ def run(
     return fit(trainer, state, batches, schedule=rates, steps=steps, **options)
 
 
-def assert_same(left, right, tolerance: float = 0.0) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance), left, right)
+def assert_same(state, expected, tolerance: float = 0.0) -> None:
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance), state, expected
+    )
 
 
 def test_a_step_is_adamw_on_the_gradient_of_the_loss(trainer, decoder):
@@ -109,7 +114,8 @@ def test_training_learns_the_rows(trainer, decoder):
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit(trainer, decoder, tmp_path):
-    whole, after = [], []
+    whole = []
+    after = []
     uninterrupted = run(trainer, trainer.initial_state(decoder), on_step=whole.append)
     half = run(trainer, trainer.initial_state(decoder), 5)
     with Checkpoints(tmp_path, keep=2) as checkpoints:
@@ -172,11 +178,11 @@ def test_an_infinite_loss_or_gradient_ends_the_run_at_its_step(trainer, decoder,
 
 def test_one_compilation_serves_all_schedules_phases_and_trainers(decoder):
     for peak, end_value, total_steps in ((1e-3, 0.0, 4), (1.0, 1.0, 100)):
-        again = Trainer(MODEL, TRAINER)
+        other_trainer = Trainer(MODEL, TRAINER)
         chosen = schedule(peak=peak, end_value=end_value, total_steps=total_steps)
-        result = run(again, again.initial_state(decoder), 2, rates=chosen)
-        run(again, again.next_phase(result.state), 2)
-    assert again._program.train_step._cache_size() == 1
+        result = run(other_trainer, other_trainer.initial_state(decoder), 2, rates=chosen)
+        run(other_trainer, other_trainer.next_phase(result.state), 2)
+    assert other_trainer._program.train_step._cache_size() == 1
 
 
 def test_a_next_phase_starts_its_schedule_again_and_keeps_the_moments(trainer, decoder):
@@ -217,19 +223,24 @@ def changed(**fields) -> Trainer:
 
 
 def test_parts_of_a_batch_add_up_to_the_whole(trainer, decoder):
-    """Over two steps, of parts that hold more and fewer trained tokens: a mean over parts would
-    weigh them alike."""
+    """The parts of both steps hold more and fewer trained tokens.
+
+    A mean over parts would weigh them alike.
+    """
     mask = ROWS.loss_mask.copy()
     mask[::2, 4:] = False
     uneven = dataclasses.replace(ROWS, loss_mask=mask)
     seen: list[StepMetrics] = []
 
-    def two_steps(one: Trainer) -> TrainState:
-        start = one.initial_state(decoder)
-        batches = one.batches(uneven, seed=3)
-        return fit(one, start, batches, schedule=SCHEDULE, steps=2, on_step=seen.append).state
+    def two_steps(chosen_trainer: Trainer) -> TrainState:
+        start = chosen_trainer.initial_state(decoder)
+        batches = chosen_trainer.batches(uneven, seed=3)
+        return fit(
+            chosen_trainer, start, batches, schedule=SCHEDULE, steps=2, on_step=seen.append
+        ).state
 
-    whole, in_parts = two_steps(trainer), two_steps(changed(accumulation_steps=4))
+    whole = two_steps(trainer)
+    in_parts = two_steps(changed(accumulation_steps=4))
     assert_same(in_parts.params, whole.params, 1e-6)
     for of_whole, of_parts in zip(seen[:2], seen[2:], strict=True):
         assert of_parts.trained_tokens == of_whole.trained_tokens
@@ -259,12 +270,14 @@ def test_parts_that_rows_do_not_divide_into_are_refused():
         changed(accumulation_steps=4, fsdp=4)
 
 
+def types_of(tree: Any) -> set[str]:
+    return {str(leaf.dtype) for leaf in jax.tree.leaves(tree)}
+
+
 def kept_types(state: TrainState) -> list[set[str]]:
+    """Return the types of the parameters, the first and the second moments."""
     moments = state.opt_state[1]
-    return [
-        {str(leaf.dtype) for leaf in jax.tree.leaves(part)}
-        for part in (state.params, moments.mu, moments.nu)
-    ]
+    return [types_of(state.params), types_of(moments.mu), types_of(moments.nu)]
 
 
 def test_types_of_what_is_kept_between_steps():
@@ -286,7 +299,8 @@ def test_narrow_types_learn_nearly_the_same_and_come_back_from_a_checkpoint(
     trainer, decoder, tmp_path
 ):
     narrow = changed(parameter_dtype="bfloat16", first_moment_dtype="bfloat16")
-    state, wide_state = (run(one, one.initial_state(decoder)).state for one in (narrow, trainer))
+    state = run(narrow, narrow.initial_state(decoder)).state
+    wide_state = run(trainer, trainer.initial_state(decoder)).state
     assert kept_types(state) == [{"bfloat16"}, {"bfloat16"}, {"float32"}]
     difference = np.abs(narrow.score(state, ROWS) - trainer.score(wide_state, ROWS)).max()
     assert 0 < difference < 0.3
@@ -329,7 +343,8 @@ def test_batches_of_another_step_than_the_states_are_refused(trainer, decoder):
 
 def test_every_row_is_seen_once_an_epoch_in_an_order_of_its_own():
     order = np.concatenate([rows_of_step(10, 4, seed=1, step=step) for step in range(5)])
-    first, second = order[:10].tolist(), order[10:].tolist()
+    first = order[:10].tolist()
+    second = order[10:].tolist()
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second
     assert not np.array_equal(

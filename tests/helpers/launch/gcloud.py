@@ -1,5 +1,4 @@
-"""A `gcloud` for tests: it knows one project, answers as its folder says and writes every call
-down.
+"""A `gcloud` for tests. It knows one project, answers as its folder says and records every call.
 
 The folder (`STUB_CLOUD`) holds
 
@@ -10,7 +9,8 @@ The folder (`STUB_CLOUD`) holds
     workers         how many machines there are; each has its home in worker-N, where ssh runs its commands in a shell
 
 Without `workers` ssh does nothing, and a `test` there fails. `gcloud storage` speaks to the server
-that `STORAGE_EMULATOR_HOST` names."""
+that `STORAGE_EMULATOR_HOST` names.
+"""
 
 import json
 import os
@@ -39,7 +39,8 @@ def say(text: str) -> int:
 
 
 def queued_resource(action: str, words: list[str]) -> int:
-    resource, states = CLOUD / "resource.json", CLOUD / "states"
+    resource = CLOUD / "resource.json"
+    states = CLOUD / "states"
     if action == "create":
         resource.write_text(json.dumps(words))
         if not states.exists():
@@ -86,9 +87,9 @@ def ssh(words: list[str]) -> int:
         )
         for home in homes(flag(words, "worker"))
     ]
-    return max(
-        (one.wait() for one in started), default=int(flag(words, "command").startswith("test "))
-    )
+    # Without a worker, only a test of something fails.
+    status_without_workers = int(flag(words, "command").startswith("test "))
+    return max((process.wait() for process in started), default=status_without_workers)
 
 
 def scp(words: list[str]) -> int:
@@ -124,9 +125,9 @@ def storage(words: list[str]) -> int:
     if action == "ls":
         bucket, _, pattern = places[0].removeprefix("gs://").partition("/")
         prefix = pattern.partition("*")[0]
-        for found in client.list_blobs(bucket, prefix=prefix):
-            if Path(found.name).match(pattern):
-                print(f"gs://{bucket}/{found.name}")
+        for stored in client.list_blobs(bucket, prefix=prefix):
+            if Path(stored.name).match(pattern):
+                print(f"gs://{bucket}/{stored.name}")
         return 0
     if action == "rsync":
         source, target = places
@@ -135,10 +136,10 @@ def storage(words: list[str]) -> int:
                 blob(f"{target}/{file.relative_to(source)}").upload_from_filename(str(file))
             return 0
         bucket, _, prefix = source.removeprefix("gs://").partition("/")
-        for found in client.list_blobs(bucket, prefix=f"{prefix}/"):
-            file = Path(target) / found.name.removeprefix(f"{prefix}/")
+        for stored in client.list_blobs(bucket, prefix=f"{prefix}/"):
+            file = Path(target) / stored.name.removeprefix(f"{prefix}/")
             file.parent.mkdir(parents=True, exist_ok=True)
-            found.download_to_filename(str(file))
+            stored.download_to_filename(str(file))
         return 0
     return fail(f"the stub has no storage {action}")
 
@@ -168,11 +169,9 @@ def answer(words: list[str]) -> int:
     if words[:3] == ["compute", "tpus", "locations"]:
         return say("us-central1-a\nus-east5-b")
     if words[:3] == ["storage", "buckets", "describe"]:
-        return (
-            say("US-CENTRAL1")
-            if words[3] == "gs://my-bucket"
-            else fail(f"{words[3]} not found: 404.")
-        )
+        if words[3] == "gs://my-bucket":
+            return say("US-CENTRAL1")
+        return fail(f"{words[3]} not found: 404.")
     if words[:3] == ["compute", "tpus", "queued-resources"]:
         return queued_resource(words[3], words[4:])
     if words[:4] == ["compute", "tpus", "tpu-vm", "ssh"]:

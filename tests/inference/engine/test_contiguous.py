@@ -1,4 +1,4 @@
-"""Rows and prefixes of the engine for CPU and GPU, where they change hands."""
+"""Rows and prefixes of the engine for CPU and GPU when they change hands."""
 
 import dataclasses
 from unittest import mock
@@ -36,14 +36,12 @@ def _reader_of_rows(request, monkeypatch):
 def decoded_after(
     engine: Engine, prompts: dict[int, list[int]], new_tokens: int
 ) -> dict[int, tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities of slots whose prompts are in memory."""
+    """Decode slots whose prompts are in memory. Return their tokens and log-probabilities."""
     state = SlotState.idle(engine.slots)
     for slot, prompt in prompts.items():
-        state.token[slot], state.position[slot], state.remaining[slot] = (
-            prompt[-1],
-            len(prompt) - 1,
-            new_tokens,
-        )
+        state.token[slot] = prompt[-1]
+        state.position[slot] = len(prompt) - 1
+        state.remaining[slot] = new_tokens
     return decoded(engine, state)
 
 
@@ -52,15 +50,19 @@ def pages_after(beginning: list[int], slot: int) -> list[int]:
 
 
 def test_a_conversation_that_comes_back_keeps_its_row_while_a_new_group_takes_the_place_of_its_own():
-    """Its row goes on in the prefix of its beginning, no other row reads that prefix any more, and
-    others form one in the same call."""
+    """Its row continues in the prefix of its beginning, which no other row reads any more.
+
+    Others form a new prefix in the same call.
+    """
     engine = make_engine(decoder(ONE_LAYER), slots=12, pages=12 * PAGES_A_SLOT)
-    old, new = (random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=seed) for seed in (1, 2))
+    old = random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=1)
+    new = random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=2)
     for slot, beginning in ((10, old), (11, new)):
         engine.prefill([PrefillRow(slot, pages_of_slot(slot), 0, beginning)])
         engine.flush([FlushRow(slot, pages_of_slot(slot), 0, len(beginning))])
         engine.free_slot(slot)
-    old_pages, new_pages = (list(pages_of_slot(slot)[:BEGINNING_PAGES]) for slot in (10, 11))
+    old_pages = list(pages_of_slot(10)[:BEGINNING_PAGES])
+    new_pages = list(pages_of_slot(11)[:BEGINNING_PAGES])
 
     prompts = {slot: [*old, *random_tokens(5, seed=slot)] for slot in range(5)}
     engine.prefill(
@@ -69,20 +71,21 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_a_new_group_takes_th
             for slot in prompts
         ]
     )
-    assert engine._slot_caches[0].prefix == 0 and engine._slot_caches[0].offset == 64
+    assert engine._slot_caches[0].prefix == 0
+    assert engine._slot_caches[0].offset == 64
     first = decoded_after(engine, prompts, 4)
-    held = [*prompts[0], *first[0][0]]
+    returning_tokens = [*prompts[0], *first[0][0]]
     for slot in prompts:
         engine.flush([FlushRow(slot, pages_after(old_pages, slot), 64, len(prompts[slot]) + 3)])
         engine.free_slot(slot)
 
     prompts = {slot: [*new, *random_tokens(5, seed=slot)] for slot in range(5, 9)}
-    returning = PrefillRow(0, pages_after(old_pages, 0), len(held) - 1, [])
+    returning = PrefillRow(0, pages_after(old_pages, 0), len(returning_tokens) - 1, [])
     others = [
         PrefillRow(slot, pages_after(new_pages, slot), 64, prompts[slot][64:-1]) for slot in prompts
     ]
     engine.prefill([returning, *others])
-    prompts[0] = held
+    prompts[0] = returning_tokens
     for slot, (tokens, log_probs) in decoded_after(engine, prompts, 6).items():
         expected = log_probs_of(decoder(ONE_LAYER), [*prompts[slot], *tokens], 6)
         np.testing.assert_allclose(log_probs, expected, atol=EXACT, err_msg=f"slot {slot}")
@@ -90,10 +93,8 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_a_new_group_takes_th
 
 def test_a_conversation_that_comes_back_keeps_its_row_while_rows_become_narrower():
     engine = make_engine(decoder(ONE_LAYER), slots=12, pages=12 * PAGES_A_SLOT)
-    beginning, long = (
-        random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=2),
-        random_tokens(170, seed=3),
-    )
+    beginning = random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=2)
+    long = random_tokens(170, seed=3)
     for slot, sequence in ((10, long), (11, beginning)):
         engine.prefill([PrefillRow(slot, pages_of_slot(slot), 0, sequence)])
         engine.flush([FlushRow(slot, pages_of_slot(slot), 0, len(sequence))])
@@ -111,7 +112,7 @@ def test_a_conversation_that_comes_back_keeps_its_row_while_rows_become_narrower
 
 
 def kept_beginning(engine: contiguous.ContiguousEngine, slot: int) -> tuple[list[int], list[int]]:
-    """Tokens that a request of this slot left in pages, and the pages."""
+    """Return the tokens that a request of this slot left in pages, and the pages."""
     beginning = random_tokens(BEGINNING_PAGES * PAGE_TOKENS, seed=1)
     engine.prefill([PrefillRow(slot, pages_of_slot(slot), 0, beginning)])
     engine.flush([FlushRow(slot, pages_of_slot(slot), 0, len(beginning))])
@@ -120,7 +121,10 @@ def kept_beginning(engine: contiguous.ContiguousEngine, slot: int) -> tuple[list
 
 
 def test_a_prefix_needs_more_requests_than_one_turn_may_ask_at_once():
-    """An eighth of the slots: a turn's equal searches alone would bring every program once more."""
+    """It needs an eighth of the slots.
+
+    Otherwise the equal searches of one turn would compile every program once more.
+    """
     engine = make_engine(decoder(ONE_LAYER), slots=40, pages=8 * PAGES_A_SLOT)
     _, pages = kept_beginning(engine, 7)
     rows = [
@@ -144,15 +148,17 @@ def test_a_second_width_must_save_a_third_of_the_largest(
             stop_token_ids=[NO_STOP],
         )  # fmt: skip
         engine = contiguous.ContiguousEngine(decoder(ONE_LAYER), options)
-    held = [engine._memory.rows.shape[1]]
+    row_widths = [engine._memory.rows.shape[1]]
     engine.prefill([PrefillRow(0, pages_of_slot(0), 0, random_tokens(150, seed=1))])
-    held.append(engine._memory.rows.shape[1])
-    assert list(dict.fromkeys(held)) == widths
+    row_widths.append(engine._memory.rows.shape[1])
+    assert list(dict.fromkeys(row_widths)) == widths
 
 
 def test_a_prompt_that_begins_anew_takes_no_part_in_the_prefix_of_what_its_slot_held_before():
-    """Nothing of it is in memory, so its slot needs nothing loaded; what the slot still has is the
-    beginning of which others make a prefix in the same call."""
+    """Nothing of the prompt is in memory, so its slot loads nothing.
+
+    The slot still holds the beginning from which others make a prefix in the same call.
+    """
     engine = make_engine(decoder(ONE_LAYER), slots=6, pages=6 * PAGES_A_SLOT)
     beginning, pages = kept_beginning(engine, 0)
     prompts = {slot: [*beginning, *random_tokens(5, seed=slot)] for slot in range(1, 5)}

@@ -1,4 +1,4 @@
-"""Prefill and decode against the decoder's full forward pass and against the trainer."""
+"""Prefill and decode, compared with the decoder's full forward pass and with the trainer."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -51,7 +51,7 @@ EXACT = 1e-5  # float32, the same sums in another order
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    """Shared: every test writes the slots it reads."""
+    """Return a shared engine. Every test writes the slots that it reads."""
     return make_engine()
 
 
@@ -65,18 +65,19 @@ def idle(slots: int = SLOTS) -> SlotState:
 
 
 def started(engine: Engine, prompts: dict[int, list[int]], new_tokens: int, **changes) -> SlotState:
-    """The state after prefilling a prompt a slot."""
+    """Prefill one prompt a slot. Return the state."""
     state = idle(engine.slots)._replace(**changes)
     for slot, prompt in prompts.items():
         engine.prefill([PrefillRow(slot, pages_of_slot(slot), 0, prompt[:-1])])
-        state.token[slot], state.position[slot] = prompt[-1], len(prompt) - 1
+        state.token[slot] = prompt[-1]
+        state.position[slot] = len(prompt) - 1
         state.remaining[slot] = new_tokens
     return state
 
 
 @jax.jit
 def drawn_from(logits, seeds, positions):
-    """Tokens and log-probabilities at temperature 1."""
+    """Return tokens and log-probabilities at temperature 1."""
     return sample(logits, jnp.ones(len(logits)), uniforms(seeds, positions))[:2]
 
 
@@ -85,18 +86,18 @@ def test_after_a_prefill_of_any_length_the_next_token_is_that_of_the_full_forwar
     positions = np.arange(len(SEQUENCE), dtype=np.int32)
     seeds = np.full(len(SEQUENCE), seed, np.uint32)
     expected = drawn_from(next_token_logits(decoder(), SEQUENCE), seeds, positions)
-    found = []
+    outputs = []
     for first in range(1, len(SEQUENCE) + 1, SLOTS):
         prompts = {slot: SEQUENCE[: first + slot] for slot in range(SLOTS)}
         state = started(engine, prompts, 1, seed=np.full(SLOTS, seed, np.uint32))
-        found += decoded(engine, state).values()
-    tokens, log_probs = zip(*found, strict=True)
+        outputs += decoded(engine, state).values()
+    tokens, log_probs = zip(*outputs, strict=True)
     assert [token for (token,) in tokens] == expected[0].tolist()
     np.testing.assert_allclose(np.ravel(log_probs), expected[1], atol=EXACT)
 
 
 def test_decoding_a_given_sequence_token_by_token_equals_the_full_forward(one_step):
-    """Every slot decodes a sequence of its own from an empty slot; what is drawn is thrown away."""
+    """Every slot decodes its own sequence from an empty slot. The drawn tokens are ignored."""
     sequences = np.asarray([random_tokens(40, seed) for seed in range(SLOTS)], np.int32)
     logits = np.asarray([next_token_logits(decoder(), sequence) for sequence in sequences.tolist()])
     for slot in range(SLOTS):
@@ -116,8 +117,10 @@ def test_decoding_a_given_sequence_token_by_token_equals_the_full_forward(one_st
 
 @pytest.fixture
 def seen_logits(monkeypatch) -> Iterator[list[np.ndarray]]:
-    """The whole rows of logits of every decode step, in order; programs compiled with the listener
-    end with the test."""
+    """Record the whole rows of logits of every decode step, in order.
+
+    Programs compiled with the listener are dropped after the test.
+    """
     rows: list[np.ndarray] = []
 
     def listened(logits, *rest):
@@ -134,18 +137,20 @@ def seen_logits(monkeypatch) -> Iterator[list[np.ndarray]]:
 def test_whole_rows_of_logits_are_those_of_the_full_forward_at_every_position(
     seen_logits, prefilled
 ):
-    """Position by position, after none, one, a page and some pages of the sequence were
-    prefilled."""
+    """The positions are decoded one by one after a prefill of none, one, a page or some pages of
+    the sequence."""
     logits = next_token_logits(decoder(), SEQUENCE)
     one_step = make_engine(decode_steps=1)
     one_step.prefill([PrefillRow(1, pages_of_slot(1), 0, SEQUENCE[:prefilled])])
     state = idle()
     for position in range(prefilled, len(SEQUENCE)):
-        state.token[1], state.position[1], state.remaining[1] = SEQUENCE[position], position, 1
+        state.token[1] = SEQUENCE[position]
+        state.position[1] = position
+        state.remaining[1] = 1
         one_step.decode(state)
     jax.effects_barrier()
-    found = [rows[0] for rows in seen_logits]  # a call computes as many rows as run
-    np.testing.assert_allclose(found, logits[prefilled:], atol=EXACT)
+    engine_logits = [rows[0] for rows in seen_logits]  # a call computes as many rows as run
+    np.testing.assert_allclose(engine_logits, logits[prefilled:], atol=EXACT)
 
 
 @pytest.mark.parametrize("length", [1, 2, 32, 33, 34, 100, 120, POSITIONS - 20])
@@ -158,9 +163,9 @@ def test_log_probabilities_of_a_completion_are_those_of_the_full_forward(engine,
 
 def test_log_probabilities_of_a_completion_are_those_of_the_trainer(engine):
     prompts = {slot: random_tokens(5 + 6 * slot, seed=slot) for slot in range(SLOTS)}
-    found = decoded(engine, started(engine, prompts, 12))
+    outputs = decoded(engine, started(engine, prompts, 12))
     rows = pack(
-        [conversation(tuple(prompts[slot]), tuple(found[slot][0])) for slot in range(SLOTS)],
+        [conversation(tuple(prompts[slot]), tuple(outputs[slot][0])) for slot in range(SLOTS)],
         row_tokens=80,
         seed=0,
     )
@@ -168,17 +173,19 @@ def test_log_probabilities_of_a_completion_are_those_of_the_trainer(engine):
     scores = np.asarray(nnx.jit(token_log_probs)(decoder(), rows.batch(slice(None))))
     for slot, (row, start) in enumerate(rows.placements):
         model_turn = slice(start + len(prompts[slot]), start + len(prompts[slot]) + 12)
-        np.testing.assert_allclose(found[slot][1], scores[row, model_turn], atol=1e-4)
+        np.testing.assert_allclose(outputs[slot][1], scores[row, model_turn], atol=1e-4)
 
 
 def test_a_prompt_prefilled_in_parts_equals_one_prefilled_at_once(engine):
     state = started(engine, {0: SEQUENCE}, 8, seed=np.full(SLOTS, 5, np.uint32))
     for start, stop in ((0, 7), (7, 38), (38, 39)):
         engine.prefill([PrefillRow(1, pages_of_slot(1), start, SEQUENCE[start:stop])])
-    state.token[1], state.position[1], state.remaining[1] = SEQUENCE[-1], 39, 8
-    found = decoded(engine, state)
-    assert found[1][0] == found[0][0]
-    np.testing.assert_allclose(found[1][1], found[0][1], atol=EXACT)
+    state.token[1] = SEQUENCE[-1]
+    state.position[1] = 39
+    state.remaining[1] = 8
+    outputs = decoded(engine, state)
+    assert outputs[1][0] == outputs[0][0]
+    np.testing.assert_allclose(outputs[1][1], outputs[0][1], atol=EXACT)
 
 
 def test_rows_of_one_prefill_call_do_not_see_each_other(engine):
@@ -190,11 +197,9 @@ def test_rows_of_one_prefill_call_do_not_see_each_other(engine):
     engine.prefill(rows)
     state = idle()
     for slot, prompt in enumerate(prompts):
-        state.token[slot], state.position[slot], state.remaining[slot] = (
-            prompt[-1],
-            len(prompt) - 1,
-            6,
-        )
+        state.token[slot] = prompt[-1]
+        state.position[slot] = len(prompt) - 1
+        state.remaining[slot] = 6
     for slot, (tokens, log_probs) in decoded(engine, state).items():
         np.testing.assert_allclose(
             log_probs, log_probs_of(decoder(), prompts[slot] + tokens, 6), atol=EXACT
@@ -221,14 +226,14 @@ def test_a_stop_token_ends_a_slot_and_is_its_last_token(engine):
     state = started(
         stopping, {0: SEQUENCE, 1: SEQUENCE}, 12, temperature=np.zeros(SLOTS, np.float32)
     )
-    found = decoded(stopping, state)
-    assert found[0][0] == found[1][0] == tokens[: place + 1]
+    outputs = decoded(stopping, state)
+    assert outputs[0][0] == outputs[1][0] == tokens[: place + 1]
 
 
 @pytest.mark.parametrize("new_tokens", [1, DECODE_STEPS, DECODE_STEPS + 1])
 def test_a_slot_generates_no_more_than_it_may(engine, new_tokens):
-    found = decoded(engine, started(engine, {0: SEQUENCE, 3: SEQUENCE[:3]}, new_tokens))
-    assert [len(tokens) for tokens, _ in found.values()] == [new_tokens, new_tokens]
+    outputs = decoded(engine, started(engine, {0: SEQUENCE, 3: SEQUENCE[:3]}, new_tokens))
+    assert [len(tokens) for tokens, _ in outputs.values()] == [new_tokens, new_tokens]
 
 
 def test_a_slot_may_be_filled_to_its_last_position(engine):
@@ -247,16 +252,16 @@ def test_what_is_not_finite_leaves_no_trace_in_its_slot_and_pages():
     engine._weights = good
     engine.free_slot(0, broken_pages=pages_of_slot(0))
     assert all(np.isfinite(array).all() for array in jax.tree.leaves(engine._memory))
-    found = decoded(engine, started(engine, {0: SEQUENCE[:5]}, 4))[0]
-    assert found[0] == expected[0]
-    np.testing.assert_allclose(found[1], expected[1], atol=EXACT)
+    output = decoded(engine, started(engine, {0: SEQUENCE[:5]}, 4))[0]
+    assert output[0] == expected[0]
+    np.testing.assert_allclose(output[1], expected[1], atol=EXACT)
 
 
 @pytest.mark.parametrize(
     "cached", [1, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, 3 * PAGE_TOKENS, 39]
 )
 def test_a_sequence_goes_on_from_pages_that_another_slot_computed(engine, cached):
-    """Page borders and both sides of them; the last page is read in part."""
+    """The lengths lie on page borders and on both sides of them. The last page is read in part."""
     expected = decoded(engine, started(engine, {0: SEQUENCE}, 6))[0]
     engine.flush([FlushRow(0, pages_of_slot(0), 0, 39)])
     engine.free_slot(0)
@@ -266,16 +271,20 @@ def test_a_sequence_goes_on_from_pages_that_another_slot_computed(engine, cached
         engine.copy_pages([(pages_of_slot(0)[whole], pages_of_slot(2)[whole])])
     engine.prefill([PrefillRow(2, pages, cached, SEQUENCE[cached:-1])])
     state = idle()
-    state.token[2], state.position[2], state.remaining[2] = SEQUENCE[-1], 39, 6
-    found = decoded(engine, state)[2]
-    assert found[0] == expected[0]
-    np.testing.assert_allclose(found[1], expected[1], atol=EXACT)
+    state.token[2] = SEQUENCE[-1]
+    state.position[2] = 39
+    state.remaining[2] = 6
+    output = decoded(engine, state)[2]
+    assert output[0] == expected[0]
+    np.testing.assert_allclose(output[1], expected[1], atol=EXACT)
 
 
 def test_copies_read_all_pages_before_any_is_written(engine):
     engine.prefill([PrefillRow(0, pages_of_slot(0), 0, SEQUENCE)])
     engine.flush([FlushRow(0, pages_of_slot(0), 0, 40)])
-    first, second, third = (np.array(engine._memory.pages.keys[0][page]) for page in range(3))
+    first = np.array(engine._memory.pages.keys[0][0])
+    second = np.array(engine._memory.pages.keys[0][1])
+    third = np.array(engine._memory.pages.keys[0][2])
     engine.copy_pages([(0, 1), (1, 2)])
     np.testing.assert_array_equal(engine._memory.pages.keys[0][0], first)
     np.testing.assert_array_equal(engine._memory.pages.keys[0][1], first)
@@ -287,8 +296,8 @@ SHARED = random_tokens(8 * PAGE_TOKENS, seed=77)  # as long as the shortest grou
 
 
 def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
-    """One slot computed it, five begin with it, and the one that runs already joins them; another
-    one has nothing to do with it."""
+    """One slot computed the beginning, five more begin with it, and the slot that already runs
+    joins them. Another slot has nothing to do with it."""
     engine = make_engine(slots=8, pages=8 * PAGES_A_SLOT)
     prompts = {slot: [*SHARED, *random_tokens(3 + slot, seed=slot)] for slot in range(6)}
     prompts[7] = random_tokens(90, seed=7)
@@ -306,13 +315,11 @@ def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
     ]
     engine.prefill(rows)
     assert [prefix.tokens for prefix in engine._prefixes] == [len(SHARED)]
-    assert [held.offset for held in engine._slot_caches] == [len(SHARED)] * 6 + [0, 0]
+    assert [cache.offset for cache in engine._slot_caches] == [len(SHARED)] * 6 + [0, 0]
     for slot in range(1, 6):
-        state.token[slot], state.position[slot], state.remaining[slot] = (
-            prompts[slot][-1],
-            len(prompts[slot]) - 1,
-            12,
-        )
+        state.token[slot] = prompts[slot][-1]
+        state.position[slot] = len(prompts[slot]) - 1
+        state.remaining[slot] = 12
     for slot, (tokens, log_probs) in decoded(engine, state).items():
         np.testing.assert_allclose(
             log_probs, log_probs_of(decoder(), prompts[slot] + tokens, 12), atol=EXACT
@@ -323,13 +330,15 @@ def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
     other = make_engine_from(engine)
     other.prefill([PrefillRow(6, rows[1].pages, len(ended) - 1, [])])
     state = idle(8)
-    state.token[6], state.position[6], state.remaining[6] = ended[-1], len(ended) - 1, 5
+    state.token[6] = ended[-1]
+    state.position[6] = len(ended) - 1
+    state.remaining[6] = 5
     tokens, log_probs = decoded(other, state)[6]
     np.testing.assert_allclose(log_probs, log_probs_of(decoder(), ended + tokens, 5), atol=EXACT)
 
 
 def make_engine_from(engine: Engine) -> Engine:
-    """An engine whose pages are those of another one and whose rows are empty."""
+    """Return an engine with the pages of another one and with empty rows."""
     other = make_engine(slots=engine.slots, pages=engine.num_pages)
     other._memory = other._memory._replace(pages=engine._memory.pages)
     return other
@@ -375,35 +384,42 @@ def lowered_prefill(engine: Engine) -> Any:
 
 
 def test_no_copy_of_the_memory_is_made_by_a_step():
-    """The memory goes in and comes out in the same place: a step allocates less than a quarter of
-    it."""
+    """The memory goes in and comes out in the same place.
+
+    A step allocates less than a quarter of its size.
+    """
     engine = make_engine(slots=8, pages=40 * PAGES_A_SLOT)
     engine._fit_rows(POSITIONS)
-    held = sum(array.nbytes for array in jax.tree.leaves(engine._memory))
+    memory_bytes = sum(array.nbytes for array in jax.tree.leaves(engine._memory))
     for analysis in (lowered_decode(engine), lowered_prefill(engine)):
-        assert analysis.alias_size_in_bytes >= held
-        assert analysis.temp_size_in_bytes < 0.25 * held, (analysis.temp_size_in_bytes, held)
+        assert analysis.alias_size_in_bytes >= memory_bytes
+        assert analysis.temp_size_in_bytes < 0.25 * memory_bytes, (
+            analysis.temp_size_in_bytes,
+            memory_bytes,
+        )
 
 
 @pytest.mark.parametrize(
-    ("cache_dtype", "least", "most"),
+    ("cache_dtype", "smallest", "largest"),
     [(jnp.bfloat16, 1e-5, 0.01), (jnp.float8_e4m3fn, 1e-3, 0.05), (jnp.int8, 1e-6, 0.02)],
 )
-def test_a_narrow_cache_is_smaller_and_a_little_less_exact(cache_dtype, least, most):
-    """Seen: the log-probability of one token differs by 0.0011 and 0.0031."""
-    engine, exact = make_engine(cache_dtype=cache_dtype), make_engine()
+def test_a_narrow_cache_is_smaller_and_a_little_less_exact(cache_dtype, smallest, largest):
+    """Measured: the log-probability of one token differs by 0.0011 and 0.0031."""
+    engine = make_engine(cache_dtype=cache_dtype)
+    exact = make_engine()
     share = jnp.dtype(cache_dtype).itemsize / 4
     assert sum(array.nbytes for array in engine._memory.pages.keys) == share * sum(
         array.nbytes for array in exact._memory.pages.keys
     )
-    prompt, (tokens, expected) = SEQUENCE, decoded(exact, started(exact, {0: SEQUENCE}, 1))[0]
-    ((found_tokens, found),) = decoded(engine, started(engine, {0: prompt}, 1)).values()
-    difference = np.abs(np.subtract(found, expected)).max()
-    assert found_tokens == tokens and least < difference < most
+    tokens, expected = decoded(exact, started(exact, {0: SEQUENCE}, 1))[0]
+    narrow_tokens, log_probs = decoded(engine, started(engine, {0: SEQUENCE}, 1))[0]
+    difference = np.abs(np.subtract(log_probs, expected)).max()
+    assert narrow_tokens == tokens
+    assert smallest < difference < largest
 
 
 def test_in_bfloat16_keys_and_values_are_bfloat16_and_the_token_is_the_same():
-    """Seen: its log-probability differs by 0.0036."""
+    """Measured: its log-probability differs by 0.0036."""
     narrow = nnx.clone(decoder())
     narrow.dtype = narrow.layers.dtype = jnp.bfloat16
     config = EngineConfig(
@@ -414,17 +430,19 @@ def test_in_bfloat16_keys_and_values_are_bfloat16_and_the_token_is_the_same():
     )
     engine = factory.make_engine(narrow, config, positions=POSITIONS, stop_token_ids=[NO_STOP])
     assert {array.dtype for array in engine._memory.pages.keys} == {jnp.dtype(jnp.bfloat16)}
-    found, expected = (
-        decoded(each, started(each, {0: SEQUENCE}, 1))[0] for each in (engine, make_engine())
-    )
-    assert found[0] == expected[0]
-    difference = np.abs(np.subtract(found[1], expected[1])).max()
+    exact = make_engine()
+    output = decoded(engine, started(engine, {0: SEQUENCE}, 1))[0]
+    expected = decoded(exact, started(exact, {0: SEQUENCE}, 1))[0]
+    assert output[0] == expected[0]
+    difference = np.abs(np.subtract(output[1], expected[1])).max()
     assert 0 < difference < 0.02, difference
 
 
 def test_int8_follows_the_policy_and_is_more_exact_than_fp8():
-    """Values a hundred times as large, and keys with one channel that outweighs all others: each
-    policy has scales of its own."""
+    """Values are a hundred times as large, and one channel of the keys outweighs all others.
+
+    Each policy has its own scales.
+    """
     other = nnx.clone(nnx.state(decoder()))
     other["layers"]["value_kernel"][...] = 100 * other["layers"]["value_kernel"][...]
     other["layers"]["output_kernel"][...] = other["layers"]["output_kernel"][...] / 100
@@ -432,25 +450,28 @@ def test_int8_follows_the_policy_and_is_more_exact_than_fp8():
         other["layers"]["key_kernel"][...].at[..., 3].multiply(20.0)
     )
     prompts = {slot: random_tokens(60 + slot, seed=slot) for slot in range(SLOTS)}
-    found = {}
+    log_probs_of_dtype = {}
     for dtype in (jnp.float32, jnp.int8, jnp.float8_e4m3fn):
         engine = make_engine(cache_dtype=dtype)
         engine.set_weights(other)
         state = started(engine, prompts, 1, temperature=np.zeros(SLOTS, np.float32))
-        found[dtype] = np.ravel([log_probs for _, log_probs in decoded(engine, state).values()])
+        log_probs_of_dtype[dtype] = np.ravel(
+            [log_probs for _, log_probs in decoded(engine, state).values()]
+        )
     error = {
-        dtype: np.abs(log_probs - found[jnp.float32]).mean() for dtype, log_probs in found.items()
+        dtype: np.abs(log_probs - log_probs_of_dtype[jnp.float32]).mean()
+        for dtype, log_probs in log_probs_of_dtype.items()
     }
     assert 1e-6 < error[jnp.int8] < 0.5 * error[jnp.float8_e4m3fn], error
 
 
 def test_what_int8_cannot_hold_is_clipped_and_what_it_can_is_rounded():
-    kept = narrowed(jnp.asarray([-1000.0, -127.4, -0.6, 0.4, 126.6, 127.5, 1e9]), jnp.int8)
-    assert kept.tolist() == [-127, -127, -1, 0, 127, 127, 127]
+    stored = narrowed(jnp.asarray([-1000.0, -127.4, -0.6, 0.4, 126.6, 127.5, 1e9]), jnp.int8)
+    assert stored.tolist() == [-127, -127, -1, 0, 127, 127, 127]
 
 
 def test_what_a_narrow_cache_cannot_hold_comes_as_close_as_it_can():
-    """float8_e4m3fn ends at 448; keys of published models go beyond it."""
+    """float8_e4m3fn ends at 448. Keys of published models go beyond it."""
     engine = make_engine(cache_dtype=jnp.float8_e4m3fn)
     weights = nnx.state(decoder())
     loud = nnx.clone(weights)
@@ -460,4 +481,5 @@ def test_what_a_narrow_cache_cannot_hold_comes_as_close_as_it_can():
     largest = max(
         np.abs(np.asarray(layer, np.float32)).max() for layer in engine._memory.rows.values
     )
-    assert largest == 448 and np.isfinite(log_probs).all()
+    assert largest == 448
+    assert np.isfinite(log_probs).all()

@@ -29,18 +29,23 @@ from tests.helpers.tiny_engine import (
     random_tokens,
 )
 
-SLOTS, POSITIONS, PAGE_TOKENS = 3, 64, 8
+SLOTS = 3
+POSITIONS = 64
+PAGE_TOKENS = 8
 PAGES_A_SLOT = POSITIONS // PAGE_TOKENS
 
 
 def attention_by_hand(query, pages, lengths, tables, query_ends, count, sm_scale) -> np.ndarray:
-    """Causal attention of every sequence's queries, which are its last tokens, over its pages: key
-    and value heads take turns there."""
+    """Return causal attention of every sequence's queries, which are its last tokens, over its
+    pages. Key and value heads alternate in a page."""
     mixed = np.zeros_like(query)
     for sequence in range(int(count[0])):
-        first, last, length = query_ends[sequence], query_ends[sequence + 1], lengths[sequence]
-        held = pages[tables[sequence]].reshape(-1, *pages.shape[2:])[:length]
-        keys, values = held[:, 0::2], held[:, 1::2]
+        first = query_ends[sequence]
+        last = query_ends[sequence + 1]
+        length = lengths[sequence]
+        cached = pages[tables[sequence]].reshape(-1, *pages.shape[2:])[:length]
+        keys = cached[:, 0::2]
+        values = cached[:, 1::2]
         for place in range(first, last):
             before = length - (last - place) + 1
             for head in range(query.shape[1]):
@@ -64,16 +69,14 @@ def on_host(
     v_scale,
     **blocks: int,
 ) -> jax.Array:
-    """With the signature of the kernel."""
-    assert (
-        blocks["num_kv_pages_per_block"] <= tables.shape[1]
-        and blocks["num_queries_per_block"] <= query.shape[0]
-    )
+    """Compute the attention by hand, with the signature of the kernel."""
+    assert blocks["num_kv_pages_per_block"] <= tables.shape[1]
+    assert blocks["num_queries_per_block"] <= query.shape[0]
 
     scale = None if pages.dtype == query.dtype else 1.0
-    assert (k_scale, v_scale) == (scale, scale), (
-        "with a scale, the kernel computes in the type of the queries"
-    )
+    # With a scale, the kernel computes in the type of the queries.
+    assert k_scale == scale
+    assert v_scale == scale
 
     def call(query: Any, pages: Any, *rest: Any) -> np.ndarray:
         pages = np.asarray(pages).astype(query.dtype)
@@ -93,35 +96,46 @@ def kernel(monkeypatch):
     ragged._decode.clear_cache()
 
 
-def make_ragged(**changes: Any) -> RaggedEngine:
-    settings: dict[str, Any] = {
-        "slots": SLOTS,
-        "positions": POSITIONS,
-        "page_tokens": PAGE_TOKENS,
-        "num_pages": SLOTS * PAGES_A_SLOT,
-        "prefill_tokens": 64,
-        "decode_steps": 2,
-        "stop_token_ids": [NO_STOP],
-    }
-    return RaggedEngine(decoder(), EngineOptions(**{**settings, **changes}))
+def make_ragged(
+    *,
+    slots: int = SLOTS,
+    num_pages: int = SLOTS * PAGES_A_SLOT,
+    prefill_tokens: int = 64,
+    decode_steps: int = 2,
+    **settings: Any,
+) -> RaggedEngine:
+    options = EngineOptions(
+        slots=slots,
+        positions=POSITIONS,
+        page_tokens=PAGE_TOKENS,
+        num_pages=num_pages,
+        prefill_tokens=prefill_tokens,
+        decode_steps=decode_steps,
+        stop_token_ids=[NO_STOP],
+        **settings,
+    )
+    return RaggedEngine(decoder(), options)
 
 
 def test_attention_by_hand_is_the_kernels_reference():
     draw = np.random.default_rng(0)
     pages = draw.normal(size=(7, 4, 4, 8)).astype(np.float32)  # two heads of keys, two of values
     query = draw.normal(size=(9, 4, 8)).astype(np.float32)
-    lengths, ends = np.asarray([10, 3, 5], np.int32), np.asarray([0, 4, 5, 9], np.int32)
+    lengths = np.asarray([10, 3, 5], np.int32)
+    ends = np.asarray([0, 4, 5, 9], np.int32)
     tables = np.asarray([[3, 1, 6], [2, 0, 0], [5, 4, 0]], np.int32)
     count = np.asarray([3], np.int32)
     arrays = map(jnp.asarray, (query, pages, lengths, tables, ends, count))
     expected = ref_ragged_paged_attention(*arrays, sm_scale=0.3)
-    found = attention_by_hand(query, pages, lengths, tables, ends, count, 0.3)
-    np.testing.assert_allclose(found, expected, atol=1e-5)
+    by_hand = attention_by_hand(query, pages, lengths, tables, ends, count, 0.3)
+    np.testing.assert_allclose(by_hand, expected, atol=1e-5)
 
 
 def test_tokens_and_log_probabilities_are_those_of_the_full_forward(kernel):
-    """Prompts on both sides of a page's border, a slot that is idle, and a prompt whose beginning
-    another slot computed."""
+    """The prompts end on both sides of a page's border.
+
+    One slot is idle, and another slot computed the beginning of one prompt.
+    """
     engine = make_ragged()
     prompts = {0: random_tokens(PAGE_TOKENS + 1), 2: random_tokens(21, seed=3)}
     engine.prefill(
@@ -138,11 +152,9 @@ def test_tokens_and_log_probabilities_are_those_of_the_full_forward(kernel):
     engine.prefill([PrefillRow(1, pages, 19, prompts[1][19:-1])])
     state = SlotState.idle(SLOTS)
     for slot, prompt in prompts.items():
-        state.token[slot], state.position[slot], state.temperature[slot] = (
-            prompt[-1],
-            len(prompt) - 1,
-            1.0,
-        )
+        state.token[slot] = prompt[-1]
+        state.position[slot] = len(prompt) - 1
+        state.temperature[slot] = 1.0
         state.remaining[slot] = 5 + slot
     for slot, (tokens, log_probs) in decoded(engine, state).items():
         assert len(tokens) == 5 + slot
@@ -155,18 +167,23 @@ def test_conversations_get_the_tokens_that_the_resident_engine_gives_them(kernel
         generator = BatchedGenerator(engine, prefix_reuse=True, queue_size=10)
         system = random_tokens(18, seed=9)
 
-        async def one(number: int) -> list[Completion]:
-            held, completions = [*system, *random_tokens(3 + number, seed=number)], []
+        async def play(number: int) -> list[Completion]:
+            tokens_so_far = [*system, *random_tokens(3 + number, seed=number)]
+            completions = []
             for turn in range(2):
                 wanted = SamplingParams(
                     max_new_tokens=4 + number, temperature=1.0, seed=10 * number + turn
                 )
-                completions.append(await generator.generate(held, wanted, continues=True))
-                held = [*held, *completions[-1].token_ids, *random_tokens(3, seed=turn)]
+                completions.append(await generator.generate(tokens_so_far, wanted, continues=True))
+                tokens_so_far = [
+                    *tokens_so_far,
+                    *completions[-1].token_ids,
+                    *random_tokens(3, seed=turn),
+                ]
             return completions
 
         async def main() -> list[list[Completion]]:
-            return await asyncio.gather(*(one(number) for number in range(SLOTS + 1)))
+            return await asyncio.gather(*(play(number) for number in range(SLOTS + 1)))
 
         return [completion for completions in asyncio.run(main()) for completion in completions]
 
@@ -191,11 +208,9 @@ def test_a_narrow_cache_gives_the_numbers_of_the_resident_engine(kernel, dtype):
                     )
                 ]
             )
-            state.token[slot], state.position[slot], state.remaining[slot] = (
-                prompt[-1],
-                len(prompt) - 1,
-                6,
-            )
+            state.token[slot] = prompt[-1]
+            state.position[slot] = len(prompt) - 1
+            state.remaining[slot] = 6
         answers.append(decoded(engine, state))
     for slot in prompts:
         assert answers[0][slot][0] == answers[1][slot][0]
@@ -213,8 +228,10 @@ def test_a_narrow_cache_gives_the_numbers_of_the_resident_engine(kernel, dtype):
     ],
 )
 def test_heads_that_the_kernel_cannot_read_are_refused(heads, tensor, dtype, fits):
-    """Published models: Qwen2.5-7B has 4 key and value heads, Llama-3.1-8B has 8. Whether the
-    kernel agrees: `make test-slow`."""
+    """Of the published models, Qwen2.5-7B has 4 key and value heads and Llama-3.1-8B has 8.
+
+    `make test-slow` asks the kernel itself.
+    """
     model = dataclasses.replace(MODEL, num_heads=24, num_kv_heads=heads)
     if fits:
         check_tiles(model, tensor, dtype)

@@ -37,7 +37,8 @@ GREEDY = SamplingParams(max_new_tokens=40, temperature=0.0, seed=0)
 
 
 def jetstream() -> Any:
-    """Imported by who runs these tests and not by all who collect them: it brings TensorFlow."""
+    """Import our module for JetStream late, because it brings TensorFlow: only those who run these
+    tests pay for it."""
     return importlib.import_module("mujica_jax.inference.jetstream.engine")
 
 
@@ -54,8 +55,8 @@ def tiny() -> Engine:
 
 
 def prefilled(engine: Any, tokens: Sequence[int], prefix: Any = None) -> Any:
-    """As JetStream calls it: padded, and the beginning of a conversation begins with a token of its
-    own."""
+    """Prefill as JetStream does: the prompt is padded, and a conversation begins with a token of
+    its own."""
     tokens = [jetstream().NO_TOKEN, *tokens] if prefix is None else list(tokens)
     padded = jnp.asarray([*tokens, *[0] * (64 - len(tokens))])
     weights = engine.load_params()
@@ -65,24 +66,25 @@ def prefilled(engine: Any, tokens: Sequence[int], prefix: Any = None) -> Any:
 
 
 def steps(engine: Any, state: Any, slot: int, count: int) -> list[int]:
-    """Tokens of one slot, as long as they are valid."""
-    found, before = [], int(state.generated[slot])
+    """Return the tokens of one slot, as long as they are valid."""
+    tokens = []
+    before = int(state.generated[slot])
     for _ in range(count):
         state, result = engine.generate(engine.load_params(), state)
         data = result.convert_to_numpy().get_result_at_slot(slot)
         if not data.valid[0, 0]:
             break
-        found.append(int(data.tokens[0, 0]))
-        assert data.lengths[0] == before + len(found)
-    return found
+        tokens.append(int(data.tokens[0, 0]))
+        assert data.lengths[0] == before + len(tokens)
+    return tokens
 
 
 def greedy(prompt: Sequence[int], tokens: int) -> list[int]:
-    """By the decoder's full forward pass."""
-    held = list(prompt)
+    """Return the greedy continuation by the decoder's full forward pass."""
+    sequence = list(prompt)
     for _ in range(tokens):
-        held.append(int(next_token_logits(decoder(), held)[-1].argmax()))
-    return held[len(prompt) :]
+        sequence.append(int(next_token_logits(decoder(), sequence)[-1].argmax()))
+    return sequence[len(prompt) :]
 
 
 def assert_nothing_is_held(engine: Any, running: int = 0) -> None:
@@ -110,39 +112,46 @@ def test_a_prompt_goes_on_from_an_earlier_prefix_without_computing_it_again():
     engine = countable(prefill_tokens=8)
     computed: list[int] = []
     prefill = engine.prefill
-    engine.prefill = lambda rows: (computed.extend(len(row.tokens) for row in rows), prefill(rows))[
-        1
-    ]
+
+    def recorded(rows: list) -> None:
+        computed.extend(len(row.tokens) for row in rows)
+        prefill(rows)
+
+    engine.prefill = recorded
     jet = jetstream().JetStreamEngine(engine, GREEDY)
     state = jet.init_decode_state()
-    opening, ending = [*range(1, 19)], [7, 8, 9]
+    opening = [*range(1, 19)]
+    ending = [7, 8, 9]
     first = prefilled(jet, opening)
     second = prefilled(jet, ending, first)
     assert computed == [], "a prefix is its token ids"
     state = jet.insert(second, jet.insert(first, state, slot=0), slot=1)
     for slot, prompt in enumerate([opening, [*opening, *ending]]):
         assert state.running[slot].prompt.tolist() == prompt
-    found: dict[int, list[int]] = {0: [], 1: []}
+    tokens_of_slot: dict[int, list[int]] = {0: [], 1: []}
     for _ in range(5):
         state, result = jet.generate(jet.load_params(), state)
-        for slot, tokens in found.items():
+        for slot, tokens in tokens_of_slot.items():
             tokens.append(int(result.get_result_at_slot(slot).tokens[0, 0]))
     assert max(computed) == 8, "in chunks"
     # The last token of a prompt is decoded. Four whole pages of the opening are shared, of 4 tokens
     # each.
     assert sum(computed) == 17 + (len(opening) + len(ending) - 1 - 16)
     assert jet.counters().prefilled_tokens == sum(computed)
-    assert found[0] == engine.by_hand(opening, GREEDY)[0][:5]
-    assert found[1] == engine.by_hand([*opening, *ending], GREEDY)[0][:5]
+    assert tokens_of_slot[0] == engine.by_hand(opening, GREEDY)[0][:5]
+    assert tokens_of_slot[1] == engine.by_hand([*opening, *ending], GREEDY)[0][:5]
 
 
 def test_what_prompts_inserted_together_begin_with_is_computed_once_and_the_rest_in_one_call():
     engine = countable(slots=3, prefill_tokens=64)
     calls: list[list[int]] = []
     prefill = engine.prefill
-    engine.prefill = lambda rows: (calls.append([len(row.tokens) for row in rows]), prefill(rows))[
-        1
-    ]
+
+    def recorded(rows: list) -> None:
+        calls.append([len(row.tokens) for row in rows])
+        prefill(rows)
+
+    engine.prefill = recorded
     jet = jetstream().JetStreamEngine(engine, GREEDY)
     state = jet.init_decode_state()
     shared = [*range(1, 14)]  # three whole pages and a token
@@ -178,7 +187,8 @@ def test_a_slot_that_stops_is_not_valid_any_more_and_gives_its_pages_back():
     jet = jetstream().JetStreamEngine(engine, GREEDY)
     state = jet.insert(prefilled(jet, prompt), jet.init_decode_state(), slot=0)
     expected = engine.by_hand(prompt, GREEDY)[0]
-    assert steps(jet, state, 0, 40) == expected and expected[-1] == 0
+    assert steps(jet, state, 0, 40) == expected
+    assert expected[-1] == 0
     assert_nothing_is_held(jet)
     assert jet.build_tokenizer(jet.get_tokenizer()).stop_tokens == {0}
 
@@ -279,7 +289,8 @@ def test_a_call_gives_several_tokens_and_each_slot_has_its_own_sampling_and_limi
     ]
     for slot, sampling in enumerate(wanted):
         state = jet.insert(prefilled(jet, [3, 4]), state, slot, sampling=sampling)
-    valid, tokens = [[], []], [[], []]
+    valid = [[], []]
+    tokens = [[], []]
     for _ in range(2):
         state, result = jet.generate(jet.load_params(), state)
         for slot in range(2):
@@ -373,9 +384,11 @@ def test_texts_are_encoded_as_prompts_and_decoded_token_by_token():
         jetstream().NO_TOKEN,
         *ids,
         *[0] * (16 - length),
-    ] and length == 1 + len(ids)
+    ]
+    assert length == 1 + len(ids)
     pieces = [wrapped.decode([id]) for id in ids]
-    assert pieces[0] == "a" and pieces[-2:] == ["<0xC3>", "<0xA9>"]
+    assert pieces[0] == "a"
+    assert pieces[-2:] == ["<0xC3>", "<0xA9>"]
     assert (
         jetstream()
         .JetStreamTokenizer(None, frozenset({0}))
@@ -385,8 +398,8 @@ def test_texts_are_encoded_as_prompts_and_decoded_token_by_token():
 
 
 def test_jetstreams_orchestrator_gives_the_tokens_of_our_generator():
-    """In a process of its own: JetStream's threads end theirs on any fault, and it takes over the
-    logging."""
+    """It runs in its own process: JetStream's threads end theirs on any fault, and it takes over
+    the logging."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     finished = subprocess.run(
         [sys.executable, "-m", PROGRAM],
@@ -396,13 +409,15 @@ def test_jetstreams_orchestrator_gives_the_tokens_of_our_generator():
         env=environment,
     )
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
-    found = json.loads(finished.stdout.splitlines()[-1])
-    assert len(found["generator"]) == 8 and min(map(len, found["generator"])) > 1
-    assert found["orchestrator"] == found["generator"]
-    prompts, answers = found["prompts"], found["generator"]
+    report = json.loads(finished.stdout.splitlines()[-1])
+    assert len(report["generator"]) == 8
+    assert min(map(len, report["generator"])) > 1
+    assert report["orchestrator"] == report["generator"]
+    prompts = report["prompts"]
+    answers = report["generator"]
     best = [
         greedy(prompt, len(answer)) for prompt, answer in zip(prompts[:2], answers[:2], strict=True)
     ]
     assert best == answers[:2]
     assert np.isfinite(log_probs_of(decoder(), prompts[0] + answers[0], len(answers[0]))).all()
-    assert found["refused"] == [], "a prompt that cannot be served has an empty answer"
+    assert report["refused"] == [], "a prompt that cannot be served has an empty answer"

@@ -5,6 +5,7 @@ import asyncio
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -62,11 +63,12 @@ ENGINE = EngineConfig(
 
 
 def adapter(engine: Any, **settings: Any) -> Any:
-    """Our engine behind JetStream's interface; imported by who runs these tests: it brings
-    TensorFlow."""
-    return importlib.import_module("mujica_jax.inference.jetstream.engine").JetStreamEngine(
-        engine, **settings
-    )
+    """Return our engine behind JetStream's interface.
+
+    The import is late because it brings TensorFlow.
+    """
+    module = importlib.import_module("mujica_jax.inference.jetstream.engine")
+    return module.JetStreamEngine(engine, **settings)
 
 
 def driver(
@@ -75,22 +77,27 @@ def driver(
     slots: int,
     positions: int,
     vocabulary: int,
+    name: str = "the engine",
     queue_size: int = 1000,
+    token_bytes: Callable[[int], bytes] = letter,
     **settings: Any,
 ) -> Any:
     module = importlib.import_module("mujica_jax.inference.jetstream.generator")
     limits = RequestLimits(
         slots=slots, positions=positions, vocabulary=vocabulary, queue_size=queue_size
     )
-    defaults = {"name": "the engine", "token_bytes": letter}
-    return module.JetStreamGenerator(jetstream_engine, limits, **defaults | settings)
+    return module.JetStreamGenerator(
+        jetstream_engine, limits, name=name, token_bytes=token_bytes, **settings
+    )
 
 
 def countable(
     engine: CountableEngine, *, queue_size: int = 1000, reuse: bool = True, **settings: Any
 ) -> Any:
-    """A driver of the engine whose completions are computed by hand. Its tokens are letters: 0 is
-    "a", 1 is "b"."""
+    """Return a driver of the engine whose completions are computed by hand.
+
+    Its tokens are letters: 0 is "a", 1 is "b".
+    """
     generator = driver(
         adapter(engine, prefix_reuse=reuse),
         slots=engine.slots,
@@ -112,15 +119,18 @@ def by_hand(
 
 
 def outcome(completion: Any) -> tuple[list[int], str]:
-    assert completion.logprobs is None and completion.sampling_logprobs is None
+    assert completion.logprobs is None
+    assert completion.sampling_logprobs is None
     return list(completion.token_ids), completion.finish_reason
 
 
 def mixed_requests(
     count: int, vocabulary: int, *, longest: int, limit: int
 ) -> list[tuple[list[int], SamplingParams]]:
-    """Prompts of up to twice `longest` tokens, with limits and stop strings. Every second one
-    begins as others do."""
+    """Return prompts of up to twice `longest` tokens, with limits and stop strings.
+
+    Every second one shares its beginning with others.
+    """
     draw = np.random.default_rng(0)
     shared = draw.integers(1, vocabulary, longest).tolist()
     requests = []
@@ -142,8 +152,10 @@ def mixed_requests(
 
 @functools.cache
 def tiny_pair() -> tuple[Any, Any]:
-    """The native generator and the driver, on engines of the same decoder; the second is short of
-    pages."""
+    """Return the native generator and the driver, on engines of the same decoder.
+
+    The second engine is short of pages.
+    """
     native = make_generator(make_engine(slots=8))
     generator = driver(
         adapter(make_engine(slots=8, pages=60)),
@@ -159,8 +171,12 @@ def tiny_pair() -> tuple[Any, Any]:
 def test_greedy_outputs_equal_those_of_native_token_by_token():
     native, generator = tiny_pair()
     requests = mixed_requests(60, MODEL.vocab_size, longest=50, limit=9)
-    expected = [(list(one.token_ids), one.finish_reason) for one in complete_all(native, requests)]
-    assert [outcome(one) for one in complete_all(generator, requests)] == expected
+    expected = [
+        (list(completion.token_ids), completion.finish_reason)
+        for completion in complete_all(native, requests)
+    ]
+    outcomes = [outcome(completion) for completion in complete_all(generator, requests)]
+    assert outcomes == expected
     assert {reason for _, reason in expected} == {"length", "stop_string"}
     assert generator.statistics.cache_hit_rate > 0.1, "prompts share what they begin with"
     assert generator.statistics.evicted_pages > 0, "memory was short"
@@ -171,8 +187,10 @@ def test_hundreds_of_requests_with_stop_strings_and_shared_beginnings_end_as_by_
     requests = mixed_requests(400, 60, longest=35, limit=20)
     native = complete_all(make_generator(engines[0]), requests)
     generator = countable(engines[1])
-    tokens = [outcome(one) for one in complete_all(generator, requests)]
-    assert tokens == [(list(one.token_ids), one.finish_reason) for one in native]
+    tokens = [outcome(completion) for completion in complete_all(generator, requests)]
+    assert tokens == [
+        (list(completion.token_ids), completion.finish_reason) for completion in native
+    ]
     assert {reason for _, reason in tokens} == {"stop", "length", "stop_string"}
     assert generator.statistics.evicted_pages > 0, "memory was short"
 
@@ -187,8 +205,10 @@ def test_each_request_is_sampled_with_its_own_seed_temperature_and_filters_as_by
         )
         for number in range(24)
     ]
-    expected = [list(one.token_ids) for one in complete_all(native, requests)]
-    assert [list(one.token_ids) for one in complete_all(generator, requests)] == expected
+    expected = complete_all(native, requests)
+    completions = complete_all(generator, requests)
+    for completion, expected_completion in zip(completions, expected, strict=True):
+        assert list(completion.token_ids) == list(expected_completion.token_ids)
 
 
 @given(
@@ -205,7 +225,8 @@ def test_whatever_comes_everyone_gets_their_own_result_and_nothing_is_left_behin
         engine, queue_size=queue_size, reuse=reuse, token_bytes=PIECES.__getitem__
     )
     play(actions, engine, generator)
-    statistics, pages = generator.statistics, generator._engine._pages
+    statistics = generator.statistics
+    pages = generator._engine._pages
     assert (statistics.running, statistics.waiting) == (0, 0)
     assert pages.free + len(cached(pages)) == pages.count
     assert all(node.users == 0 for node in nodes_of(pages))
@@ -223,12 +244,10 @@ def test_completions_are_those_computed_by_hand_with_memory_short_or_not(decode_
     for completion, request in zip(complete_all(generator, requests), requests, strict=True):
         assert outcome(completion) == by_hand(engine, *request)
     statistics = generator.statistics
-    assert (statistics.requests, statistics.running, statistics.waiting, statistics.refused) == (
-        12,
-        0,
-        0,
-        0,
-    )
+    assert statistics.requests == 12
+    assert statistics.running == 0
+    assert statistics.waiting == 0
+    assert statistics.refused == 0
     assert statistics.prompt_tokens == sum(len(prompt) for prompt, _ in requests)
     assert statistics.generated_tokens == sum(
         len(by_hand(engine, *request)[0]) for request in requests
@@ -248,7 +267,7 @@ def test_it_is_a_policy_generator():
 
 
 def long_completion(engine: CountableEngine, length: int = 20) -> tuple[list[int], list[int]]:
-    """(a prompt, the tokens that it is answered with)."""
+    """Return a prompt and the tokens that answer it."""
     for first in range(1, 20):
         tokens, _ = engine.by_hand([first], params(length, temperature=0.0))
         if len(tokens) == length:
@@ -267,7 +286,8 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string(first, de
     generator = countable(engine)
     wanted = params(20, temperature=0.0, stop_strings=("zzz", stop))
     (completion,) = complete_all(generator, [(prompt, wanted)])
-    assert outcome(completion) == (tokens[:end], "stop_string") and completion.stop_string == stop
+    assert outcome(completion) == (tokens[:end], "stop_string")
+    assert completion.stop_string == stop
     assert generator.statistics.generated_tokens == end, (
         "what lies beyond it was generated for nobody"
     )
@@ -309,7 +329,8 @@ async def test_cancelled_and_expired_requests_free_their_slots_and_others_go_on(
     assert isinstance(await settle(cancelled), asyncio.CancelledError)
     assert outcome(await waits) == by_hand(engine, [5, 6], params(4))
     await at_rest(generator)
-    assert generator.statistics.running == 0 and not engine.tables
+    assert generator.statistics.running == 0
+    assert not engine.tables
 
 
 async def test_a_request_that_runs_has_a_deadline():
@@ -321,7 +342,8 @@ async def test_a_request_that_runs_has_a_deadline():
         await asyncio.sleep(0)
     generator._expire(generator._running[0])
     error = await settle(task)
-    assert isinstance(error, DeadlineError) and "of up to 60 tokens" in str(error)
+    assert isinstance(error, DeadlineError)
+    assert "of up to 60 tokens" in str(error)
     await at_rest(generator)
     assert not engine.tables
 
@@ -374,11 +396,13 @@ async def test_a_request_that_cannot_be_served_is_refused(prompt, wanted, senten
 async def test_a_request_larger_than_all_memory_fails_alone():
     engine = CountableEngine(pages=8)  # 32 tokens
     generator = countable(engine)
-    large, fits = ([3] * 30, params(3)), ([3] * 29, params(3))
+    large = ([3] * 30, params(3))
+    fits = ([3] * 29, params(3))
     refused, completion = await asyncio.gather(
         *(generator.generate(*request) for request in (large, fits)), return_exceptions=True
     )
-    assert isinstance(refused, EngineError) and "need 9 pages of KV memory" in str(refused)
+    assert isinstance(refused, EngineError)
+    assert "need 9 pages of KV memory" in str(refused)
     assert outcome(completion) == by_hand(engine, *fits)
 
 
@@ -436,10 +460,10 @@ async def test_a_policy_whose_numbers_are_not_finite_fails_the_request_alone(dec
         generator.generate([3, 4], params(6)),
         return_exceptions=True,
     )
-    assert isinstance(
-        broken, PolicyError
-    ) and "after 0 tokens without a stop token: the policy gave a number that is not finite" in str(
-        broken
+    assert isinstance(broken, PolicyError)
+    assert (
+        "after 0 tokens without a stop token: the policy gave a number that is not finite"
+        in str(broken)
     )
     assert outcome(fine) == by_hand(engine, [3, 4], params(6))
 
@@ -466,12 +490,14 @@ def test_a_generator_goes_on_in_another_event_loop():
 def test_new_weights_replace_the_policy_and_released_ones_are_gone():
     engine = CountableEngine()
     generator = countable(engine)
-    prompt, wanted = [3, 4, 5, 6, 7, 8], params(6)
+    prompt = [3, 4, 5, 6, 7, 8]
+    wanted = params(6)
     before = outcome(complete_all(generator, [(prompt, wanted)])[0])
     generator.release_weights()
     generator.set_weights(policy(5), 9)
     (completion,) = complete_all(generator, [(prompt, wanted)])
-    assert engine.policy == 5 and outcome(completion) == by_hand(engine, prompt, wanted) != before
+    assert engine.policy == 5
+    assert outcome(completion) == by_hand(engine, prompt, wanted) != before
     assert completion.policy_version == generator.policy_version == 9
     assert generator.statistics.prefilled_tokens == 2 * 5, "nothing of the old policy is in memory"
 
@@ -498,7 +524,7 @@ def tokenizer() -> Tokenizer:
 
 @functools.cache
 def small_decoder(seed: int = 0) -> Any:
-    """As many tokens as the tokenizer has; other weights for another seed."""
+    """Return a decoder with the vocabulary of the tokenizer. Another seed gives other weights."""
     decoder = filled_decoder(dataclasses.replace(MODEL, vocab_size=300))
     if seed:
         weights = nnx.state(decoder, nnx.Param)
@@ -520,7 +546,7 @@ def opened(
 
 
 def greedy(decoder: Any, prompt: list[int], limit: int) -> list[int]:
-    """By the decoder's full forward pass, up to a stop token."""
+    """Return the greedy continuation by the decoder's full forward pass, up to a stop token."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + limit and tokens[-1] not in tokenizer().stop_token_ids:
         tokens.append(int(next_token_logits(decoder, tokens)[-1].argmax()))
@@ -531,8 +557,8 @@ def test_a_foreign_engine_gives_the_tokens_of_ours_and_of_the_forward_pass():
     requests = mixed_requests(12, 256, longest=25, limit=10)
     foreign = opened("tests.helpers.foreign_engine:make_engine")
     assert foreign.capabilities == GREEDY
-    tokens = [outcome(one) for one in complete_all(foreign, requests)]
-    assert tokens == [outcome(one) for one in complete_all(opened(None), requests)]
+    tokens = [outcome(completion) for completion in complete_all(foreign, requests)]
+    assert tokens == [outcome(completion) for completion in complete_all(opened(None), requests)]
     unstopped = [number for number, (_, wanted) in enumerate(requests) if not wanted.stop_strings][
         :2
     ]
@@ -543,14 +569,11 @@ def test_a_foreign_engine_gives_the_tokens_of_ours_and_of_the_forward_pass():
     assert set(engine.prefill_lengths) <= {16, 32, 64}, "prompts are padded to powers of two"
     assert len(engine.freed) == len(requests), "each slot is given back"
     statistics = foreign.statistics
-    assert (
-        statistics.prefilled_tokens
-        == statistics.prompt_tokens
-        == sum(len(prompt) for prompt, _ in requests)
-    )
-    assert (statistics.free_pages, statistics.compiled_programs) == (None, None), (
-        "the interface does not say"
-    )
+    prompt_tokens = sum(len(prompt) for prompt, _ in requests)
+    assert statistics.prompt_tokens == prompt_tokens
+    assert statistics.prefilled_tokens == prompt_tokens
+    assert statistics.free_pages is None, "the interface does not say"
+    assert statistics.compiled_programs is None, "the interface does not say"
 
 
 @pytest.mark.parametrize(
@@ -606,14 +629,16 @@ def test_a_foreign_engine_that_samples_each_request_gives_the_tokens_of_ours():
     requests = [
         (random_tokens(4 + n, seed=n), params(6, temperature=n / 4, seed=n)) for n in range(6)
     ]
-    foreign, own = opened("tests.helpers.foreign_engine:make_sampling_engine"), opened(None)
-    tokens = [outcome(one) for one in complete_all(foreign, requests)]
-    assert tokens == [outcome(one) for one in complete_all(own, requests)]
+    foreign = opened("tests.helpers.foreign_engine:make_sampling_engine")
+    own = opened(None)
+    tokens = [outcome(completion) for completion in complete_all(foreign, requests)]
+    assert tokens == [outcome(completion) for completion in complete_all(own, requests)]
 
 
 def test_new_policies_reach_a_foreign_engine_by_load_params():
     foreign = opened("tests.helpers.foreign_engine:make_engine")
-    prompt, wanted = [5, 6, 7, 8], params(8, temperature=0.0)
+    prompt = [5, 6, 7, 8]
+    wanted = params(8, temperature=0.0)
     assert outcome(complete_all(foreign, [(prompt, wanted)])[0])[0] == greedy(
         small_decoder(), prompt, 8
     )
@@ -742,7 +767,8 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
 def test_an_engine_that_cannot_be_used_is_refused_in_one_sentence(factory, sentence):
     with pytest.raises(UserError, match=sentence) as refused:
         opened(factory)
-    assert factory in str(refused.value) and "\n" not in str(refused.value)
+    assert factory in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -767,7 +793,8 @@ def test_a_module_that_does_not_load_is_named_in_one_sentence(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError) as refused:
         opened(f"{name}:make")
-    assert sentence in str(refused.value) and "\n" not in str(refused.value)
+    assert sentence in str(refused.value)
+    assert "\n" not in str(refused.value)
 
 
 async def test_an_engine_that_samples_each_request_must_not_draw_the_first_token_in_prefill(

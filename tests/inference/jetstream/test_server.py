@@ -1,5 +1,5 @@
-"""The gRPC server, over a real socket: streams, refusals, deadlines, clients that go away, and more
-load than there is room for."""
+"""The gRPC server over a real socket: streams, refusals, deadlines, clients that leave, and
+overload."""
 
 import contextlib
 import threading
@@ -30,7 +30,7 @@ GREEDY = SamplingParams(max_new_tokens=24, temperature=0.0, seed=0)
 
 
 class SlowEngine(CountableEngine):
-    """Every decode call takes its time, as a device does."""
+    """An engine whose decode calls take some time, as on a device."""
 
     seconds = 0.01
     max_running = 0
@@ -48,8 +48,10 @@ class SlowEngine(CountableEngine):
 
 
 def busy_for_long() -> SlowEngine:
-    """One slot, and nothing ends before its 900 tokens: they take minutes, unless the test sets
-    `seconds` to less."""
+    """Return an engine with one slot in which no request ends before its 900 tokens.
+
+    They take minutes, unless the test makes `seconds` smaller.
+    """
     engine = SlowEngine(slots=1, positions=1024)
     engine.seconds = 0.2
     engine.stop_token_ids = frozenset()
@@ -60,7 +62,7 @@ def busy_for_long() -> SlowEngine:
 def serving(
     generator: BatchedGenerator, sampling: SamplingParams = GREEDY, **options: Any
 ) -> Iterator[tuple[Server, Any]]:
-    """(the server, a client's stub)."""
+    """Serve and yield the server and a client's stub."""
     server = Server(generator, sampling, **options)
     port = server.start()
     try:
@@ -80,14 +82,12 @@ def tokens_request(prompt: Sequence[int], max_tokens: int = 0) -> Any:
 
 
 def streamed(stub: Any, request: Any, **options: Any) -> tuple[list[int], str, int]:
-    """(token ids, text, messages) of an answer."""
+    """Return the token ids, the text and the messages of an answer."""
     options.setdefault("timeout", HANG_SECONDS)
     samples = [response.stream_content.samples[0] for response in stub.Decode(request, **options)]
-    return (
-        [id for sample in samples for id in sample.token_ids],
-        "".join(sample.text for sample in samples),
-        len(samples),
-    )
+    token_ids = [id for sample in samples for id in sample.token_ids]
+    text = "".join(sample.text for sample in samples)
+    return token_ids, text, len(samples)
 
 
 def refusal(stub: Any, request: Any, **options: Any) -> tuple[grpc.StatusCode, str]:
@@ -97,18 +97,18 @@ def refusal(stub: Any, request: Any, **options: Any) -> tuple[grpc.StatusCode, s
 
 
 def by_hand(engine: CountableEngine, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """Without the stop token, which is not part of an answer."""
-    tokens, _ = engine.by_hand(
-        prompt, SamplingParams(max_new_tokens=max_tokens, temperature=0.0, seed=0)
-    )
+    """Return the answer without the stop token, which is not part of it."""
+    greedy = SamplingParams(max_new_tokens=max_tokens, temperature=0.0, seed=0)
+    tokens, _ = engine.by_hand(prompt, greedy)
     return [token for token in tokens if token not in engine.stop_token_ids]
 
 
 def endless(engine: CountableEngine, tokens: int) -> list[int]:
-    """A prompt that is answered with so many tokens."""
-    return next(
-        [token, 3] for token in range(20) if len(by_hand(engine, [token, 3], tokens)) == tokens
-    )
+    """Return a prompt that is answered with this number of tokens."""
+    for token in range(20):
+        if len(by_hand(engine, [token, 3], tokens)) == tokens:
+            return [token, 3]
+    raise AssertionError("every prompt is answered with a stop token")
 
 
 def eventually(condition: Any) -> bool:
@@ -127,7 +127,9 @@ async def test_an_answer_streams_in_parts_and_is_what_the_generator_gives():
     with serving(BatchedGenerator(make_engine(), prefix_reuse=True, queue_size=8)) as (_, stub):
         assert stub.HealthCheck(jetstream_pb2.HealthCheckRequest(), timeout=HANG_SECONDS).is_live
         tokens, text, messages = streamed(stub, tokens_request(prompt, 24))
-        assert tokens == expected and text == "" and messages == 6
+        assert tokens == expected
+        assert text == ""
+        assert messages == 6
         assert streamed(stub, tokens_request(prompt))[0] == expected, (
             "max_tokens left out: as many as the server allows"
         )
@@ -142,7 +144,7 @@ def test_an_answer_ends_before_its_stop_token():
 
 
 def test_text_is_whole_wherever_token_borders_fall():
-    """One byte a token: characters of two, three and four bytes arrive in parts."""
+    """A token is one byte, so characters of two, three and four bytes arrive in parts."""
     tokenizer = Tokenizer.train(iter(["plain"]), 300)
     told = tokenizer.encode_trusted("aé€𝄞.")
     assert len(told) == 1 + 2 + 3 + 4 + 1
@@ -162,7 +164,9 @@ def test_text_is_whole_wherever_token_borders_fall():
     )
     with serving(generator_of(engine), tokenizer=tokenizer) as (_, stub):
         tokens, text, messages = streamed(stub, request)
-        assert (tokens, text, messages) == (told, "aé€𝄞.", 11)
+        assert tokens == told
+        assert text == "aé€𝄞."
+        assert messages == 11
         request.max_tokens = 2
         assert streamed(stub, request)[1] == "a\ufffd", "a character that is cut shows as such"
 
@@ -186,7 +190,8 @@ def test_bad_requests_are_refused_and_the_server_goes_on():
     with serving(generator_of(engine)) as (server, stub):
         for sentence, request in refused.items():
             status, details = refusal(stub, request)
-            assert status == grpc.StatusCode.INVALID_ARGUMENT and sentence in details
+            assert status == grpc.StatusCode.INVALID_ARGUMENT
+            assert sentence in details
         assert streamed(stub, tokens_request([3, 4], 9))[0] == by_hand(engine, [3, 4], 9)
         assert server.statistics.refused == len(refused)
 
@@ -197,7 +202,8 @@ def test_a_fault_of_the_engine_is_an_internal_error_and_the_server_goes_on():
     prompt = endless(engine, 20)
     with serving(generator_of(engine)) as (_, stub):
         status, details = refusal(stub, tokens_request(prompt, 20))
-        assert status == grpc.StatusCode.INTERNAL and "RuntimeError" in details
+        assert status == grpc.StatusCode.INTERNAL
+        assert "RuntimeError" in details
         assert streamed(stub, tokens_request(prompt, 20))[0] == by_hand(engine, prompt, 20)
 
 
@@ -206,13 +212,15 @@ def test_a_policy_that_is_not_finite_is_not_the_clients_fault():
     engine.broken_seed = 0
     with serving(generator_of(engine)) as (_, stub):
         status, details = refusal(stub, tokens_request([3], 9))
-    assert status == grpc.StatusCode.INTERNAL and "not finite" in details
+    assert status == grpc.StatusCode.INTERNAL
+    assert "not finite" in details
 
 
 @pytest.mark.parametrize("whose", ["client", "server"])
 def test_a_deadline_ends_a_request_and_frees_its_slot(whose):
     engine = busy_for_long()
-    prompt, generator = [4, 5, 6], generator_of(engine)
+    prompt = [4, 5, 6]
+    generator = generator_of(engine)
     limit = SamplingParams(
         max_new_tokens=8,
         temperature=0.0,
@@ -221,10 +229,8 @@ def test_a_deadline_ends_a_request_and_frees_its_slot(whose):
     )
     with serving(generator, limit) as (_, stub):
         patience = 0.2 if whose == "client" else HANG_SECONDS
-        assert (
-            refusal(stub, tokens_request(prompt, 900), timeout=patience)[0]
-            == grpc.StatusCode.DEADLINE_EXCEEDED
-        )
+        status, _ = refusal(stub, tokens_request(prompt, 900), timeout=patience)
+        assert status == grpc.StatusCode.DEADLINE_EXCEEDED
         assert eventually(lambda: generator.statistics.running == 0)
     assert_nothing_is_held(generator)
 
@@ -232,7 +238,8 @@ def test_a_deadline_ends_a_request_and_frees_its_slot(whose):
 @pytest.mark.parametrize("waiting", [False, True], ids=["running", "waiting"])
 def test_a_client_that_goes_away_makes_room(waiting):
     engine = busy_for_long()
-    prompt, generator = [3], generator_of(engine, queue_size=1)
+    prompt = [3]
+    generator = generator_of(engine, queue_size=1)
     with serving(generator) as (_, stub):
         running = stub.Decode(tokens_request(prompt, 900))
         next(running)
@@ -243,10 +250,8 @@ def test_a_client_that_goes_away_makes_room(waiting):
         assert eventually(lambda: generator.statistics.waiting == 0)
         if not waiting:
             engine.seconds = 0.0
-        if not waiting:
-            assert [
-                id for part in queued for id in part.stream_content.samples[0].token_ids
-            ] == by_hand(engine, [4, 5], 9)
+            tokens = [id for part in queued for id in part.stream_content.samples[0].token_ids]
+            assert tokens == by_hand(engine, [4, 5], 9)
         running.cancel()
         assert eventually(lambda: generator.statistics.running == 0)
         engine.seconds = 0.0
@@ -260,7 +265,9 @@ def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
     generator = generator_of(engine, queue_size=9)
     callers = 4 * generator.capacity
     prompts = [[*range(1, 10), caller % 20, caller // 20, 5] for caller in range(callers)]
-    together, most, done = threading.Barrier(callers), [0], threading.Event()
+    together = threading.Barrier(callers)
+    largest_load = [0]
+    done = threading.Event()
 
     def ask(caller: int) -> list[int] | grpc.StatusCode:
         together.wait()
@@ -273,8 +280,8 @@ def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
 
     def watch() -> None:
         while not done.wait(0.001):
-            found = generator.statistics
-            most[0] = max(most[0], found.running + found.waiting)
+            statistics = generator.statistics
+            largest_load[0] = max(largest_load[0], statistics.running + statistics.waiting)
 
     with serving(generator) as (server, stub), ThreadPoolExecutor(callers + 1) as pool:
         watching = pool.submit(watch)
@@ -288,10 +295,11 @@ def test_four_times_the_load_there_is_room_for_is_answered_or_refused():
             if isinstance(result, list)
         ]
         assert len(answered) + refused == callers
-        assert len(answered) >= generator.capacity and refused > 0
+        assert len(answered) >= generator.capacity
+        assert refused > 0
         for prompt, tokens in answered:
             assert tokens == by_hand(engine, prompt, 20)
-        assert most[0] <= generator.capacity
+        assert largest_load[0] <= generator.capacity
         assert server.statistics.refused == refused
         assert server._orchestrator._requests_under_way == 0
         assert streamed(stub, tokens_request([3, 4], 9))[0] == by_hand(engine, [3, 4], 9), (
@@ -336,8 +344,10 @@ def test_the_server_is_read_by_prometheus():
                 lines = answer.read().decode().splitlines()
         finally:
             close()
-    assert "mujica_requests_total 1.0" in lines and "mujica_refused_total 2.0" in lines
+    assert "mujica_requests_total 1.0" in lines
+    assert "mujica_refused_total 2.0" in lines
     generated = len(
         engine.by_hand([3, 4], SamplingParams(max_new_tokens=5, temperature=0.0, seed=0))[0]
     )
-    assert f"mujica_generated_tokens_total {generated}.0" in lines and "mujica_running 0.0" in lines
+    assert f"mujica_generated_tokens_total {generated}.0" in lines
+    assert "mujica_running 0.0" in lines

@@ -1,5 +1,5 @@
-"""What is sent to an endpoint and how its answers are read, against a server that answers in vLLM's
-and OpenAI's own words."""
+"""The requests to an endpoint and the reading of its answers, against a server that answers in
+vLLM's and OpenAI's own words."""
 
 import asyncio
 import json
@@ -25,9 +25,12 @@ END = TOKENIZER.end_of_turn_id
 WORDS = TOKENIZER.encode_model("<answer>Ann Lee</answer>")
 
 
-def params(**changes) -> SamplingParams:
-    values = {"max_new_tokens": 40, "temperature": 1.0, "seed": 7} | changes
-    return SamplingParams(**values)
+def params(
+    *, max_new_tokens: int = 40, temperature: float = 1.0, seed: int = 7, **options
+) -> SamplingParams:
+    return SamplingParams(
+        max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, **options
+    )
 
 
 def generator(
@@ -46,9 +49,10 @@ def generator(
 
 
 def vllm(ids, finish="stop", *, stop_reason=None, logprobs=None, **changes) -> dict:
-    """A reply as vLLM writes it: ids as a list, and as strings beside their log-probabilities; no
-    other field is needed."""
-    logprobs = [-0.25 * (place + 1) for place in range(len(ids))] if logprobs is None else logprobs
+    """Return a reply as vLLM writes it: ids as a list, and as strings beside their
+    log-probabilities. No other field is needed."""
+    if logprobs is None:
+        logprobs = [-0.25 * (place + 1) for place in range(len(ids))]
     details = {
         "tokens": [f"token_id:{id}" for id in ids],
         "token_logprobs": logprobs,
@@ -61,8 +65,9 @@ def vllm(ids, finish="stop", *, stop_reason=None, logprobs=None, **changes) -> d
         "finish_reason": finish,
         "stop_reason": stop_reason,
         "token_ids": list(ids),
-    }
-    choice |= {"logprobs": details, "prompt_token_ids": PROMPT} | changes
+        "logprobs": details,
+        "prompt_token_ids": PROMPT,
+    } | changes
     usage = {"prompt_tokens": len(PROMPT), "completion_tokens": len(ids), "total_tokens": 0}
     return {
         "id": "cmpl-1",
@@ -94,7 +99,8 @@ def answered(content, mode="completions", prompt=PROMPT, **changes) -> Completio
 
 def test_ids_and_logprobs_are_those_of_the_endpoint():
     completion = answered(vllm([*WORDS, END]))
-    assert completion.token_ids == (*WORDS, END) and completion.finish_reason == "stop"
+    assert completion.token_ids == (*WORDS, END)
+    assert completion.finish_reason == "stop"
     assert completion.logprobs == tuple(-0.25 * (place + 1) for place in range(len(WORDS) + 1))
     assert completion.sampling_logprobs == completion.logprobs, (
         "temperature 1 without filters draws from the policy itself"
@@ -108,12 +114,15 @@ def test_ids_and_logprobs_are_those_of_the_endpoint():
 )
 def test_an_endpoint_does_not_say_the_logprobs_of_another_distribution(changes):
     completion = answered(vllm([*WORDS, END]), **changes)
-    assert completion.logprobs is not None and completion.sampling_logprobs is None
+    assert completion.logprobs is not None
+    assert completion.sampling_logprobs is None
 
 
 def test_everything_that_shapes_the_distribution_is_said():
-    """vLLM fills what is left out from the model's generation_config.json: Qwen2.5's has a
-    repetition penalty."""
+    """vLLM takes missing fields from the model's generation_config.json.
+
+    Qwen2.5's has a repetition penalty.
+    """
     with serving(lambda request, before: Answer(content=vllm([*WORDS, END]))) as endpoint:
         wanted = params(
             top_k=5,
@@ -160,17 +169,24 @@ def test_a_reply_without_logprobs_has_none():
     reply = vllm([*WORDS, END])
     reply["choices"][0]["logprobs"] = None
     completion = answered(reply)
-    assert completion.logprobs is None and completion.sampling_logprobs is None
+    assert completion.logprobs is None
+    assert completion.sampling_logprobs is None
 
 
-def test_how_a_completion_ended():
-    assert answered(vllm(WORDS, "length"), max_new_tokens=len(WORDS)).finish_reason == "length"
+def test_a_completion_may_end_at_its_limit():
+    completion = answered(vllm(WORDS, "length"), max_new_tokens=len(WORDS))
+    assert completion.finish_reason == "length"
+
+
+def test_a_stop_token_at_the_limit_counts_as_a_stop():
     # vLLM looks at the length first; the stop token is there all the same.
-    assert (
-        answered(vllm([*WORDS, END], "length"), max_new_tokens=len(WORDS) + 1).finish_reason
-        == "stop"
-    )
-    assert answered(vllm([*WORDS, 5], stop_reason=5), stop_token_ids=(5,)).finish_reason == "stop"
+    completion = answered(vllm([*WORDS, END], "length"), max_new_tokens=len(WORDS) + 1)
+    assert completion.finish_reason == "stop"
+
+
+def test_a_completion_may_end_at_a_stop_token_of_the_request():
+    completion = answered(vllm([*WORDS, 5], stop_reason=5), stop_token_ids=(5,))
+    assert completion.finish_reason == "stop"
 
 
 def test_a_completion_ends_with_the_token_that_completes_a_stop_string():
@@ -180,13 +196,16 @@ def test_a_completion_ends_with_the_token_that_completes_a_stop_string():
     reply = vllm(ids, stop_reason=". Th")
     completion = answered(reply, stop_strings=("Bobby", ". Th"))
     assert (completion.finish_reason, completion.stop_string) == ("stop_string", ". Th")
-    assert completion.token_ids == tuple(ids[:end]) and completion.logprobs is not None
+    assert completion.token_ids == tuple(ids[:end])
+    assert completion.logprobs is not None
     assert list(completion.logprobs) == reply["choices"][0]["logprobs"]["token_logprobs"][:end]
 
 
 def parts_of_a_reply(*parts: list[int], ends: str = "</answer>"):
-    """A server that stops wherever its stop string comes: the parts in their order, each asked for
-    with what came before."""
+    """Return the behaviour of a server that stops at every stop string.
+
+    It sends the parts in their order; each is asked for with the text before it.
+    """
 
     def answer(request, before) -> Answer:
         last = before == len(parts) - 1
@@ -202,34 +221,36 @@ def parts_of_a_reply(*parts: list[int], ends: str = "</answer>"):
 
 def test_a_server_that_stops_inside_of_a_thought_is_asked_to_go_on():
     thought = TOKENIZER.encode_model("<think> put it into <answer>Ann</answer>")
-    more = TOKENIZER.encode_model(" and close </answer>")
+    continuation = TOKENIZER.encode_model(" and close </answer>")
     rest = [*TOKENIZER.encode_model("</think>"), *WORDS]
-    wanted = {"stop_strings": ("</answer>",), "max_new_tokens": 90}
-    with serving(parts_of_a_reply(thought, more, rest)) as endpoint:
+    wanted = params(stop_strings=("</answer>",), max_new_tokens=90)
+    with serving(parts_of_a_reply(thought, continuation, rest)) as endpoint:
         remote = generator(endpoint)
-        completion = asyncio.run(remote.generate(PROMPT, params(**wanted)))
-    assert completion.token_ids == (*thought, *more, *rest)
+        completion = asyncio.run(remote.generate(PROMPT, wanted))
+    assert completion.token_ids == (*thought, *continuation, *rest)
     assert (completion.finish_reason, completion.stop_string) == ("stop_string", "</answer>")
-    assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
-    first, second, third = (request.body for request in endpoint.requests)
-    assert second["prompt"] == [*PROMPT, *thought] and third["prompt"] == [*PROMPT, *thought, *more]
-    room = [90, 90 - len(thought), 90 - len(thought) - len(more)]
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == len(completion.token_ids)
+    first, second, third = [request.body for request in endpoint.requests]
+    assert second["prompt"] == [*PROMPT, *thought]
+    assert third["prompt"] == [*PROMPT, *thought, *continuation]
+    room = [90, 90 - len(thought), 90 - len(thought) - len(continuation)]
     assert [first["max_tokens"], second["max_tokens"], third["max_tokens"]] == room
     assert first["stop"] == second["stop"] == ["</answer>"]
     assert len({first["seed"], second["seed"], third["seed"]}) == 3
     counts = remote.statistics
-    assert (counts.requests, counts.generated_tokens) == (1, len(thought) + len(more) + len(rest))
+    assert counts.requests == 1
+    assert counts.generated_tokens == len(thought) + len(continuation) + len(rest)
 
 
 def test_a_thought_that_the_prompt_left_open_hides_stop_strings_of_a_server():
-    thought, rest = (
-        TOKENIZER.encode_model("put it into </answer>"),
-        TOKENIZER.encode_model(" </think> x</answer>"),
-    )
+    thought = TOKENIZER.encode_model("put it into </answer>")
+    rest = TOKENIZER.encode_model(" </think> x</answer>")
     wanted = params(stop_strings=("</answer>",), max_new_tokens=90, thought_open=True)
     with serving(parts_of_a_reply(thought, rest)) as endpoint:
         completion = asyncio.run(generator(endpoint).generate(PROMPT, wanted))
-    assert completion.token_ids == (*thought, *rest) and completion.finish_reason == "stop_string"
+    assert completion.token_ids == (*thought, *rest)
+    assert completion.finish_reason == "stop_string"
 
 
 def test_a_thought_that_a_server_cuts_at_the_last_token_is_cut_by_its_length():
@@ -317,11 +338,9 @@ def test_the_conversation_goes_to_a_chat_endpoint_as_messages():
         "seed": 7,
     }
     assert completion.token_ids == (*TOKENIZER.encode_model("Yes."), END)
-    assert (completion.finish_reason, completion.logprobs, completion.sampling_logprobs) == (
-        "stop",
-        None,
-        None,
-    )
+    assert completion.finish_reason == "stop"
+    assert completion.logprobs is None
+    assert completion.sampling_logprobs is None
 
 
 @pytest.mark.parametrize(
@@ -330,7 +349,8 @@ def test_the_conversation_goes_to_a_chat_endpoint_as_messages():
 def test_a_reply_is_text_and_cannot_hold_a_turn_token(text):
     ids = answered(openai(text), "chat", max_new_tokens=90).token_ids
     special = set(TOKENIZER.stop_token_ids) | set(TOKENIZER.encode_model("<think></think>")) | {END}
-    assert ids[-1] == END and special.isdisjoint(ids[:-1])
+    assert ids[-1] == END
+    assert special.isdisjoint(ids[:-1])
     assert TOKENIZER.decode(ids[:-1]) == text
 
 
@@ -356,10 +376,8 @@ def test_a_reply_that_is_longer_in_our_tokens_is_cut():
 
 def test_a_reply_that_the_endpoint_cut_has_no_end_of_turn():
     completion = answered(openai("Ann L", "length"), "chat")
-    assert (completion.token_ids, completion.finish_reason) == (
-        tuple(TOKENIZER.encode_model("Ann L")),
-        "length",
-    )
+    assert completion.token_ids == tuple(TOKENIZER.encode_model("Ann L"))
+    assert completion.finish_reason == "length"
 
 
 def test_a_stop_string_ends_a_chat_reply():

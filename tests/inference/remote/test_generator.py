@@ -1,5 +1,5 @@
-"""Retries, deadlines, the waiting line and what is never shown, against a real server on this
-machine that misbehaves."""
+"""Retries, deadlines, the queue and what is never shown, against a real server on this machine that
+misbehaves."""
 
 import asyncio
 import email.utils
@@ -33,12 +33,13 @@ KEY = "sk-secret-0123456789"
 
 @pytest.fixture(autouse=True)
 def clock(turned_clock) -> TurnedClock:
-    """No test of this module depends on how fast the machine is."""
+    """Turn the clock by hand: no test of this module depends on the speed of the machine."""
     return turned_clock
 
 
 def first(count: int, fault: Answer):
-    """The fault `count` times, then a good answer."""
+    """Return the behaviour of a server that has this fault `count` times and then gives a good
+    answer."""
     return lambda request, before: fault if before < count else GOOD
 
 
@@ -79,7 +80,9 @@ def test_what_may_pass_is_tried_again(fault):
     assert all(request.body == endpoint.requests[0].body for request in endpoint.requests), (
         "the same seed above all"
     )
-    assert (statistics.requests, statistics.retries, statistics.failed) == (1, 2, 0)
+    assert statistics.requests == 1
+    assert statistics.retries == 2
+    assert statistics.failed == 0
 
 
 @pytest.mark.parametrize("fault", ["silent", "trickle"])
@@ -89,11 +92,11 @@ def test_a_try_without_a_whole_answer_is_given_up(clock, fault):
         fault=fault,
         meanwhile=lambda: clock.turn(0.1 if fault == "trickle" else 1.1),
     )
-    began = clock.now
+    start_time = clock.now
     with serving(first(1, late)) as endpoint:
         assert ask(endpoint, timeout_seconds=1.0).retries == 1
     assert len(endpoint.requests) == 2
-    assert clock.now - began >= 1.0
+    assert clock.now - start_time >= 1.0
 
 
 def test_after_the_last_try_one_sentence_names_the_address_and_the_reason():
@@ -107,7 +110,8 @@ def test_after_the_last_try_one_sentence_names_the_address_and_the_reason():
     assert str(refused.value).startswith(
         f"{address} failed 3 times, the last time with status 503 (overloaded): "
     )
-    assert len(endpoint.requests) == 3 and remote.statistics.failed == 1
+    assert len(endpoint.requests) == 3
+    assert remote.statistics.failed == 1
 
 
 def test_an_endpoint_that_is_down_is_named():
@@ -176,11 +180,11 @@ def test_an_answer_without_end_is_not_read_to_its_end():
 def test_a_server_may_say_when_to_come_back(clock, kind):
     date = email.utils.formatdate(time.time() + 3600, usegmt=True)
     value = "3600" if kind == "seconds" else date
-    began = clock.now
+    start_time = clock.now
     with serving(first(1, Answer(status=429, headers={"Retry-After": value}))) as endpoint:
         ask(endpoint, deadline_seconds=9000.0)
     # A date is read by the machine's clock, so that some of the hour is over when it is.
-    assert 3600 - HANG_SECONDS < clock.now - began < 3601
+    assert 3600 - HANG_SECONDS < clock.now - start_time < 3601
 
 
 @pytest.mark.parametrize("value", ["soon", "-5", "nan", "inf", ""])
@@ -190,7 +194,7 @@ def test_a_time_that_cannot_be_read_is_ignored(value):
 
 
 def test_coming_back_after_the_deadline_is_no_use(clock):
-    began = clock.now
+    start_time = clock.now
     with (
         serving(first(9, Answer(status=429, headers={"Retry-After": "3600"}))) as endpoint,
         pytest.raises(
@@ -199,12 +203,12 @@ def test_coming_back_after_the_deadline_is_no_use(clock):
         ),
     ):
         ask(endpoint, deadline_seconds=20.0)
-    assert clock.now == began, "it waits for nothing"
+    assert clock.now == start_time, "it waits for nothing"
 
 
 @pytest.mark.parametrize("of_the_request", [True, False])
 def test_the_deadline_covers_all_tries(clock, of_the_request):
-    """Two tries take 0.2 s each, and the third one is cut off when 0.5 s are over."""
+    """Two tries take 0.2 s each. The third one is cut off after 0.5 s in all."""
     limit = {"deadline_seconds": 0.5} if of_the_request else {}
 
     def answer(request, before):
@@ -261,12 +265,12 @@ def test_the_waiting_between_tries_doubles_and_follows_from_the_seed(monkeypatch
         return list(waits)
 
     monkeypatch.setattr(asyncio, "sleep", recorded)
-    one, again, other = waited(1), waited(1), waited(2)
-    assert one == again != other
-    assert (
-        all(0.5 * 2**place <= wait <= 1.5 * 2**place for place, wait in enumerate(one))
-        and len(one) == 5
-    )
+    waits_of_seed = waited(1)
+    assert waited(1) == waits_of_seed
+    assert waited(2) != waits_of_seed
+    assert len(waits_of_seed) == 5
+    for place, wait in enumerate(waits_of_seed):
+        assert 0.5 * 2**place <= wait <= 1.5 * 2**place
 
 
 # --- many requests ---
@@ -288,14 +292,14 @@ def test_no_more_requests_than_places_are_under_way(clock):
         remote = generator(endpoint, concurrency=3)
         completions = asyncio.run(many(remote))
         asyncio.run(many(remote))  # another event loop
-    assert len(completions) == 12 and endpoint.most_at_once == 3
+    assert len(completions) == 12
+    assert endpoint.most_at_once == 3
     statistics = remote.statistics
     assert (statistics.requests, statistics.failed) == (24, 0)
-    assert (statistics.prompt_tokens, statistics.generated_tokens) == (
-        24 * len(PROMPT),
-        24 * (len(WORDS) + 1),
-    )
-    assert statistics.serving_seconds > 24 * 0.049 and statistics.waiting_seconds > 0
+    assert statistics.prompt_tokens == 24 * len(PROMPT)
+    assert statistics.generated_tokens == 24 * (len(WORDS) + 1)
+    assert statistics.serving_seconds > 24 * 0.049
+    assert statistics.waiting_seconds > 0
     assert statistics.sentence().startswith("24 requests, 0 retries, 0 failed; ")
 
 
@@ -307,14 +311,15 @@ def test_a_cancelled_request_is_closed_and_its_place_is_free():
         await asyncio.sleep(0)  # it has begun to wait
         waiting.cancel()
         slow.cancel()
-        found = await asyncio.gather(slow, waiting, return_exceptions=True)
-        assert all(isinstance(result, asyncio.CancelledError) for result in found)
+        outcomes = await asyncio.gather(slow, waiting, return_exceptions=True)
+        assert all(isinstance(result, asyncio.CancelledError) for result in outcomes)
         return await remote.generate(PROMPT, params())
 
     with serving(first(1, Answer(fault="silent"))) as endpoint:
         completion = asyncio.run(cancel(generator(endpoint, concurrency=1), endpoint))
         assert endpoint.abandoned.wait(HANG_SECONDS), "the server saw the connection close"
-    assert completion.token_ids == (*WORDS, END) and len(endpoint.requests) == 2
+    assert completion.token_ids == (*WORDS, END)
+    assert len(endpoint.requests) == 2
 
 
 # --- keys and addresses ---

@@ -1,9 +1,12 @@
+"""Maximum likelihood: log-probabilities, gradients and the z-loss, compared with the whole logits."""
+
 import dataclasses
 import functools
 import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -44,8 +47,10 @@ ROW_TOKENS = 32
 
 @pytest.fixture(scope="module")
 def bigram_model() -> Decoder:
-    """A decoder whose layers add nothing, so that logits depend on the current token alone, up to a
-    constant of 3."""
+    """Return a decoder whose layers add nothing.
+
+    Its logits depend on the current token alone, up to a constant of 3.
+    """
     size = len(BIGRAMS)
     config = dataclasses.replace(
         MODEL,
@@ -95,12 +100,12 @@ def numbers(decoder: Decoder, batch: Batch) -> Numbers:
 
 
 def numbers_compiled_again(decoder: Decoder, batch: Batch) -> Numbers:
-    """Under constants that a test has changed."""
-    return jax.jit(lambda *given: compute(*given), **QUICKLY)(*nnx.split(decoder), batch)
+    """Compute the numbers under constants that a test has changed."""
+    return jax.jit(lambda *arguments: compute(*arguments), **QUICKLY)(*nnx.split(decoder), batch)
 
 
-def assert_close(left: Numbers, right: Numbers, tolerance: float = 1e-5) -> None:
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), left, right)
+def assert_close(ours: Numbers, expected: Numbers, tolerance: float = 1e-5) -> None:
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=tolerance), ours, expected)
 
 
 def test_log_probabilities_of_the_batch_worked_by_hand(bigram_model):
@@ -125,8 +130,10 @@ def test_the_z_loss_of_the_batch_worked_by_hand(bigram_model):
 
 
 def test_the_gradient_of_the_z_loss_is_that_of_its_formula(decoder, batch, monkeypatch):
-    """By automatic differentiation of the whole logits; chunks of two positions a row, so that some
-    hold trained tokens and some none."""
+    """The expected gradient is automatic differentiation of the whole logits.
+
+    Chunks are two positions a row, so that some hold trained tokens and some none.
+    """
     monkeypatch.setattr(kernels, "rows_per_product", lambda: 2 * len(batch.tokens))
     graph, params = nnx.split(decoder)
 
@@ -139,18 +146,16 @@ def test_the_gradient_of_the_z_loss_is_that_of_its_formula(decoder, batch, monke
         log_probs = (
             jnp.take_along_axis(logits, batch.tokens[:, 1:, None], axis=-1)[..., 0] - normalizers
         )
-        each = -log_probs + 0.3 * normalizers**2
-        return jnp.sum(each * batch.loss_mask[:, 1:]) / jnp.sum(batch.loss_mask)
+        losses = -log_probs + 0.3 * normalizers**2
+        return jnp.sum(losses * batch.loss_mask[:, 1:]) / jnp.sum(batch.loss_mask)
 
     def ours(params: nnx.State, batch: Batch) -> Array:
         return MLE(z_loss=0.3)(nnx.merge(graph, params), batch)[0]
 
     options = QUICKLY["compiler_options"]
-    expected, found = (
-        jax.jit(jax.value_and_grad(one), compiler_options=options)(params, batch)
-        for one in (plain, ours)
-    )
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found, expected)
+    expected = jax.jit(jax.value_and_grad(plain), compiler_options=options)(params, batch)
+    result = jax.jit(jax.value_and_grad(ours), compiler_options=options)(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), result, expected)
 
 
 def test_log_probabilities_are_those_of_the_whole_logits(decoder, batch):
@@ -170,7 +175,10 @@ def test_log_probabilities_are_those_of_the_whole_logits(decoder, batch):
 
 def test_packed_equals_unpacked(decoder):
     rows = pack(CONVERSATIONS, row_tokens=ROW_TOKENS, seed=0)
-    alone = [pack([one], row_tokens=ROW_TOKENS, seed=0).batch(slice(None)) for one in CONVERSATIONS]
+    alone = [
+        pack([conversation], row_tokens=ROW_TOKENS, seed=0).batch(slice(None))
+        for conversation in CONVERSATIONS
+    ]
     packed = numbers(decoder, rows.batch(slice(None)))
     unpacked = numbers(decoder, jax.tree.map(lambda *arrays: np.concatenate(arrays), *alone))
     for index, (row, start) in enumerate(rows.placements):
@@ -188,7 +196,7 @@ def test_the_size_of_the_chunks_changes_nothing(decoder, batch, positions, monke
 
 
 def test_the_gradient_is_that_of_the_whole_logits(decoder, batch, monkeypatch):
-    """Chunks of two positions a row, so that some hold trained tokens and some none."""
+    """Chunks are two positions a row, so that some hold trained tokens and some none."""
     monkeypatch.setattr(kernels, "rows_per_product", lambda: 2 * len(batch.tokens))
     graph, params = nnx.split(decoder)
 
@@ -206,25 +214,35 @@ def test_the_gradient_is_that_of_the_whole_logits(decoder, batch, monkeypatch):
 
 
 def test_a_frozen_head_has_its_logits_once_and_gives_the_same_gradient(decoder, batch):
-    """As with adapters, where only weights in the layers are trained. A trained head has its logits
-    again, and the product of its gradient."""
+    """With adapters, only weights in the layers are trained.
+
+    A trained head computes its logits again, and the product of its gradient.
+    """
     graph, head, others = nnx.split(decoder, nnx.PathContains("embedding"), ...)
     vocabulary = rf"\b{decoder.config.vocab_size}\b.*= dot_general"
 
     def loss(others: nnx.State, head: nnx.State, z_loss: float = 0.0) -> Array:
         return MLE(z_loss=z_loss)(nnx.merge(graph, head, others), batch)[0]
 
-    gradients = [jax.grad(loss, argnums=of) for of in (0, (0, 1))]
+    frozen_head = jax.grad(loss, argnums=0)
+    trained_head = jax.grad(loss, argnums=(0, 1))
+    trained_head_with_z_loss = jax.grad(functools.partial(loss, z_loss=0.1), argnums=(0, 1))
+
     options = QUICKLY["compiler_options"]
-    one, (both, _) = (jax.jit(each, compiler_options=options)(others, head) for each in gradients)
-    assert_close(one, both)
-    gradients.append(jax.grad(functools.partial(loss, z_loss=0.1), argnums=(0, 1)))
-    text = [str(jax.make_jaxpr(each)(others, head)) for each in gradients]
-    assert [len(re.findall(vocabulary, each)) for each in text] == [1, 3, 3]
+    gradient = jax.jit(frozen_head, compiler_options=options)(others, head)
+    expected, _ = jax.jit(trained_head, compiler_options=options)(others, head)
+    assert_close(gradient, expected)
+
+    def products_with_the_head(function: Callable) -> int:
+        return len(re.findall(vocabulary, str(jax.make_jaxpr(function)(others, head))))
+
+    assert products_with_the_head(frozen_head) == 1
+    assert products_with_the_head(trained_head) == 3
+    assert products_with_the_head(trained_head_with_z_loss) == 3
 
 
 def test_devices_without_a_trained_token_have_their_part_of_the_gradient():
-    """Of a head that is split over them."""
+    """The head is split over the devices."""
     program = """
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_num_cpu_devices", 4)
@@ -250,12 +268,15 @@ for data, fsdp in ((1, 4), (2, 2), (4, 1)):
     ("platform", "collective"), [("cpu", "all_reduce"), ("cuda", "reduce_scatter")]
 )
 def test_gloo_scatters_no_sum_of_the_heads_gradient(platform, collective):
-    """What it gives the first process is now and then wrong; on accelerators the sum that moves
-    half as much stays."""
-    kept, cut = PartitionSpec(), PartitionSpec(None, "fsdp")
+    """Gloo's reduce-scatter sometimes gives the first process wrong sums.
+
+    Accelerators keep it because it moves half as much.
+    """
+    whole = PartitionSpec()
+    split = PartitionSpec(None, "fsdp")
     summed = functools.partial(log_probs._sum_to_parts, table_axes=("fsdp",))
     summed = jax.shard_map(
-        summed, mesh=AbstractMesh((2,), ("fsdp",)), in_specs=kept, out_specs=cut, check_vma=False
+        summed, mesh=AbstractMesh((2,), ("fsdp",)), in_specs=whole, out_specs=split, check_vma=False
     )
     lowered = (
         jax.jit(summed).trace(jnp.zeros((3, 8))).lower(lowering_platforms=(platform,)).as_text()
@@ -264,9 +285,9 @@ def test_gloo_scatters_no_sum_of_the_heads_gradient(platform, collective):
 
 
 def test_a_loss_may_leave_the_normalizers_out(decoder, batch):
-    def gradient(**said: bool) -> nnx.State:
+    def gradient(**options: bool) -> nnx.State:
         def total(decoder: Decoder) -> Array:
-            return 0.3 * log_probs.token_scores(decoder, batch, None, **said).log_probs.sum()
+            return 0.3 * log_probs.token_scores(decoder, batch, None, **options).log_probs.sum()
 
         return nnx.jit(nnx.grad(total))(decoder)
 
@@ -299,7 +320,8 @@ def test_logits_before_untrained_targets_get_no_gradient(bigram_model):
 def test_a_target_that_is_not_trained_changes_nothing(decoder, batch):
     last_of_row = np.sum(batch.segment_ids > 0, axis=1) - 1
     rows = np.arange(len(last_of_row))
-    mask, tokens = batch.loss_mask.copy(), batch.tokens.copy()
+    mask = batch.loss_mask.copy()
+    tokens = batch.tokens.copy()
     mask[rows, last_of_row] = False
     tokens[rows, last_of_row] = (tokens[rows, last_of_row] + 1) % MODEL.vocab_size
     before = numbers(decoder, batch._replace(loss_mask=mask))
@@ -319,7 +341,8 @@ def test_a_batch_without_trained_tokens_has_loss_and_gradient_zero(decoder, batc
 
 def test_no_more_logits_than_a_chunk_exist_at_a_time(batch):
     config = dataclasses.replace(MODEL, vocab_size=9973)
-    rows, time = 16, 256
+    rows = 16
+    time = 256
     shape = jax.ShapeDtypeStruct((rows, time), jnp.int32)
     whole = Batch(shape, shape, shape, jax.ShapeDtypeStruct((rows, time), bool))
     graph, params = nnx.split(nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0))))

@@ -1,3 +1,5 @@
+"""The losses of GRPO and DAPO, worked out by hand."""
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,15 +37,15 @@ def value_of(
 
 
 def grpo(
-    now: jax.Array, advantages: np.ndarray = ADVANTAGES, clip: dict[str, float] = CLIP, **given
+    now: jax.Array, advantages: np.ndarray = ADVANTAGES, clip: dict[str, float] = CLIP, **columns
 ):
-    return value_of(GRPO(**clip), now, advantages, **given)
+    return value_of(GRPO(**clip), now, advantages, **columns)
 
 
 def dapo(
-    now: jax.Array, advantages: np.ndarray = ADVANTAGES, clip: dict[str, float] = CLIP, **given
+    now: jax.Array, advantages: np.ndarray = ADVANTAGES, clip: dict[str, float] = CLIP, **columns
 ):
-    return value_of(DAPO(**clip), now, advantages, **given)
+    return value_of(DAPO(**clip), now, advantages, **columns)
 
 
 # The objectives of the trained tokens of the batch above, by hand:
@@ -85,9 +87,10 @@ def test_the_kl_term_worked_by_hand():
 def test_importance_weights_weigh_the_objective_and_not_the_kl_term():
     # The objectives above times 2, 1, 1 / 2, 1 and 0; the KL term as it was.
     weights = np.array([[np.nan, 2.0, 1.0, 0.5], [np.nan, 1.0, np.nan, 0.0]])
-    weighed = {"importance_weights": weights}
     by_token = [2 * 1, 1.3, 0.5 * 0.5, -2, 0.0]
-    loss, _ = value_of(DAPO(**CLIP, importance_weighted=True), log_probs(), **weighed)
+    loss, _ = value_of(
+        DAPO(**CLIP, importance_weighted=True), log_probs(), importance_weights=weights
+    )
     assert float(loss) == pytest.approx(-sum(by_token) / 5)
     reference = np.asarray(log_probs()) + np.log(
         [[1.0, 1.0, 1.0, 2.0], [1.0, 1.0, 1.0, 1.0]]
@@ -96,7 +99,7 @@ def test_importance_weights_weigh_the_objective_and_not_the_kl_term():
         GRPO(**CLIP, importance_weighted=True, kl_coefficient=0.5),
         log_probs(),
         reference_log_probs=reference,
-        **weighed,
+        importance_weights=weights,
     )
     expected = -(sum(by_token[:3]) / 3 - 2 + 0.0) / 3
     assert float(loss) == pytest.approx(expected + 0.5 * (1 - np.log(2)) / 3 / 3)
@@ -117,11 +120,13 @@ def test_gradients_worked_by_hand():
 @pytest.mark.parametrize("loss_of", [grpo, dapo])
 def test_gradients_are_finite_differences(loss_of):
     ratios = np.array([[1.0, 0.9, 1.25, 0.85], [1.0, 1.7, 1.0, 0.6]])
-    gradient, step = np.asarray(jax.grad(lambda now: loss_of(now)[0])(log_probs(ratios))), 1e-2
+    gradient = np.asarray(jax.grad(lambda now: loss_of(now)[0])(log_probs(ratios)))
+    step = 1e-2
     for place in np.ndindex(gradient.shape):
         moved = np.zeros_like(ratios)
         moved[place] = step
-        up, down = (loss_of(log_probs(ratios * np.exp(sign * moved)))[0] for sign in (1, -1))
+        up, _ = loss_of(log_probs(ratios * np.exp(moved)))
+        down, _ = loss_of(log_probs(ratios * np.exp(-moved)))
         assert float(up - down) / (2 * step) == pytest.approx(float(gradient[place]), abs=2e-5)
 
 
@@ -139,7 +144,8 @@ def test_gradients_are_finite_differences(loss_of):
     ],
 )
 def test_at_the_edges_of_the_clip(advantage, ratio, moves):
-    ratios, advantages = np.where(TRAINED, ratio, 1.0), np.full_like(ADVANTAGES, advantage)
+    ratios = np.where(TRAINED, ratio, 1.0)
+    advantages = np.full_like(ADVANTAGES, advantage)
     gradient = jax.grad(lambda now: dapo(now, advantages)[0])(log_probs(ratios))
     expected = np.where(TRAINED, -ratio * advantage / 5 if moves else 0.0, 0.0)
     np.testing.assert_allclose(gradient, expected, rtol=1e-5)
@@ -183,15 +189,17 @@ def test_nothing_trained_is_loss_and_gradient_zero():
         lambda now: dapo(now, trained=nothing)[0],
     ):
         value, gradient = jax.value_and_grad(loss_of)(log_probs())
-        assert float(value) == 0.0 and np.all(np.asarray(gradient) == 0.0)
+        assert float(value) == 0.0
+        assert np.all(np.asarray(gradient) == 0.0)
 
 
 def test_packed_equals_separate():
     conversations = random_conversations(9)
     draw = np.random.default_rng(0)
     values = draw.normal(size=len(conversations))
-    lengths = [len(one.token_ids) for one in conversations]
-    now, then = ([draw.normal(size=length) for length in lengths] for _ in range(2))
+    lengths = [len(conversation.token_ids) for conversation in conversations]
+    now = [draw.normal(size=length) for length in lengths]
+    then = [draw.normal(size=length) for length in lengths]
 
     def losses(rows: PackedRows) -> list[float]:
         batch = rows.batch(slice(None), ["sampled_log_probs", "advantages"])
@@ -201,9 +209,8 @@ def test_packed_equals_separate():
         ]
 
     columns = {"sampled_log_probs": then, "advantages": values, "now": now}
-    packed, alone = (
-        pack(conversations, row_tokens=tokens, seed=1, columns=columns) for tokens in (96, 31)
-    )
+    packed = pack(conversations, row_tokens=96, seed=1, columns=columns)
+    alone = pack(conversations, row_tokens=31, seed=1, columns=columns)
     assert packed.num_rows < alone.num_rows
     assert losses(packed) == pytest.approx(losses(alone), abs=1e-6)
 

@@ -1,3 +1,5 @@
+"""The loss of DPO, worked out by hand."""
+
 import math
 
 import jax
@@ -22,10 +24,8 @@ LOG_PROBS = jnp.asarray(
 
 def loss(log_probs: jax.Array = LOG_PROBS, pairs: np.ndarray = PAIRS, beta: float = 0.5):
     columns = {"pairs": pairs, "reference_log_probs": REFERENCE}
-    batch, dpo = (
-        Batch(np.zeros_like(SEGMENTS), SEGMENTS, np.zeros_like(SEGMENTS), TRAINED, columns),
-        DPO(beta=beta),
-    )
+    batch = Batch(np.zeros_like(SEGMENTS), SEGMENTS, np.zeros_like(SEGMENTS), TRAINED, columns)
+    dpo = DPO(beta=beta)
     value, metrics = dpo.of(log_probs, batch, dpo.counts(batch))
     return value, metrics | dpo.counts(batch)
 
@@ -36,19 +36,22 @@ def test_the_loss_of_the_batch_worked_by_hand():
     value, metrics = loss()
     assert float(value) == pytest.approx((math.log(1 + 2**-1.5) + math.log(5)) / 2)
     assert float(metrics["margin"]) == pytest.approx(math.log(2) * (1.5 - 2) / 2)
-    assert float(metrics["accuracy"]) == 0.5 and int(metrics["pairs"]) == 2
+    assert float(metrics["accuracy"]) == 0.5
+    assert int(metrics["pairs"]) == 2
 
 
 def test_the_gradient_worked_by_hand():
     # d loss / d gain: -beta sigmoid(-margin) / pairs for the chosen one, and its opposite for the
     # rejected one.
-    first, second = (0.5 / 2 * 2**-margin / (1 + 2**-margin) for margin in (1.5, -2.0))
+    first = 0.5 / 2 * 2**-1.5 / (1 + 2**-1.5)
+    second = 0.5 / 2 * 2**2.0 / (1 + 2**2.0)
     expected = np.array([[0, -first, -first, 0, first], [0, -second, 0, second, 0]])
     np.testing.assert_allclose(jax.grad(lambda now: loss(now)[0])(LOG_PROBS), expected, rtol=1e-5)
 
 
 def test_the_gradient_is_finite_differences():
-    gradient, step = np.asarray(jax.grad(lambda now: loss(now)[0])(LOG_PROBS)), 1e-2
+    gradient = np.asarray(jax.grad(lambda now: loss(now)[0])(LOG_PROBS))
+    step = 1e-2
     for place in np.ndindex(gradient.shape):
         moved = np.zeros_like(REFERENCE)
         moved[place] = step
@@ -68,7 +71,8 @@ def test_beta_scales_the_margin():
 
 def test_a_margin_far_off_is_finite():
     value, gradient = jax.value_and_grad(lambda now: loss(now, beta=1e4)[0])(LOG_PROBS)
-    assert math.isfinite(float(value)) and np.all(np.isfinite(gradient))
+    assert math.isfinite(float(value))
+    assert np.all(np.isfinite(gradient))
 
 
 @pytest.mark.parametrize("junk", [jnp.nan, jnp.inf, 1e30])
@@ -84,24 +88,24 @@ def test_untrained_tokens_change_nothing_whatever_they_hold(junk):
 
 def test_where_no_pairs_are_loss_and_gradient_are_zero():
     value, gradient = jax.value_and_grad(lambda now: loss(now, np.zeros_like(PAIRS))[0])(LOG_PROBS)
-    assert float(value) == 0.0 and np.all(np.asarray(gradient) == 0.0)
+    assert float(value) == 0.0
+    assert np.all(np.asarray(gradient) == 0.0)
 
 
 def test_packed_equals_separate():
     conversations = random_conversations(16, longest=16)
-    draw, dpo = np.random.default_rng(0), DPO(beta=0.1)
-    lengths = [len(one.token_ids) for one in conversations]
-    columns = {
-        name: [draw.normal(size=length) for length in lengths]
-        for name in ("now", "reference_log_probs")
-    }
+    draw = np.random.default_rng(0)
+    dpo = DPO(beta=0.1)
+    lengths = [len(conversation.token_ids) for conversation in conversations]
+    columns = {}
+    for name in ("now", "reference_log_probs"):
+        columns[name] = [draw.normal(size=length) for length in lengths]
 
     def value(rows: PackedRows) -> float:
         batch = rows.batch(slice(None), dpo.columns)
         return float(dpo.of(jnp.asarray(rows.columns["now"]), batch, dpo.counts(batch))[0])
 
-    packed, alone = (
-        pack(conversations, row_tokens=n, seed=1, columns=columns, pairs=True) for n in (96, 32)
-    )
+    packed = pack(conversations, row_tokens=96, seed=1, columns=columns, pairs=True)
+    alone = pack(conversations, row_tokens=32, seed=1, columns=columns, pairs=True)
     assert packed.num_rows < alone.num_rows
     assert value(packed) == pytest.approx(value(alone), abs=1e-6)
