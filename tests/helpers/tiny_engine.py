@@ -58,7 +58,7 @@ def make_engine(
             stop_token_ids=[stop],
             cache_dtype=cache_dtype,
         )
-        return contiguous.ContiguousEngine(decoder() if of is None else of, options)
+        return contiguous.ContiguousEngine(decoder() if model is None else model, options)
 
 
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
