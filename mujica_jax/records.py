@@ -108,7 +108,7 @@ class Question:
     gold_passages: tuple[GoldPassage, ...] = ()
     evidences: tuple[Evidence, ...] = ()
     kind: str = ""  # compositional, comparison, inference, bridge_comparison, ...
-    # Of a question that asks for several things: annotation, answer asked for, its aliases.
+    # For a question that asks for several things: annotation, answer asked for, its aliases.
     # `answers` has all of them.
     answer_sets: tuple[tuple[tuple[str, ...], ...], ...] = ()
 

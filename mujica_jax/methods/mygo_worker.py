@@ -121,7 +121,7 @@ class Sampler:
             later_units = self._later_units(number, plan, shards, first_units)
             units = _without_shard(later_units, number, stored_names)
 
-        # Play a unit that nobody leases.
+        # Play a unit that no worker leases.
         free_units = [unit for unit in units if unit.index not in leased]
         if self._play_one(number, free_units, version, fresh=True):
             return True

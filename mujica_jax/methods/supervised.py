@@ -174,7 +174,7 @@ def with_control(
     if not run.config.eval.control:
         return [first, *phases]
 
-    # As many steps as cost what the method's phases cost.
+    # Train for the steps that cost as much as the method's phases.
     cost = PhaseCost(start_time=time.monotonic())
     method = run.config.method
     trainer = run.config.trainer

@@ -42,7 +42,7 @@ ILL_FORMED_ENDS = (
 
 
 Parts = Callable[[Score, Trajectory], Reward | Awaitable[Reward]]
-# Of an answer, which is None if the episode ended without one.
+# Whether an answer is right. The answer is None if the episode ended without one.
 Correctness = Callable[[Question, str | None], Awaitable[bool]]
 
 

@@ -443,8 +443,9 @@ def _further(
 
     Where they have gold passages and passages were searched: `gold_found`, the share of the gold
     passages among all passages that were shown, and `support_em` and `support_f1` of the passages
-    that were read for an answer. These are the passages that a worker selected, or all that were
-    shown where nobody selects."""
+    that were read for an answer. These are the passages that a worker selected, or all passages
+    that were shown if none was selected.
+    """
     support_scores: dict[str, list[float]] = {}
     set_scores: list[metrics.Score] = []
     is_answered: list[bool] = []

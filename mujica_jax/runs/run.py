@@ -99,7 +99,7 @@ class Run:
 
         # Called some times a second while episodes are played.
         self.on_poll: Callable[[], None] = lambda: None
-        # Of the weights that adapters are trained on; empty until these weights were loaded.
+        # A hash of the weights that adapters are trained on; empty until they were loaded.
         self.base_fingerprint = ""
         # The phase whose checkpoint the run would go on from.
         self.newest_phase = ""

@@ -16,7 +16,7 @@ UNSET = "unset"
 
 def environment() -> dict[str, Any]:
     """Return the versions of Python and of installed packages, and the program's git revision."""
-    # Of two packages of one name the first on the path is imported, so it is entered last.
+    # If two packages have one name, the first on the path is imported, so it is entered last.
     versions = {}
     for package in reversed(list(importlib.metadata.distributions())):
         if package.read_text("METADATA"):

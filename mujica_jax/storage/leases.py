@@ -77,7 +77,8 @@ class Leases:
     def claim(self, name: str, *, fresh: bool = False) -> "Lease | None":
         """Claim a lease. Return None if another process has it, or was faster.
 
-        `fresh` says that nobody has had it, as a listing showed just now."""
+        `fresh` says that no process has had it yet, as a listing showed just now.
+        """
         numbers = [] if fresh else self._numbers(name)
         last_holder = self._read(name, numbers[-1]) if numbers else None
         if last_holder and self._is_valid(last_holder):

@@ -131,7 +131,7 @@ class Synthesizer:
         if not writer.failures:
             return dataclasses.replace(trajectory, counts=counts), writer
 
-        # Of several workers that fail in one turn, one is named.
+        # If several workers fail in one turn, count the failure of one.
         counts[f"{FAILED}{min(writer.failures)}"] = 1.0
         failed = dataclasses.replace(
             trajectory, answer="", stop_reason=StopReason.SYNTHESIS_FAILED, counts=counts

@@ -38,10 +38,10 @@ LENGTHS = (16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 4
 # more.
 BATCH_TOKENS = {"cpu": 4096}
 ACCELERATOR_BATCH_TOKENS = 65_536
-# A batch of queries has so many times fewer tokens: often one comes alone, and it computes a whole
-# batch.
+# A batch of queries has this many times fewer tokens: a query often comes alone, and a whole batch
+# is computed for it.
 QUERY_SHARE = 8
-# Of a long text that are read; English takes about four.
+# Characters of a long text that are read for each token; English takes about four.
 CHARACTERS_A_TOKEN = 16
 END_OF_WORD = re.compile(r"(?<=\S)[ \t\r\n]")
 # Prefixes that the authors of these models train with and that their folders do not state: (query,

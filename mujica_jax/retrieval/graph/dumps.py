@@ -183,8 +183,8 @@ def claim_quads(claims: set[bytes]) -> list[Quad]:
     """
     quads = []
     for claim in sorted(claims):
-        # What is no address gets no quad: the store keeps its statements, and nobody can ask for
-        # it.
+        # A predicate that is no address gets no quad. The store keeps its statements, but no query
+        # can name it.
         with contextlib.suppress(ValueError):
             predicate = claim.decode()
             is_direct = predicate.startswith(sparql.DIRECT)

@@ -248,7 +248,7 @@ def read_ends(rows: Iterable[Row], entity: NamedNode, languages: Sequence[str]) 
         if sortable_end is not None:
             sortable_ends.append(sortable_end)
 
-    # Of triples that read alike the first is returned.
+    # If several triples read alike, keep the first.
     sortable_ends.sort(key=lambda pair: pair[0])
     ends: dict[str, End] = {}
     for _, end in sortable_ends:

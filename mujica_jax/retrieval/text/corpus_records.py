@@ -36,7 +36,7 @@ TABLE_COLUMNS = ("text", "content", "contents", "question")
 ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz2")
 SHOWN_CHARACTERS = 50  # of a text before and behind what is wrong with it
 READ_CHARACTERS = 2**20  # of an array, at once
-# A record of an array that does not end within so many characters is broken JSON.
+# If a record of an array does not end within this many characters, the JSON is broken.
 MAX_RECORD_CHARACTERS = 2**24
 _space = re.compile(r"[ \t\r\n]*")
 # Entities end in a semicolon here: without one, `&para=1` of an address would be a paragraph sign.

@@ -46,8 +46,8 @@ MIN_ROWS = 1024  # below, training a tree and hashes on so little would cost rec
 # recall@5, 3,100 rows cost 0.3.
 MIN_ROWS_SCORED = 16_384
 SHARE_SEARCHED = 0.3  # of the partitions
-# The sample has at least so many rows. Sample and partitions take the most memory while an index is
-# built.
+# The least number of rows in the sample. Sample and partitions take the most memory while an index
+# is built.
 TRAINING_ROWS = 50_000
 TRAINING_ROWS_A_LEAF = 64
 REORDERED_OF_K = 10  # candidates of a search for each result

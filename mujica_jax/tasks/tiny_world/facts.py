@@ -46,7 +46,7 @@ COUNTRIES: dict[names.Part, int] = {"train": 40, "demonstration": 24, "dev": 20,
 
 # How far a renamed copy moves its years.
 MOVED_YEARS = (-20, 20)
-# Of countries, cities and institutions.
+# When countries, cities and institutions were founded.
 INCEPTION_YEARS = (1800, 1849)
 MIN_FACTS = 2
 # The share of entities that are common knowledge, where questions ask for it.

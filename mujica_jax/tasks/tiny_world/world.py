@@ -52,9 +52,9 @@ FIRST_KEY: dict[Part, int] = {
 }
 # A renamed copy of the demonstrations has the keys of the copy before, plus this.
 KEYS_PER_PART = 1_000_000
-# The years that facts of the world lie in.
+# The years in which facts of the world lie.
 PRETRAINING_YEARS = (1850, 2015)
-# Those, and the moved ones of renamed copies.
+# These years, and the moved years of renamed copies.
 YEARS = (1780, 2040)
 # How often the tokenizer is shown all years, so that each becomes one token.
 YEAR_REPEATS = 50
