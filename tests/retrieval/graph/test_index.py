@@ -319,7 +319,7 @@ def test_the_same_build_again_finds_the_index_there_and_another_is_refused(copy,
 
 
 @pytest.fixture
-def many(tmp_path) -> tuple[Path, Path]:
+def files(tmp_path) -> tuple[Path, Path]:
     """Return a dump and a table, for a load of many chunks."""
     lines = [
         line
