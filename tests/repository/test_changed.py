@@ -8,9 +8,7 @@ def test_a_module_has_the_name_that_tests_import():
     assert module_name(ROOT / "mujica_jax" / "trajectories" / "select.py") == (
         "mujica_jax.trajectories.select"
     )
-    assert (
-        module_name(ROOT / "mujica_jax" / "rewards" / "__init__.py") == "mujica_jax.rewards.reward"
-    )
+    assert module_name(ROOT / "mujica_jax" / "rewards" / "__init__.py") == "mujica_jax.rewards"
     assert module_name(HELPERS / "patience.py") == "tests.helpers.patience"
 
 
