@@ -218,7 +218,7 @@ def memory_bytes(topology: str) -> int:
 def trained(config: str, *lora_rank_and_slices: str) -> dict:
     model, topology = (CONFIGS | OTHER_LOSSES)[config]
     program = compiled("train", model, topology, f"configs/{config}.py", *lora_rank_and_slices)
-    # Forward, and the gradients of queries and of keys and values.
+    # One kernel is forward, two give the gradients of queries and of keys and values.
     assert program["splash"]
     assert program["kernels"] >= 3
     return program

@@ -153,7 +153,7 @@ def test_what_is_no_result_of_the_index_is_searched_again(index, tmp_path, store
     cache.write([("a", 1, stored)])
     retriever = IndexRetriever(index, cache=cache)
     assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]]
-    # And kept.
+    # The damaged result is replaced.
     assert retriever.statistics.cached == 0
     assert cache.read("a", 1) == "[[1, 1.0]]"
 

@@ -220,7 +220,7 @@ def test_a_request_that_stops_half_way_is_given_up(monkeypatch):
         )
         with half.makefile("rb") as answer:
             reply = answer.read()
-    # And the connection was closed.
+    # The reading has ended, so the connection was closed.
     assert reply.startswith(b"HTTP/1.1 408")
     assert b"not there within 0.2 s" in reply
 

@@ -102,7 +102,9 @@ def test_a_judge_says_yes_or_no_and_nothing_else(tokenizer, tmp_path, monkeypatc
         assert "YES" in request.body["messages"][0]["content"]
         shown = request.body["messages"][1]["content"]
         expected = [f"Prediction: {prediction_in(request)}", "Reference: ghent"]
-        assert shown.splitlines() == [f"Question: {QUESTION.text}"] * show_question + expected
+        if show_question:
+            expected.insert(0, f"Question: {QUESTION.text}")
+        assert shown.splitlines() == expected
         text = replies[prediction_in(request)]
         return Answer(status=500) if text == "500" else chat_reply(text)
 
@@ -120,7 +122,7 @@ def test_a_judge_says_yes_or_no_and_nothing_else(tokenizer, tmp_path, monkeypatc
     }
     assert kinds == failing, "verdicts are kept, failures are not"
     summary = first.summary()
-    # 2 of the 5 that have a verdict.
+    # Right are 2 of the 5 that have a verdict.
     assert summary["judge"] == 40.0
     assert summary["judge_failures"] == 3
     assert summary["judge_yes_not_exact"] == 1
@@ -131,7 +133,7 @@ def test_disagreement_is_counted_by_hand():
     counts = Judgement(
         verdicts=(True, True, False, None, False), exact=(True, False, True, True, False)
     ).summary()
-    # 2 of 4: a failing judge is not the policy's fault.
+    # Right are 2 of 4: a failing judge is not the policy's fault.
     assert counts["judge"] == 50.0
     assert counts["judge_failures"] == 1
     assert counts["judge_yes_not_exact"] == 1

@@ -76,7 +76,7 @@ def test_preempted_in_every_kind_of_phase_it_ends_as_if_it_had_not_been(undistur
     assert 7 <= step < 20
     assert f"step {step} of 20 is saved" in learning.messages
     first, second = (json_lines(tmp_path / f"run.rows-{number}") for number in range(2))
-    # It went on from there.
+    # The second start went on where the first ended.
     assert first == undisturbed.rows[:step]
     assert second[: 20 - step] == undisturbed.rows[step:20]
     assert "finished shards are kept and the one under way is sampled again" in sampling.messages

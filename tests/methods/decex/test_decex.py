@@ -503,7 +503,7 @@ def test_a_node_whose_episodes_are_all_lost_is_not_expanded():
     lost = records_of(tree, "most", 1.0)
     whole = records_of(grow(Table(TURNS)), "most", 1.0)
     tree_figures = figures([*lost, *whole])
-    # Of the whole tree alone.
+    # The figures are of the whole tree alone.
     assert tree_figures["best_reward"] == 1.0
     assert tree_figures["leaf_share"] == 1.0
     assert tree_figures["retrievals"] == 1.0

@@ -319,7 +319,7 @@ def test_the_same_build_again_finds_the_index_there_and_another_is_refused(copy,
 
 
 @pytest.fixture
-def many(tmp_path) -> tuple[Path, Path]:
+def dump_and_table(tmp_path) -> tuple[Path, Path]:
     """Return a dump and a table, for a load of many chunks."""
     lines = [
         line
@@ -394,7 +394,7 @@ PLACES = {  # where a load is killed, by what it last said
 @pytest.mark.parametrize(
     "places", [("the dump", "closing"), pytest.param(tuple(PLACES), marks=pytest.mark.slow)]
 )
-def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, files, places):
+def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, dump_and_table, places):
     """It gets SIGKILL while it reads and writes. Until the end nothing can be opened."""
     folder = tmp_path / "index"
 
@@ -405,7 +405,7 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, files, places):
     for name in places:
         killed(
             folder,
-            files,
+            dump_and_table,
             name,
             lambda name=name: (folder / "graph" / "CURRENT").exists() and PLACES[name](so_far()),
         )
@@ -413,11 +413,11 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, files, places):
         assert name == "closing" or so_far()["stage"] != "done", "the end is still to come"
         with pytest.raises(UserError, match="is half-built"):
             open_graph(folder)
-    killed(folder, files, "nowhere", None)
+    killed(folder, dump_and_table, "nowhere", None)
     manifest = manifests.read_manifest(folder)
     assert not [path for name in ("bulk-*", "LOG.old.*") for path in (folder / "graph").glob(name)]
     graph = open_graph(folder)
-    whole = graph_in_memory(*files)
+    whole = graph_in_memory(*dump_and_table)
     assert everything(graph) == everything(whole)
     # Nothing is counted twice.
     assert manifest["triples"] == 8 + 300 + 300
@@ -425,7 +425,7 @@ def test_a_killed_load_goes_on_and_ends_the_same(tmp_path, files, places):
     assert named(graph, "Q2") == DIRECTOR
 
 
-def test_a_load_goes_on_from_every_chunk(tmp_path, files, monkeypatch):
+def test_a_load_goes_on_from_every_chunk(tmp_path, dump_and_table, monkeypatch):
     """It is interrupted after each chunk. The next chunk is already in the store then."""
     monkeypatch.setattr(graph_index, "CHUNK_BYTES", 12_000)
     monkeypatch.setattr(graph_files, "READ_BYTES", 2000)
@@ -446,18 +446,20 @@ def test_a_load_goes_on_from_every_chunk(tmp_path, files, monkeypatch):
     monkeypatch.setattr(graph_index, "write_json", writing)
     for _ in range(300):
         try:
-            manifest, _ = build(tmp_path / "index", spec(*files), Silent())
+            manifest, _ = build(tmp_path / "index", spec(*dump_and_table), Silent())
             break
         except KeyboardInterrupt:
             continue
     assert len(written) > 12
     assert manifest["triples"] == 8 + 300 + 300
     assert manifest["names"] == 14 + 300
-    assert everything(open_graph(tmp_path / "index")) == everything(graph_in_memory(*files))
+    assert everything(open_graph(tmp_path / "index")) == everything(
+        graph_in_memory(*dump_and_table)
+    )
 
 
-def test_an_estimate_is_near_what_is_built(tmp_path, files):
-    dump, _ = files
+def test_an_estimate_is_near_what_is_built(tmp_path, dump_and_table):
+    dump, _ = dump_and_table
     manifest, _ = build(tmp_path / "index", spec(dump), Silent())
     whole = estimate_graph(spec(dump))
     assert whole["triples"] == manifest["triples"]

@@ -189,7 +189,7 @@ def test_triples_are_read_in_pieces_as_from_the_disk(bucket, tmp_path, monkeypat
     content = gzip.compress(lines) if suffix else lines
     (tmp_path / f"triples.nt{suffix}").write_bytes(content)
     bucket.put("mine", f"triples.nt{suffix}", content)
-    bucket.faults = every(3, "cut download")
+    bucket.faults = FaultyRanges(3, "cut download")
     parts = list(pieces(f"gs://mine/triples.nt{suffix}"))
     assert len(parts) > 5
     assert b"".join(line for piece in parts for line in piece.lines) == lines

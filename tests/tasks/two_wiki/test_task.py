@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 import functools
 import gzip
 import itertools
