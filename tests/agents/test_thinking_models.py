@@ -40,15 +40,18 @@ THOUGHTS = [
 ANSWERING = [kind for kind in KINDS if kind not in ("iter_retgen", "skr")]
 
 
-def said(kind: str) -> str:
+def final_turn(kind: str) -> str:
     if kind == "react":
         return "Thought: as passage [0]\nAction: Finish [Ghent]"
-    return ("<reflect> Ghent. </reflect>\n" if kind == "single" else "") + GHENT
+    if kind == "single":
+        return f"<reflect> Ghent. </reflect>\n{GHENT}"
+    return GHENT
 
 
 def play(kind: str, policy: Policy, words: Tokenizer) -> Trajectory:
     chosen = MUJICA if kind == "mujica" else config(kind)
-    playing = implementation(chosen)(words, chosen).run(attempt(QUESTION), world(), policy)
+    agent = implementation(chosen)(words, chosen)
+    playing = agent.run(attempt(QUESTION), world(), policy)
     return asyncio.run(asyncio.wait_for(playing, HANG_SECONDS))
 
 
@@ -57,7 +60,7 @@ def play(kind: str, policy: Policy, words: Tokenizer) -> Trajectory:
     "thought", [*THOUGHTS, "the template opened it: <answer> Rome </answer> </think>\n"]
 )
 def test_a_thought_of_an_endpoint_s_model_ends_no_turn(kind, thought):
-    message = {"role": "assistant", "content": thought + said(kind)}
+    message = {"role": "assistant", "content": thought + final_turn(kind)}
     reply = {"choices": [{"message": message, "finish_reason": "stop"}]}
     with serving(lambda request, before: Answer(content=reply)) as endpoint:
         remote = RemoteConfig(base_url=endpoint.base_url, model="m", mode="chat")
@@ -109,7 +112,7 @@ class Sampling:
 def test_a_thought_ends_no_turn_that_an_engine_samples(kind, name):
     words = TOKENIZERS[name]
     for thought in THOUGHTS:
-        trajectory = play(kind, Sampling(words, [thought + said(kind)]), words)
+        trajectory = play(kind, Sampling(words, [thought + final_turn(kind)]), words)
         assert (trajectory.answer, trajectory.stop_reason) == ("Ghent", StopReason.ANSWERED)
 
 

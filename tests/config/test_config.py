@@ -94,7 +94,8 @@ FILES = [
     *sorted(CONFIG_FOLDER.glob("*.py")),
     *sorted(HELPERS.glob("*_config.py")),
 ]
-SECTIONS: dict[type, tuple[str, ...]] = {  # what expressions that hold a section end with
+# The last names of the expressions that hold a section.
+SECTIONS: dict[type, tuple[str, ...]] = {
     Config: ("config",),
     TinyWorldConfig: ("config", "_config"),
     TwoWikiConfig: ("config",),
@@ -125,7 +126,8 @@ SECTIONS |= {
     for kind in (*AgentConfig.__args__, *TaskConfig.__args__)
     if kind not in SECTIONS
 }
-FIELDS = [  # `kind` says which section it is
+# Without `kind`, which says which section it is.
+FIELDS = [
     (kind, field.name)
     for kind in SECTIONS
     for field in dataclasses.fields(kind)
@@ -139,9 +141,8 @@ def smoke() -> Config:
 
 
 def changed(config: Config, section: str, **fields: Any) -> Config:
-    return dataclasses.replace(
-        config, **{section: dataclasses.replace(getattr(config, section), **fields)}
-    )
+    changed_section = dataclasses.replace(getattr(config, section), **fields)
+    return dataclasses.replace(config, **{section: changed_section})
 
 
 def reads() -> Iterator[tuple[str, str]]:
@@ -434,10 +435,10 @@ def test_every_storage_of_the_engines_weights_reaches_it(smoke, decoder):
         use_policy(policy, state=lambda: None, version=1)  # pyright: ignore[reportArgumentType]
         return str(jax.tree.map(lambda array: array.dtype, weights_of_engine))
 
-    plain = {
+    types_of_storages = {
         seen(changed(smoke, "engine", weights=storage)) for storage in ("compute", "int8", "fp8")
     }
-    assert len(plain) == 3
+    assert len(types_of_storages) == 3
 
 
 def test_the_run_draws_adapters_by_its_seed(smoke):
@@ -467,8 +468,8 @@ def test_every_field_of_the_optimiser_changes_its_updates(smoke):
         "b2": 0.5,
         "clip_norm": 3.0,
         "first_moment_dtype": "bfloat16",
+        "optimizer": "muon",
     }
-    values["optimizer"] = "muon"
     assert_each_changes(smoke, "trainer", values, seen)
 
 
@@ -506,26 +507,25 @@ def test_help_says_what_every_field_is():
     bare = []
     for file in Path(config_module.__file__).parent.glob("*.py"):
         lines = file.read_text().splitlines()
-        for name in [
-            node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)
-        ]:
-            for field in [node for node in name.body if isinstance(node, ast.AnnAssign)]:
-                has_comment = "#" in lines[field.lineno - 1] or lines[
-                    field.lineno - 2
-                ].lstrip().startswith("#")
-                if not has_comment and not re.search(
-                    r"kind|ClassVar|Config", lines[field.lineno - 1]
-                ):
-                    bare.append(f"{name.name}.{ast.unparse(field.target)}")
+        for section in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(section, ast.ClassDef):
+                continue
+            for field in section.body:
+                if not isinstance(field, ast.AnnAssign):
+                    continue
+                line = lines[field.lineno - 1]
+                line_above = lines[field.lineno - 2]
+                has_comment = "#" in line or line_above.lstrip().startswith("#")
+                if not has_comment and not re.search(r"kind|ClassVar|Config", line):
+                    bare.append(f"{section.name}.{ast.unparse(field.target)}")
     assert bare == ["MujicaConfig.parallel"]
 
 
 @functools.cache
 def program(**fields: Any) -> str:
     """Return the training step as it is lowered with these fields of the trainer."""
-    return (
-        Trainer(MODEL, dataclasses.replace(TRAINER, row_tokens=16, **fields)).lower_step().as_text()
-    )
+    config = dataclasses.replace(TRAINER, row_tokens=16, **fields)
+    return Trainer(MODEL, config).lower_step().as_text()
 
 
 def test_every_field_of_the_step_changes_its_program():
@@ -571,14 +571,11 @@ def task_and_tokenizer(config: Config) -> tuple[Task, Tokenizer, list[Conversati
     model_turns = [
         dataclasses.replace(row.turns[0], logprobs=(-1.0,) * len(row.token_ids)) for row in rows
     ]
-    return (
-        task,
-        own.tokenizer,
-        [
-            dataclasses.replace(row, turns=(question_turn, turn))
-            for row, turn in zip(rows, model_turns, strict=True)
-        ],
-    )
+    conversations = [
+        dataclasses.replace(row, turns=(question_turn, turn))
+        for row, turn in zip(rows, model_turns, strict=True)
+    ]
+    return task, own.tokenizer, conversations
 
 
 class SilentProgress:

@@ -22,9 +22,9 @@ def label(entity: str, text: str, language: str = "en", predicate: str = LABEL) 
     return f"<{WD}{entity}> <{predicate}> {pyoxigraph.Literal(text, language=language)} ."
 
 
-def fact(subject: str, relation: str, object: str) -> str:
-    """Return a triple as N-Triples writes it. `object` is a Q-id or a term in that notation."""
-    term = f"<{WD}{object}>" if object.startswith("Q") else object
+def fact(subject: str, relation: str, value: str) -> str:
+    """Return a triple as N-Triples writes it. `value` is a Q-id or a term in that notation."""
+    term = f"<{WD}{value}>" if value.startswith("Q") else value
     return f"<{WD}{subject}> <{WDT}{relation}> {term} ."
 
 

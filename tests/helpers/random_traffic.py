@@ -133,9 +133,9 @@ def play(actions: list[tuple[str, Any]], engine: CountableEngine, generator: Any
                 asking = ask(
                     argument["prompt"],
                     argument["wanted"],
-                    argument["continues"],
-                    argument["streams"],
-                    generator.policy_version,
+                    continues=argument["continues"],
+                    streams=argument["streams"],
+                    version=generator.policy_version,
                 )
                 tasks.append(asyncio.create_task(asking))
                 if turns is not None:

@@ -21,10 +21,11 @@ def tokens_of(*ids: int) -> np.ndarray:
 
 
 def alike(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    return next(
-        (n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
-        min(len(first), len(second)),
-    )
+    """Return how many tokens two sequences have in common at their beginning."""
+    for place, (token, other) in enumerate(zip(first, second, strict=False)):
+        if token != other:
+            return place
+    return min(len(first), len(second))
 
 
 @dataclasses.dataclass(eq=False)
@@ -65,9 +66,9 @@ class PagesMachine(RuleBasedStateMachine):
     def allocate(self, prompt, new_tokens, reuse):
         needed = -(-(len(prompt) + new_tokens) // self.size)
         known = self.known_of_tree()
-        longest = (
-            max((alike(known[page], prompt[:-1]) for page in known), default=0) if reuse else 0
-        )
+        longest = 0
+        if reuse:
+            longest = max((alike(known[page], prompt[:-1]) for page in known), default=0)
         before = self.snapshot()
         in_use = {node.page for running in self.running for node in running.block_table.shared}
         # Pages that nobody reads can be had; those the prompt begins with are kept and count

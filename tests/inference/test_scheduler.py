@@ -106,10 +106,8 @@ def test_a_conversation_that_comes_back_is_prefilled_from_where_it_stopped():
         async def main() -> None:
             tokens_so_far = [*range(1, 13)]
             for _ in range(3):
-                tokens_so_far += (
-                    await generator.generate(tokens_so_far, params(5), continues=True)
-                ).token_ids
-                tokens_so_far += [3, 4]
+                completion = await generator.generate(tokens_so_far, params(5), continues=True)
+                tokens_so_far += [*completion.token_ids, 3, 4]
 
         run(main())
         return generator.statistics.prefilled_tokens
@@ -260,16 +258,13 @@ async def test_a_stream_is_refused_once_all_slots_and_the_queue_are_taken_and_no
     generator = make_generator(engine, queue_size=3)
 
     async def stream(seed: int) -> int | OverloadError:
+        num_tokens = 0
         try:
-            return len(
-                [
-                    token
-                    async for tokens in generator.stream([3, seed], params(9, seed=seed))
-                    for token in tokens
-                ]
-            )
+            async for tokens in generator.stream([3, seed], params(9, seed=seed)):
+                num_tokens += len(tokens)
         except OverloadError as error:
             return error
+        return num_tokens
 
     results = await asyncio.gather(*(stream(seed) for seed in range(8)))
     refused = [result for result in results if isinstance(result, OverloadError)]

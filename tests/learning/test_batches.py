@@ -109,8 +109,9 @@ def test_no_rows_are_refused():
 
 def test_a_program_starts_without_grain():
     program = (
-        "import sys, mujica_jax.methods.mygo; print([name for name in ('grain', 'orbax') if name "
-        "in sys.modules])"
+        "import sys\n"
+        "import mujica_jax.methods.mygo\n"
+        "print([name for name in ('grain', 'orbax') if name in sys.modules])"
     )
     shown = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True

@@ -4,7 +4,7 @@ Otherwise a message says why not.
 """
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -23,9 +23,9 @@ class Told:
     it in stretches of 25."""
 
     def __init__(self, config: ProfileConfig, directory: Path) -> None:
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.events: list[str] = []
-        self.window = ProfileWindow(config, directory, self.said.append)
+        self.window = ProfileWindow(config, directory, self.messages.append)
 
     def start_trace(self, directory: Path) -> None:
         self.events.append(f"start {directory.name}")
@@ -52,17 +52,19 @@ class Told:
 
 
 @pytest.fixture
-def told(tmp_path, monkeypatch) -> Iterator:
-    def made(steps: tuple[int, int] | None, phase: str | None = None) -> Told:
-        made = Told(ProfileConfig(steps=steps, phase=phase), tmp_path)
-        profiler = types.SimpleNamespace(start_trace=made.start_trace, stop_trace=made.stop_trace)
+def told(tmp_path, monkeypatch) -> Callable[..., Told]:
+    def make(steps: tuple[int, int] | None, phase: str | None = None) -> Told:
+        traced = Told(ProfileConfig(steps=steps, phase=phase), tmp_path)
+        profiler = types.SimpleNamespace(
+            start_trace=traced.start_trace, stop_trace=traced.stop_trace
+        )
         jax_like = types.SimpleNamespace(
-            profiler=profiler, block_until_ready=lambda state: made.events.append("wait")
+            profiler=profiler, block_until_ready=lambda state: traced.events.append("wait")
         )
         monkeypatch.setattr(profiling, "jax", jax_like)
-        return made
+        return traced
 
-    return made
+    return make
 
 
 def test_a_window_is_traced_from_its_first_step_to_its_last(told):
@@ -80,20 +82,20 @@ def test_nothing_is_traced_unless_it_is_asked_for(told):
     traced = told(None)
     assert traced.train("warm-up", 30) == ["1-25", "26-30"]
     traced.window.close()
-    assert traced.said == []
+    assert traced.messages == []
 
 
 def test_the_first_phase_that_has_the_steps_is_traced_and_no_other(told):
     traced = told((20, 25))
     assert traced.train("pretraining", 22) == ["1-22"]
-    assert traced.said == [
+    assert traced.messages == [
         "pretraining has 22 steps and profile.steps is 20 25: this phase is not traced"
     ]
     assert "start warm-up" in traced.train("warm-up", 30)
     assert traced.train("round 1", 30) == ["1-25", "26-30"]
     traced.window.close()
-    assert len(traced.said) == 2
-    assert "the trace is in" in traced.said[1]
+    assert len(traced.messages) == 2
+    assert "the trace is in" in traced.messages[1]
 
 
 def test_a_phase_may_be_named(told):
@@ -105,7 +107,7 @@ def test_a_phase_may_be_named(told):
 def test_a_phase_that_goes_on_beyond_the_beginning_of_the_window_is_not_traced(told):
     traced = told((20, 25))
     assert traced.train("warm-up", 30, done=20) == ["21-30"]
-    assert traced.said == [
+    assert traced.messages == [
         "warm-up goes on after step 20 and profile.steps is 20 25: this phase is not traced"
     ]
     assert "start control" in traced.train("control", 30, done=19)
@@ -115,7 +117,7 @@ def test_a_window_that_never_came_is_told_of_at_the_end(told):
     traced = told((20, 25), "round 9")
     traced.train("warm-up", 30)
     traced.window.close()
-    assert traced.said == [
+    assert traced.messages == [
         "profile.steps 20 25: no phase round 9 of this run trained these steps from their "
         "beginning, and nothing was traced"
     ]

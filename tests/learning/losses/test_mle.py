@@ -244,21 +244,35 @@ def test_a_frozen_head_has_its_logits_once_and_gives_the_same_gradient(decoder, 
 def test_devices_without_a_trained_token_have_their_part_of_the_gradient():
     """The head is split over the devices."""
     program = """
-import jax, jax.numpy as jnp, numpy as np
+import jax
+import jax.numpy as jnp
+import numpy as np
+
 jax.config.update("jax_num_cpu_devices", 4)
+
 from mujica_jax.learning.log_probs import Mode, _target_scores
 from mujica_jax.models.sharding import make_mesh
+
 draw = np.random.default_rng(0)
-head, hidden = (draw.normal(size=shape).astype(np.float32) for shape in ((64, 32), (4, 16, 32)))
-targets, wanted = draw.integers(0, 64, (4, 16)), np.zeros((4, 16), bool)
-wanted[0, 3:9] = wanted[1, 2] = True
-total = lambda head, hidden, mode: -0.3 * _target_scores(head, hidden, targets, jnp.asarray(wanted), mode)[0].sum()
+head = draw.normal(size=(64, 32)).astype(np.float32)
+hidden = draw.normal(size=(4, 16, 32)).astype(np.float32)
+targets = draw.integers(0, 64, (4, 16))
+wanted = np.zeros((4, 16), bool)
+wanted[0, 3:9] = True
+wanted[1, 2] = True
+
+
+def total(head, hidden, mode):
+    log_probs = _target_scores(head, hidden, targets, jnp.asarray(wanted), mode)[0]
+    return -0.3 * log_probs.sum()
+
+
 gradient = jax.jit(jax.grad(total, argnums=(0, 1)), static_argnums=2)
 expected = gradient(head, hidden, Mode(False))
 for data, fsdp in ((1, 4), (2, 2), (4, 1)):
     with jax.set_mesh(make_mesh(data, fsdp, 1)):
-        found = gradient(head, hidden, Mode(False))
-    assert all(np.allclose(*of, atol=1e-6) for of in zip(found, expected)), (data, fsdp)
+        result = gradient(head, hidden, Mode(False))
+    assert all(np.allclose(*pair, atol=1e-6) for pair in zip(result, expected)), (data, fsdp)
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
