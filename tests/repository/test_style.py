@@ -14,8 +14,8 @@ NOT_NAMES = {
     *"found given said one each kept left of about most least what began held some more over".split(),
     *"again of_loss of_rows".split(),
 }
-# Names that are the field's own words in one file: the two sides of a product.
-EXCEPTIONS = {"mujica_jax/kernels/cpu/compiled.py": {"left"}}
+# The two sides of a product, and a column of stored trajectories.
+EXCEPTIONS = {"mujica_jax/kernels/cpu/compiled.py": {"left"}, "mujica_jax/records.py": {"found"}}
 MAX_LOOP_LINES = 60
 SOURCES = sorted((ROOT / "mujica_jax").rglob("*.py"))
 MYGO = ROOT / "mujica_jax" / "methods" / "mygo.py"
