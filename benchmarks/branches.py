@@ -138,7 +138,7 @@ def main() -> int:
         model = open_model(arguments.checkpoint, arguments.dtype)
         tokenizer = model.tokenizer
         decoder = model.load(None, arguments.dtype)
-        slots = EngineConfig(slots=8, decode_steps_per_call=8, prefill_tokens=1024)
+        slots = EngineConfig(max_num_seqs=8, decode_steps_per_call=8, prefill_tokens=1024)
         # No token has this id, so nothing stops.
         never = decoder.config.vocab_size
         engine = make_engine(

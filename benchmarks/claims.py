@@ -50,13 +50,14 @@ class Experiment:
 
 
 START = "--method.rounds 0"
-GRPO = "--method.rounds 24 --method.rounds-per-phase 6"
+GRPO = "--method.rounds 24 --method.rounds-per-evaluation 6"
 WORKER = "--sampling.workers external --method.rounds 4 --sampling.questions-per-round 200"
 GRPO_ROWS = ("round 6", "round 12", "round 24")
 # Right trajectories that every row of EviPath learns, and questions that are enough for the mode
 # that fails most.
 EVIPATH_DATA = (
-    "--method.trajectories 400 --sampling.questions-per-round 3000 --sampling.shard-questions 250"
+    "--method.trajectories 400 --sampling.questions-per-round 3000 --sampling.questions-per-shard "
+    "250"
 )
 # for runs that begin with a taught policy
 EVIPATH_TAUGHT = f"{EVIPATH_DATA} --method.teacher-prompt brief"
@@ -83,12 +84,13 @@ EXPERIMENTS = {
     # Longer conversations, in as many tokens a step.
     "no-split": Experiment(
         "tiny_world",
-        "--agent.split False --agent.max-trajectory-tokens 704 --trainer.row-tokens 704 --trainer.rows-per-step 3",
+        "--agent.split False --agent.max-trajectory-tokens 704 --trainer.sequence-length 704 "
+        "--trainer.batch-size 3",
     ),
     "no-parallel": Experiment(
         "tiny_world",
-        "--agent.parallel False --agent.max-iterations 6 --agent.max-trajectory-tokens 360 --trainer.row-tokens 360 "
-        "--trainer.rows-per-step 6",
+        "--agent.parallel False --agent.max-iterations 6 --agent.max-trajectory-tokens 360 "
+        "--trainer.sequence-length 360 --trainer.batch-size 6",
     ),
     "staged-start": Experiment(STAGED, START),
     "staged": Experiment(STAGED, "", "staged-start"),
@@ -112,7 +114,7 @@ EXPERIMENTS = {
         EVIPATH, roles=(f"evipath{AT_START}", "evipath-executor")
     ),
     "decex-start": Experiment(
-        DECEX, f"--method.kind grpo {START} --method.rounds-per-phase 1 --method.group-attempts 2"
+        DECEX, f"--method.kind grpo {START} --method.rounds-per-evaluation 1 --method.group-size 2"
     ),
     "decex": Experiment(DECEX, "", "decex-start"),
     # Only the leaves of an unpruned tree differ in their searches.
@@ -126,17 +128,19 @@ EXPERIMENTS = {
 }
 # Shortened to what a core with AMX instructions does in about 45 minutes.
 _TEXT = {
-    "grpo": "--adapter adapters/two_wiki_text_smollm2 --warmup.steps 0 --method.rounds 2 --method.rounds-per-phase 2 "
-    "--sampling.questions-per-round 12 --sampling.shard-questions 12 --method.group-attempts 4",
-    "dapo_staged": "--warmup.steps 40 --method.rounds 4 --method.rounds-per-phase 2 --staged.stage-two-round 3 "
-    "--sampling.questions-per-round 8 --sampling.shard-questions 8 --method.group-attempts 4",
-    "evipath": "--sampling.questions-per-round 60 --sampling.shard-questions 60",
-    "decex": "--warmup.steps 30 --sampling.questions-per-round 8 --sampling.shard-questions 8",
+    "grpo": "--adapter adapters/two_wiki_text_smollm2 --warmup.steps 0 --method.rounds 2 "
+    "--method.rounds-per-evaluation 2 --sampling.questions-per-round 12 "
+    "--sampling.questions-per-shard 12 --method.group-size 4",
+    "dapo_staged": "--warmup.steps 40 --method.rounds 4 --method.rounds-per-evaluation 2 "
+    "--staged.stage-two-round 3 --sampling.questions-per-round 8 --sampling.questions-per-shard 8 "
+    "--method.group-size 4",
+    "evipath": "--sampling.questions-per-round 60 --sampling.questions-per-shard 60",
+    "decex": "--warmup.steps 30 --sampling.questions-per-round 8 --sampling.questions-per-shard 8",
 }
 for _name, _flags in _TEXT.items():
     _flags = (
-        f"--init smollm2 {_flags} --trainer.dtype bfloat16 --engine.slots 24 --eval.split test "
-        "--eval.questions 100"
+        f"--init smollm2 {_flags} --trainer.dtype bfloat16 --engine.max-num-seqs 24 --eval.split "
+        "test --eval.questions 100"
     )
     EXPERIMENTS[f"text-{_name.replace('_', '-')}"] = Experiment(
         f"two_wiki_text_smollm2_{_name}", _flags, text=True
@@ -144,7 +148,7 @@ for _name, _flags in _TEXT.items():
 ALONE = ("tune-", "text-")  # experiments that run by name
 # Rates to choose among, on dev with seed 0: `run --only tune-mygo-0.001 ... --seeds 0`. GRPO's are
 # compared after eight rounds.
-TUNING = {"mygo": "", "grpo": "--method.rounds 8 --method.rounds-per-phase 4"}
+TUNING = {"mygo": "", "grpo": "--method.rounds 8 --method.rounds-per-evaluation 4"}
 TUNED = {
     "mygo": ("0.0005", "0.001", "0.002"),
     "grpo": ("0.000125", "0.00025", "0.0005", "0.001"),

@@ -39,21 +39,21 @@ train() { # NAME CONFIG FLAG...: the run directory is kept, the result is its su
     # shellcheck disable=SC2016 # the inner shell expands
     step "$1" bash -c 'python=$0 run=$1/$2 config=configs/$2.py data=$3 && shift 3 &&
         "$python" -m mujica_jax.train "$config" --task.data-dir "$data" --init smollm2 --run "$run" \
-        --engine.slots 128 --engine.prefill-tokens 4096 --eval.control True "$@" >&2 &&
+        --engine.max-num-seqs 128 --engine.prefill-tokens 4096 --eval.control True "$@" >&2 &&
         tr -d "\n" <"$run/summary.json" && echo' "$PYTHON" "$results" "$2" "$data" "${@:3}"
 }
 
 # All questions of text in every round. Scored on dev; on test by
 # python -m mujica_jax.eval --checkpoint RESULTS/two_wiki_text_smollm2 --policy 0 --eval.split test --samples 8 --out FIRST
 # and, for policy 1, with --beside FIRST/two_wiki-text-test.json
-train text two_wiki_text_smollm2 --sampling.questions-per-round 727 --sampling.shard-questions 364 \
+train text two_wiki_text_smollm2 --sampling.questions-per-round 727 --sampling.questions-per-shard 364 \
     --method.max-attempts 4 --method.epochs 2
 train kg two_wiki_kg_smollm2
 # Training at the shapes of Qwen2.5-7B: 8 of its layers, of which all are alike, with every weight trained; then all of
 # them with adapters.
 seven=benchmarks/shapes/qwen2.5-7b
 train_step() { # NAME FLAG...
-    step "$1" "$PYTHON" benchmarks/train_tokens.py step --checkpoint $seven --rows 8 --row-tokens 2048 --dtype bfloat16 "${@:2}"
+    step "$1" "$PYTHON" benchmarks/train_tokens.py step --checkpoint $seven --rows 8 --sequence-length 2048 --dtype bfloat16 "${@:2}"
 }
 train_step train-7b --layers 8
 train_step train-7b-lora --lora-rank 16

@@ -284,7 +284,7 @@ def main() -> int:
         + arguments.turns * (MAX_GENERATED_TOKENS - 1 + OBSERVED_TOKENS)
     )
     engine_config = EngineConfig(
-        slots=arguments.slots,
+        max_num_seqs=arguments.slots,
         decode_steps_per_call=arguments.decode_steps,
         prefill_tokens=arguments.prefill_tokens,
         page_tokens=arguments.page_tokens,

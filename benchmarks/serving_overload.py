@@ -101,7 +101,9 @@ def make_generator(arguments: argparse.Namespace) -> tuple[BatchedGenerator, int
     config = load_config(arguments.directory)
     decoder = nnx.jit(lambda: Decoder(config, rngs=nnx.Rngs(0)))()
     sizes = EngineConfig(
-        slots=arguments.slots, decode_steps_per_call=DECODE_STEPS, prefill_tokens=PREFILL_TOKENS
+        max_num_seqs=arguments.slots,
+        decode_steps_per_call=DECODE_STEPS,
+        prefill_tokens=PREFILL_TOKENS,
     )
     positions = arguments.prompt_tokens + arguments.new_tokens
     engine = make_engine(decoder, sizes, positions=positions, stop_token_ids=[])

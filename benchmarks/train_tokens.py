@@ -3,7 +3,7 @@ step beside the fastest matrix product of this machine. Each prints one JSON lin
 
     python benchmarks/train_tokens.py peers --checkpoint DIRECTORY [--turns 4] [--seconds 15] [--rows 2] \\
         [--tunix-python PYTHON] [--without transformers] [--dtype bfloat16] [--lora-rank 8]
-    python benchmarks/train_tokens.py step --checkpoint DIRECTORY [--rows 4] [--row-tokens 512] \\
+    python benchmarks/train_tokens.py step --checkpoint DIRECTORY [--rows 4] [--sequence-length 512] \\
         [--dtype float32] [--attention auto] [--remat auto] [--lora-rank 0] [--layers N]
 
 `peers`: 2,000 conversations, lognormal lengths of median 350 and at most 2,048 tokens, the last
@@ -259,8 +259,8 @@ def train_in_turns(arguments: argparse.Namespace) -> None:
     keep_freed_memory()
     decoder = load_checkpoint(arguments.checkpoint, dtype=jnp.dtype(arguments.dtype))
     config = TrainerConfig(
-        row_tokens=MAX_TOKENS,
-        rows_per_step=arguments.rows,
+        sequence_length=MAX_TOKENS,
+        batch_size=arguments.rows,
         remat=arguments.remat,
         dtype=arguments.dtype,
         lora_rank=arguments.lora_rank,
@@ -268,7 +268,7 @@ def train_in_turns(arguments: argparse.Namespace) -> None:
     trainer = Trainer(decoder.config, config)
     training = Training(trainer, trainer.initial_state(decoder))
     work = dict(np.load(arguments.workload))
-    packed = pack(conversations(work), row_tokens=MAX_TOKENS, seed=0)
+    packed = pack(conversations(work), sequence_length=MAX_TOKENS, seed=0)
     batches = Batches(packed, arguments.rows, seed=0)
 
     # The first call compiles.
@@ -313,8 +313,8 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.layers:
         model = dataclasses.replace(model, num_layers=arguments.layers)
     config = TrainerConfig(
-        row_tokens=arguments.row_tokens,
-        rows_per_step=arguments.rows,
+        sequence_length=arguments.sequence_length,
+        batch_size=arguments.rows,
         dtype=arguments.dtype,
         attention=arguments.attention,
         remat=arguments.remat,
@@ -325,9 +325,9 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     decoder = nnx.jit(lambda: Decoder(model, rngs=nnx.Rngs(0), dtype=dtype))()
     training = Training(trainer, trainer.initial_state(decoder))
 
-    slots = arguments.rows * arguments.row_tokens
-    drawn = uneven_conversations(model, tokens=4 * slots, max_tokens=arguments.row_tokens)
-    rows = pack(drawn, row_tokens=arguments.row_tokens, seed=0)
+    slots = arguments.rows * arguments.sequence_length
+    drawn = uneven_conversations(model, tokens=4 * slots, max_tokens=arguments.sequence_length)
+    rows = pack(drawn, sequence_length=arguments.sequence_length, seed=0)
     row_numbers = np.arange(arguments.rows)
     batch = rows.batch(row_numbers)
 
@@ -352,7 +352,7 @@ def measure_step(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(training.state.params)),
         "rows": arguments.rows,
-        "row_tokens": arguments.row_tokens,
+        "sequence_length": arguments.sequence_length,
         "dtype": arguments.dtype,
         "tokens": tokens,
         "share_of_slots": round(tokens / slots, 3),
@@ -389,7 +389,7 @@ def command_line() -> argparse.Namespace:
     peers.add_argument("--tunix-python", help="Python of an environment with google-tunix")
     peers.add_argument("--without", nargs="*", default=[], choices=["transformers"])
     ours.add_argument("workload")
-    step.add_argument("--row-tokens", type=int, default=512)
+    step.add_argument("--sequence-length", type=int, default=512)
     step.add_argument("--attention", default="auto", choices=["auto", "xla", "splash", "cudnn"])
     step.add_argument("--layers", type=int, help="as if the model had so many layers")
     step.add_argument("--repeats", type=int, default=7)

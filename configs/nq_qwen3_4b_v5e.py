@@ -70,7 +70,11 @@ def get_config() -> Config:
             max_observation_tokens=4096,
         ),
         engine=EngineConfig(
-            slots=64, decode_steps_per_call=16, prefill_tokens=4096, tensor=4, cache_gigabytes=2.0
+            max_num_seqs=64,
+            decode_steps_per_call=16,
+            prefill_tokens=4096,
+            tensor_parallel_size=4,
+            cache_gigabytes=2.0,
         ),
         trainer=dataclasses.replace(base.trainer, fsdp=1),
         eval=EvalConfig(questions=3_610, split="test"),

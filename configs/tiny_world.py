@@ -52,8 +52,8 @@ def get_config() -> Config:
             max_trajectory_tokens=320,
             max_observation_tokens=200,
         ),
-        engine=EngineConfig(slots=256, decode_steps_per_call=16, prefill_tokens=4096),
-        trainer=TrainerConfig(optimizer="muon", row_tokens=300, rows_per_step=7),
+        engine=EngineConfig(max_num_seqs=256, decode_steps_per_call=16, prefill_tokens=4096),
+        trainer=TrainerConfig(optimizer="muon", sequence_length=300, batch_size=7),
         pretraining=PretrainingConfig(
             documents=16_000, row_parts=2, steps=850, learning_rate=6e-3, end_learning_rate=4e-3
         ),
@@ -66,7 +66,7 @@ def get_config() -> Config:
         ),
         sampling=SamplingConfig(
             questions_per_round=400,
-            shard_questions=400,
+            questions_per_shard=400,
             temperature=0.8,
         ),
         method=MygoConfig(

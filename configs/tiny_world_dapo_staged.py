@@ -42,20 +42,20 @@ def get_config() -> Config:
             max_observation_tokens=112,
             prompt="brief",
         ),
-        trainer=dataclasses.replace(base.trainer, row_tokens=640, rows_per_step=4),
+        trainer=dataclasses.replace(base.trainer, sequence_length=640, batch_size=4),
         pretraining=dataclasses.replace(base.pretraining, row_parts=4, steps=3_500),
         warmup=dataclasses.replace(base.warmup, steps=2_000, pretraining_share=0.4, miss_rate=0.0),
         sampling=dataclasses.replace(
-            base.sampling, questions_per_round=50, shard_questions=50, temperature=1.0
+            base.sampling, questions_per_round=50, questions_per_shard=50, temperature=1.0
         ),
         method=DapoConfig(
             rounds=12,
-            rounds_per_phase=4,
-            group_attempts=8,
+            rounds_per_evaluation=4,
+            group_size=8,
             learning_rate=0.0005,
             end_learning_rate=5e-05,
             epochs=1,
-            rows_per_update=32,
+            mini_batch_size=32,
             max_sampled_batches=4,
             overlong_tokens=560,  # five turns at their limit
             overlong_cache_tokens=112,  # a fifth of it, as in DAPO

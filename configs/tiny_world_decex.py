@@ -33,11 +33,13 @@ def get_config() -> Config:
             max_observation_tokens=96,
             prompt="brief",
         ),
-        engine=dataclasses.replace(base.engine, slots=128),
-        trainer=dataclasses.replace(base.trainer, row_tokens=1_280, rows_per_step=2),
+        engine=dataclasses.replace(base.engine, max_num_seqs=128),
+        trainer=dataclasses.replace(base.trainer, sequence_length=1_280, batch_size=2),
         pretraining=dataclasses.replace(base.pretraining, row_parts=8),
         warmup=dataclasses.replace(base.warmup, miss_rate=0.0),
-        sampling=dataclasses.replace(base.sampling, questions_per_round=200, shard_questions=50),
+        sampling=dataclasses.replace(
+            base.sampling, questions_per_round=200, questions_per_shard=50
+        ),
         method=DecexTreeConfig(
             learning_rate=0.0002, end_learning_rate=2e-05, epochs=2, dpo_learning_rate=0.0001
         ),

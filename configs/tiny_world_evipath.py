@@ -28,7 +28,7 @@ def get_config() -> Config:
         name="tiny_world_evipath",
         # A conversation with the teacher also holds the answer and up to four triples.
         agent=dataclasses.replace(base.agent, protocol="evipath", max_trajectory_tokens=400),
-        trainer=dataclasses.replace(base.trainer, row_tokens=320, rows_per_step=7),
+        trainer=dataclasses.replace(base.trainer, sequence_length=320, batch_size=7),
         warmup=dataclasses.replace(base.warmup, steps=300),
         sampling=dataclasses.replace(base.sampling, questions_per_round=2_000),
         method=EviPathConfig(

@@ -18,15 +18,15 @@ def get_config() -> Config:
         base,
         name="tiny_world_grpo",
         sampling=dataclasses.replace(
-            base.sampling, questions_per_round=50, shard_questions=50, temperature=1.0
+            base.sampling, questions_per_round=50, questions_per_shard=50, temperature=1.0
         ),
         method=GrpoConfig(
             rounds=8,
-            rounds_per_phase=4,
-            group_attempts=8,
+            rounds_per_evaluation=4,
+            group_size=8,
             learning_rate=0.00025,
             end_learning_rate=2.5e-05,
             epochs=1,
-            rows_per_update=32,
+            mini_batch_size=32,
         ),
     )

@@ -32,11 +32,13 @@ def get_config() -> Config:
         engine=dataclasses.replace(
             like.engine, kind="native"
         ),  # gives the log-probabilities that GRPO learns from
-        sampling=dataclasses.replace(like.sampling, questions_per_round=128, shard_questions=16),
+        sampling=dataclasses.replace(
+            like.sampling, questions_per_round=128, questions_per_shard=16
+        ),
         method=GrpoConfig(
             rounds=67,
-            rounds_per_phase=10,
-            group_attempts=16,
+            rounds_per_evaluation=10,
+            group_size=16,
             learning_rate=1e-6,
             end_learning_rate=1e-6,
             epochs=1,

@@ -55,8 +55,8 @@ def get_config() -> Config:
             max_trajectory_tokens=464,
             max_observation_tokens=300,
         ),
-        engine=EngineConfig(slots=192, decode_steps_per_call=16, prefill_tokens=4096),
-        trainer=TrainerConfig(row_tokens=464, rows_per_step=8),
+        engine=EngineConfig(max_num_seqs=192, decode_steps_per_call=16, prefill_tokens=4096),
+        trainer=TrainerConfig(sequence_length=464, batch_size=8),
         pretraining=PretrainingConfig(
             documents=20_000, steps=1200, learning_rate=5e-3, end_learning_rate=3e-3
         ),
@@ -65,7 +65,7 @@ def get_config() -> Config:
         ),
         sampling=SamplingConfig(
             questions_per_round=1000,
-            shard_questions=250,
+            questions_per_shard=250,
             temperature=0.8,
         ),
         method=MygoConfig(

@@ -29,10 +29,10 @@ def get_config() -> Config:
         agent=dataclasses.replace(
             text.agent, max_trajectory_tokens=512, max_observation_tokens=320
         ),
-        trainer=dataclasses.replace(text.trainer, row_tokens=512),
+        trainer=dataclasses.replace(text.trainer, sequence_length=512),
         warmup=dataclasses.replace(text.warmup, steps=120),
         sampling=dataclasses.replace(
-            text.sampling, questions_per_round=160, shard_questions=80, temperature=1.0
+            text.sampling, questions_per_round=160, questions_per_shard=80, temperature=1.0
         ),
         method=dataclasses.replace(text.method, rounds=1, max_attempts=3),
     )

@@ -41,9 +41,9 @@ def get_config() -> Config:
         # A row holds both conversations of a pair. Its step takes a gigabyte more than rows of half
         # the length, which the engine's cache makes room for.
         engine=dataclasses.replace(like.engine, kind="native", cache_gigabytes=3.0),
-        trainer=dataclasses.replace(like.trainer, row_tokens=8192),
+        trainer=dataclasses.replace(like.trainer, sequence_length=8192),
         warmup=dataclasses.replace(like.warmup, source="scripted", steps=0),
-        sampling=SamplingConfig(questions_per_round=1000, shard_questions=50, temperature=1.0),
+        sampling=SamplingConfig(questions_per_round=1000, questions_per_shard=50, temperature=1.0),
         method=DecexTreeConfig(
             branches=3,
             rollouts=4,

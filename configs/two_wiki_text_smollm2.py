@@ -57,8 +57,8 @@ def get_config() -> Config:
             max_trajectory_tokens=768,
             max_observation_tokens=512,
         ),
-        engine=EngineConfig(slots=48, decode_steps_per_call=8, prefill_tokens=1024),
-        trainer=TrainerConfig(row_tokens=768, rows_per_step=4, lora_rank=8, remat="dots"),
+        engine=EngineConfig(max_num_seqs=48, decode_steps_per_call=8, prefill_tokens=1024),
+        trainer=TrainerConfig(sequence_length=768, batch_size=4, lora_rank=8, remat="dots"),
         pretraining=PretrainingConfig(
             documents=0, steps=0, learning_rate=0.0, end_learning_rate=0.0
         ),
@@ -67,7 +67,7 @@ def get_config() -> Config:
         ),
         sampling=SamplingConfig(
             questions_per_round=80,
-            shard_questions=40,
+            questions_per_shard=40,
             temperature=0.8,
         ),
         method=MygoConfig(

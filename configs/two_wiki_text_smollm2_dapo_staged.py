@@ -29,19 +29,19 @@ def get_config() -> Config:
             max_observation_tokens=256,
         ),
         trainer=dataclasses.replace(
-            base.trainer, row_tokens=1536, rows_per_step=2, accumulation_steps=2
+            base.trainer, sequence_length=1536, batch_size=2, accumulation_steps=2
         ),
         sampling=dataclasses.replace(
-            base.sampling, questions_per_round=16, shard_questions=8, temperature=1.0
+            base.sampling, questions_per_round=16, questions_per_shard=8, temperature=1.0
         ),
         method=DapoConfig(
             rounds=8,
-            rounds_per_phase=4,
-            group_attempts=6,
+            rounds_per_evaluation=4,
+            group_size=6,
             learning_rate=1e-4,
             end_learning_rate=1e-5,
             epochs=1,
-            rows_per_update=4,
+            mini_batch_size=4,
             max_sampled_batches=3,
             overlong_tokens=640,  # five turns at their limit
             overlong_cache_tokens=128,  # a fifth of it, as in DAPO

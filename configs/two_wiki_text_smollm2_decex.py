@@ -27,8 +27,8 @@ def get_config() -> Config:
             max_observation_tokens=320,
         ),
         # A row holds both conversations of a pair.
-        trainer=dataclasses.replace(like.trainer, row_tokens=3072, rows_per_step=1),
-        sampling=SamplingConfig(questions_per_round=80, shard_questions=20, temperature=0.8),
+        trainer=dataclasses.replace(like.trainer, sequence_length=3072, batch_size=1),
+        sampling=SamplingConfig(questions_per_round=80, questions_per_shard=20, temperature=0.8),
         method=DecexTreeConfig(
             branches=2,
             rollouts=2,

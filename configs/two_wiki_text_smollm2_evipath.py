@@ -28,7 +28,9 @@ def get_config() -> Config:
         name="two_wiki_text_smollm2_evipath",
         agent=dataclasses.replace(base.agent, protocol="evipath"),
         warmup=dataclasses.replace(base.warmup, steps=0),
-        sampling=dataclasses.replace(base.sampling, questions_per_round=2_000, shard_questions=100),
+        sampling=dataclasses.replace(
+            base.sampling, questions_per_round=2_000, questions_per_shard=100
+        ),
         method=EviPathConfig(
             teacher="scripted",
             embedder="minilm",

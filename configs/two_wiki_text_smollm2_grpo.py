@@ -22,15 +22,15 @@ def get_config() -> Config:
             base.trainer, accumulation_steps=4
         ),  # an update of 12 rows at once takes 16 GB
         sampling=dataclasses.replace(
-            base.sampling, questions_per_round=16, shard_questions=8, temperature=1.0
+            base.sampling, questions_per_round=16, questions_per_shard=8, temperature=1.0
         ),
         method=GrpoConfig(
             rounds=8,
-            rounds_per_phase=4,
-            group_attempts=6,
+            rounds_per_evaluation=4,
+            group_size=6,
             learning_rate=1e-4,
             end_learning_rate=1e-5,
             epochs=1,
-            rows_per_update=12,
+            mini_batch_size=12,
         ),
     )

@@ -78,13 +78,13 @@ def get_config() -> Config:
         ),
         engine=EngineConfig(
             kind="jetstream",
-            slots=128,
+            max_num_seqs=128,
             decode_steps_per_call=16,
             prefill_tokens=4096,
-            tensor=4,
+            tensor_parallel_size=4,
             cache_gigabytes=4.0,
         ),
-        trainer=TrainerConfig(row_tokens=4096, rows_per_step=32, dtype="bfloat16", fsdp=32),
+        trainer=TrainerConfig(sequence_length=4096, batch_size=32, dtype="bfloat16", fsdp=32),
         pretraining=PretrainingConfig(
             documents=0, steps=0, learning_rate=0.0, end_learning_rate=0.0
         ),
@@ -94,12 +94,12 @@ def get_config() -> Config:
             epochs=1,
             learning_rate=1e-5,
             end_learning_rate=1e-6,
-            rise_steps=0,
+            lr_warmup_steps=0,
             pretraining_share=0.0,
         ),
         sampling=SamplingConfig(
             questions_per_round=1000,
-            shard_questions=125,
+            questions_per_shard=125,
             temperature=1.0,
         ),
         method=MygoConfig(

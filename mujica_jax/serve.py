@@ -59,7 +59,7 @@ class ServeArguments:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Return the exit status: 0 ended by a signal, 2 a mistake of the user's."""
     words = init_as_checkpoint(sys.argv[1:] if arguments is None else arguments)
-    engine = EngineConfig(slots=16, decode_steps_per_call=8, prefill_tokens=2048)
+    engine = EngineConfig(max_num_seqs=16, decode_steps_per_call=8, prefill_tokens=2048)
     try:
         defaults = ServeArguments(checkpoint=tyro.MISSING, engine=engine)
         options = override(defaults, words, prog=PROGRAM)

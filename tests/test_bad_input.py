@@ -107,9 +107,9 @@ def written(tmp_path: Path) -> list[str]:
 @pytest.mark.parametrize("program", [train, evaluation])
 def test_a_mistyped_flag_is_answered_with_the_nearest(capsys, program):
     checkpoint = ["--checkpoint", "nowhere"] if program is evaluation else []
-    message = refused_by_tyro(capsys, program, SMOKE, *checkpoint, "--engine.slot", "3")
-    assert "--engine.slot" in message
-    assert "--engine.slots" in message
+    message = refused_by_tyro(capsys, program, SMOKE, *checkpoint, "--engine.max-num-seq", "3")
+    assert "--engine.max-num-seq" in message
+    assert "--engine.max-num-seqs" in message
 
 
 def test_an_unknown_choice_is_answered_with_the_choices(capsys):
@@ -204,15 +204,15 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--method.initial-threshold nan": "method.initial_threshold is nan and the best reward is 1: give a K from 0 to 1",
     "--method.schedule offline --keep-policies 1": "keep_policies is 1 and method.schedule offline",
     "--reward staged --staged.format False --method.initial-threshold 1.5": "1.5 and the best reward is 1: give a K",
-    "--sampling.shard-questions 0": "sampling.shard_questions is 0",
+    "--sampling.questions-per-shard 0": "sampling.questions_per_shard is 0",
     "--method.epochs 0": "method.epochs is 0",
     "--method.replay -0.5": "method.replay is -0.5",
     "--sampling.temperature 0": "sampling.temperature is 0.0 and must be above 0",
     "--eval.questions 0": "eval.questions is 0",
     "--eval.temperature 0": "eval.temperature is 0.0",
-    "--engine.slots 0": (
-        "engine.slots is 0 and must be at least 1: change it in the configuration or pass "
-        "--engine.slots"
+    "--engine.max-num-seqs 0": (
+        "engine.max_num_seqs is 0 and must be at least 1: change it in the configuration or pass "
+        "--engine.max-num-seqs"
     ),
     "--agent.max-iterations 0": "agent.max_iterations is 0",
     "--agent.max-observation-tokens 400": "400 and agent.max_turn_tokens 80 are 480 tokens together",
@@ -220,16 +220,18 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--trainer.clip-norm 0": "trainer.clip_norm is 0.0",
     "--trainer.b2 1": "trainer.b2 is 1.0 and must be at least 0 and below 1",
     "--warmup.miss_rate 1": "warmup.miss_rate is 1.0 and must be at least 0 and below 1",
-    "--trainer.attention splash --trainer.row-tokens 200": (
-        "trainer.row_tokens is 200: use 256, or trainer.attention auto"
+    "--trainer.attention splash --trainer.sequence-length 200": (
+        "trainer.sequence_length is 200: use 256, or trainer.attention auto"
     ),
     "--trainer.attention splash": "trainer.attention splash runs on tpu and this is cpu: use auto",
     "--trainer.attention cudnn": "trainer.attention cudnn runs on gpu and this is cpu: use auto",
     "--trainer.lora-rank -1": "trainer.lora_rank is -1 and must be at least 0",
     "--trainer.lora-alpha 0": "trainer.lora_alpha is 0.0 and must be above 0",
     "--trainer.lora-rank 4": "trainer.lora_rank is 4 and init is None",
-    "--trainer.data 3": "trainer.rows_per_step 4 cannot be split over data x fsdp = 3 devices",
-    "--trainer.tensor 0": "trainer.tensor is 0",
+    "--trainer.data-parallel-size 3": (
+        "trainer.batch_size 4 cannot be split over data x fsdp = 3 devices"
+    ),
+    "--trainer.tensor-parallel-size 0": "trainer.tensor_parallel_size is 0",
     "--seed -1": "seed is -1",
     # Names of kinds and rewards are answered with the nearest.
     "--agent.kind mujca": "--agent.kind is mujca and there is none of this name: did you mean mujica?",
@@ -241,7 +243,9 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     # What is not here, or not possible together, is refused before the run is begun.
     "--task.facts-per-entity 99": "facts_per_entity from 4 to 13, and the configuration says 99",
     "--pretraining.steps 0 --init nowhere": "there is no directory nowhere: give the folder",
-    "--engine.tensor 64": "engine.tensor is 64 and 1 devices are available: use at most 1",
+    "--engine.tensor-parallel-size 64": (
+        "engine.tensor_parallel_size is 64 and 1 devices are available: use at most 1"
+    ),
     "--engine.cache-gigabytes 1e-6": "1e-06 GB engine.cache_gigabytes allows",
 }
 
@@ -260,7 +264,10 @@ def test_eval_checks_what_it_is_given(refused):
 @pytest.mark.parametrize(
     ("changed", "sentence"),
     [
-        ("engine=replace(given.engine, slots='many')", "engine.slots is 'many' and must be int"),
+        (
+            "engine=replace(given.engine, max_num_seqs='many')",
+            "engine.max_num_seqs is 'many' and must be int",
+        ),
         (
             "trainer=replace(given.trainer, clip_norm=None)",
             "trainer.clip_norm is None and must be float",
@@ -335,7 +342,9 @@ def test_a_task_without_data_or_without_held_out_questions_is_refused(refused, t
 
 def test_more_devices_than_there_are_are_refused(refused, tmp_path):
     devices = len(jax.devices())
-    message = refused(train, SMOKE, "--run", "run", "--trainer.tensor", str(4 * devices))
+    message = refused(
+        train, SMOKE, "--run", "run", "--trainer.tensor-parallel-size", str(4 * devices)
+    )
     assert f"needs {4 * devices} devices and {devices} are available" in message
     assert written(tmp_path) == []
 
@@ -345,8 +354,11 @@ def test_heads_that_the_engines_devices_cannot_share_are_refused(refused, tmp_pa
     monkeypatch.setattr(
         engines, "engine_mesh", lambda engine: Mesh(devices.reshape(1, 1, 3), MESH_AXES)
     )
-    message = refused(train, SMOKE, "--run", "run", "--engine.tensor", "3")
-    assert "key and value heads cannot be split over engine.tensor 3: use a divisor of" in message
+    message = refused(train, SMOKE, "--run", "run", "--engine.tensor-parallel-size", "3")
+    assert (
+        "key and value heads cannot be split over engine.tensor_parallel_size 3: use a divisor of"
+        in message
+    )
     assert written(tmp_path) == []
 
 
@@ -369,9 +381,9 @@ def test_a_run_directory_of_another_configuration_is_kept_and_the_differences_ar
     config = load_config(SMOKE)
     open_run("run", dataclasses.asdict(config))
     before = (tmp_path / "run" / "config.json").read_bytes()
-    message = refused(train, SMOKE, "--run", "run", "--seed", "3", "--engine.slots", "8")
+    message = refused(train, SMOKE, "--run", "run", "--seed", "3", "--engine.max-num-seqs", "8")
     assert "seed was 0 and is now 3" in message
-    assert "engine.slots was 16 and is now 8" in message
+    assert "engine.max_num_seqs was 16 and is now 8" in message
     assert "choose another --run directory" in message
     assert (tmp_path / "run" / "config.json").read_bytes() == before
 
@@ -398,9 +410,10 @@ def warming_up(**changes) -> Any:
 
 def test_rows_too_short_or_limits_too_small_for_any_demonstration_are_said():
     with pytest.raises(
-        UserError, match=r"of the 3 .* trainer.row_tokens 32, the shortest has \d+ tokens: raise"
+        UserError,
+        match=r"of the 3 .* trainer.sequence_length 32, the shortest has \d+ tokens: raise",
     ):
-        warmup.warm_up(warming_up(task={"demonstrations": 3}, trainer={"row_tokens": 32}))
+        warmup.warm_up(warming_up(task={"demonstrations": 3}, trainer={"sequence_length": 32}))
     with pytest.raises(
         UserError,
         match=r"none of 3 scripted .* raise agent.max_turn_tokens 9 or the limit of turns",
@@ -413,7 +426,7 @@ def test_rows_too_short_for_some_conversations_are_said():
     run: Any = types.SimpleNamespace(
         config=load_config(SMOKE), progress=types.SimpleNamespace(line=lines.append)
     )
-    assert run.config.trainer.row_tokens == 384
+    assert run.config.trainer.sequence_length == 384
 
     def conversation(tokens: int) -> Conversation:
         context = Turn(role="context", token_ids=(1,), text="")
@@ -429,7 +442,7 @@ def test_rows_too_short_for_some_conversations_are_said():
     assert lines == ["1 of 3 conversations exceed 384 tokens and are left out"]
 
 
-GROUPS = ("--method.rounds-per-phase", "1", "--method.group-attempts", "2")
+GROUPS = ("--method.rounds-per-evaluation", "1", "--method.group-size", "2")
 PRETRAINED = ("--pretraining.steps", "0")
 
 
@@ -678,7 +691,7 @@ def test_eval_takes_the_latest_policy(tmp_path):
 
 
 def test_eval_joins_no_job_that_trained_the_run(tmp_path):
-    where = DistributedConfig(coordinator="10.0.0.2:8476", processes=4)
+    where = DistributedConfig(coordinator="10.0.0.2:8476", num_processes=4)
     trained = dataclasses.replace(load_config(SMOKE), distributed=where)
     open_run(tmp_path / "run", dataclasses.asdict(trained))
     options, _ = evaluation.command_line(["--checkpoint", "run"])
@@ -694,8 +707,8 @@ def test_eval_that_may_not_write_says_so_before_it_evaluates(refused, checkpoint
 
 def test_a_run_whose_configuration_this_program_does_not_know_is_refused(refused, tmp_path):
     values = dataclasses.asdict(load_config(SMOKE))
-    open_run(tmp_path / "run", values | {"engine": values["engine"] | {"slotz": 1}})
-    assert "EngineConfig has no field slotz: did you mean slots?" in refused(
+    open_run(tmp_path / "run", values | {"engine": values["engine"] | {"max_num_seqz": 1}})
+    assert "EngineConfig has no field max_num_seqz: did you mean max_num_seqs?" in refused(
         evaluation, "--checkpoint", "run"
     )
 

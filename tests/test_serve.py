@@ -22,7 +22,16 @@ from tests.helpers.patience import HANG_SECONDS
 from tests.helpers.tiny_models import filled_decoder
 from tests.helpers.whole_runs import ENVIRONMENT
 
-SIZES = ["--max-tokens", "64", "--max-new-tokens", "8", "--dtype", "float32", "--engine.slots", "2"]
+SIZES = [
+    "--max-tokens",
+    "64",
+    "--max-new-tokens",
+    "8",
+    "--dtype",
+    "float32",
+    "--engine.max-num-seqs",
+    "2",
+]
 
 
 @pytest.fixture
@@ -88,7 +97,10 @@ def test_a_checkpoint_is_served_until_a_signal_comes(checkpoint, kind):
     ("words", "sentence"),
     [
         (["--init", "nowhere"], "there is no directory nowhere: give --checkpoint a run directory"),
-        (["--init", "x", "--engine.slots", "0"], "engine.slots is 0 and must be at least 1"),
+        (
+            ["--init", "x", "--engine.max-num-seqs", "0"],
+            "engine.max_num_seqs is 0 and must be at least 1",
+        ),
         (["--init", "x", "--max-new-tokens", "0"], "--max-new-tokens is 0 and must be at least 1"),
         (
             ["--init", "x", "--port", "99999"],

@@ -1,6 +1,6 @@
 """The bounds of numbers in a configuration. Each stands in the type of its field.
 
-    slots: PositiveInt  # conversations decoded at the same time
+    max_num_seqs: PositiveInt  # conversations decoded at the same time
     port: Annotated[int, at_least(0), at_most(65535)] = 0
 
 `fields.check_bounds` reads them there. Bounds that depend on another field are in `checks.py`.

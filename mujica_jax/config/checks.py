@@ -23,7 +23,7 @@ from mujica_jax.config.methods import (
     needs_judge,
 )
 from mujica_jax.config.schema import (
-    MIN_ROW_TOKENS,
+    MIN_SEQUENCE_LENGTH,
     AgentConfig,
     Config,
     DistributedConfig,
@@ -162,12 +162,12 @@ def is_taught(config: Config) -> bool:
 
 def _check_row_parts(config: Config) -> None:
     """Check that each part of a row can hold the shortest row."""
-    max_parts = config.trainer.row_tokens // MIN_ROW_TOKENS
+    max_parts = config.trainer.sequence_length // MIN_SEQUENCE_LENGTH
     require(
         config,
         "pretraining.row_parts",
         lambda parts: parts <= max_parts,
-        f"at most {max_parts}, half of trainer.row_tokens",
+        f"at most {max_parts}, half of trainer.sequence_length",
     )
 
 
@@ -320,12 +320,12 @@ def _check_policy_gradient(config: Config, method: PolicyGradientConfig) -> None
         )
 
     trainer = config.trainer
-    parts = trainer.data * trainer.fsdp * trainer.accumulation_steps
-    if method.rows_per_update % parts:
+    parts = trainer.data_parallel_size * trainer.fsdp * trainer.accumulation_steps
+    if method.mini_batch_size % parts:
         raise UserError(
-            f"method.rows_per_update {method.rows_per_update} cannot be split over data x fsdp x "
+            f"method.mini_batch_size {method.mini_batch_size} cannot be split over data x fsdp x "
             f"accumulation_steps = {parts}: use a multiple of {parts}, or 0 for "
-            "trainer.rows_per_step"
+            "trainer.batch_size"
         )
 
     if method.kl_coefficient and config.keep_policies:
@@ -453,13 +453,13 @@ def check_pairs(config: Config) -> None:
     if not isinstance(method, DecexTreeConfig) or not _learns_pairs(method):
         return
     max_tokens = config.agent.max_trajectory_tokens
-    row_tokens = config.trainer.row_tokens
-    if row_tokens < 2 * max_tokens:
+    sequence_length = config.trainer.sequence_length
+    if sequence_length < 2 * max_tokens:
         raise UserError(
-            f"trainer.row_tokens is {row_tokens} and agent.max_trajectory_tokens {max_tokens}: a "
-            "row holds both conversations of a preference pair, so give --trainer.row-tokens "
-            f"{2 * max_tokens}, --agent.max-trajectory-tokens {row_tokens // 2}, or --method.dpo "
-            "False"
+            f"trainer.sequence_length is {sequence_length} and agent.max_trajectory_tokens "
+            f"{max_tokens}: a row holds both conversations of a preference pair, so give "
+            f"--trainer.sequence-length {2 * max_tokens}, --agent.max-trajectory-tokens "
+            f"{sequence_length // 2}, or --method.dpo False"
         )
 
 
@@ -562,46 +562,46 @@ def check_rows(trainer: TrainerConfig) -> None:
 
     The attention kernel must take their length too. Raises UserError.
     """
-    devices = trainer.data * trainer.fsdp
+    devices = trainer.data_parallel_size * trainer.fsdp
     row_groups = devices * trainer.accumulation_steps
-    if trainer.rows_per_step % devices:
+    if trainer.batch_size % devices:
         raise UserError(
-            f"trainer.rows_per_step {trainer.rows_per_step} cannot be split over data x fsdp = "
+            f"trainer.batch_size {trainer.batch_size} cannot be split over data x fsdp = "
             f"{devices} devices: use a multiple of {devices}"
         )
-    if trainer.rows_per_step % row_groups:
+    if trainer.batch_size % row_groups:
         raise UserError(
-            f"trainer.rows_per_step {trainer.rows_per_step} cannot be split into "
+            f"trainer.batch_size {trainer.batch_size} cannot be split into "
             f"trainer.accumulation_steps {trainer.accumulation_steps} parts of as many rows on "
             f"data x fsdp = {devices} devices: use a multiple of {row_groups}"
         )
-    if trainer.attention == "splash" and trainer.row_tokens % SPLASH_LANES:
-        next_length = SPLASH_LANES * math.ceil(trainer.row_tokens / SPLASH_LANES)
+    if trainer.attention == "splash" and trainer.sequence_length % SPLASH_LANES:
+        next_length = SPLASH_LANES * math.ceil(trainer.sequence_length / SPLASH_LANES)
         raise UserError(
             f"splash attention takes rows of a multiple of {SPLASH_LANES} tokens and "
-            f"trainer.row_tokens is {trainer.row_tokens}: use {next_length}, or trainer.attention "
-            "auto"
+            f"trainer.sequence_length is {trainer.sequence_length}: use {next_length}, or "
+            "trainer.attention auto"
         )
 
 
 def check_distributed(distributed: DistributedConfig) -> None:
     """Check that a job is described wholly, or not at all."""
-    count = distributed.processes
-    number = distributed.process
+    count = distributed.num_processes
+    number = distributed.process_id
     if distributed.coordinator is None and (count > 1 or number > 0):
         raise UserError(
-            f"distributed.processes is {count}, distributed.process {number} and there is no "
-            "coordinator: give --distributed.coordinator host:port of process 0 too, or none of "
-            "them (a TPU pod needs none)"
+            f"distributed.num_processes is {count}, distributed.process_id {number} and there is "
+            "no coordinator: give --distributed.coordinator host:port of process 0 too, or none "
+            "of them (a TPU pod needs none)"
         )
     if distributed.coordinator is not None and count < 2:
         raise UserError(
-            f"distributed.coordinator is {distributed.coordinator} and distributed.processes is "
-            f"{count}: a job has at least 2, and one process needs no coordinator"
+            f"distributed.coordinator is {distributed.coordinator} and distributed.num_processes "
+            f"is {count}: a job has at least 2, and one process needs no coordinator"
         )
     if number >= count:
         raise UserError(
-            f"distributed.process is {number} and distributed.processes {count}: number the "
+            f"distributed.process_id is {number} and distributed.num_processes {count}: number the "
             f"processes from 0 to {count - 1}"
         )
     if distributed.coordinator is not None:

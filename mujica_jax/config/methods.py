@@ -61,14 +61,15 @@ class PolicyGradientConfig:
     # batches of sampling.questions_per_round questions, each sampled from the policy of the one
     # before
     rounds: NonNegativeInt
-    rounds_per_phase: PositiveInt  # rounds between two evaluations, each with a policy that is kept
-    group_attempts: Annotated[int, at_least(2)]  # attempts a question
+    # rounds between two evaluations, each with a policy that is kept
+    rounds_per_evaluation: PositiveInt
+    group_size: Annotated[int, at_least(2)]  # attempts a question
     learning_rate: float  # at first; one cosine over all rounds
     end_learning_rate: float  # where it ends
     epochs: PositiveInt  # passes over a round's rows
     # How many rows one update sees. A round of more rows makes several updates, and a round of
-    # fewer makes one. 0: trainer.rows_per_step.
-    rows_per_update: NonNegativeInt = 0
+    # fewer makes one. 0: trainer.batch_size.
+    mini_batch_size: NonNegativeInt = 0
     # how far below 1 the ratio to the policy that sampled may count
     clip_low: Annotated[float, at_least(0), BELOW_ONE] = 0.2
     clip_high: NonNegativeFloat = 0.2  # and how far above

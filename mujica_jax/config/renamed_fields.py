@@ -17,6 +17,20 @@ from mujica_jax.errors import UserError
 
 # Old dotted name: new dotted name, of the same section.
 RENAMED_FIELDS = {
+    "trainer.rows_per_step": "trainer.batch_size",
+    "trainer.row_tokens": "trainer.sequence_length",
+    "trainer.data": "trainer.data_parallel_size",
+    "trainer.tensor": "trainer.tensor_parallel_size",
+    "engine.slots": "engine.max_num_seqs",
+    "engine.tensor": "engine.tensor_parallel_size",
+    "sampling.shard_questions": "sampling.questions_per_shard",
+    "method.group_attempts": "method.group_size",
+    "method.rows_per_update": "method.mini_batch_size",
+    "method.rounds_per_phase": "method.rounds_per_evaluation",
+    "warmup.rise_steps": "warmup.lr_warmup_steps",
+    "metrics.every_steps": "metrics.logging_steps",
+    "distributed.processes": "distributed.num_processes",
+    "distributed.process": "distributed.process_id",
     "method.fixed_threshold": "method.initial_threshold",
 }
 

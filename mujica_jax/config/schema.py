@@ -38,7 +38,7 @@ from mujica_jax.config.methods import RemoteConfig as RemoteConfig
 from mujica_jax.config.renamed_fields import accept_old_names
 from mujica_jax.config.tasks import STORED_WITHOUT, OpenDomain, PassageSearch
 
-MIN_ROW_TOKENS = 2
+MIN_SEQUENCE_LENGTH = 2
 MAX_PORT = 65535
 MAX_REPEATS = 100  # of an attempt whose search fails
 MAX_SEED = 2**31 - 1  # seeds of episodes are 1000 times as large and stored in 64 bits
@@ -158,7 +158,7 @@ class EngineConfig:
     # With kind jetstream: the function that makes the engine, as in my_package:make_engine
     # (default: our own engine behind JetStream's interface).
     factory: str | None = None
-    slots: PositiveInt  # conversations decoded at the same time
+    max_num_seqs: PositiveInt  # conversations decoded at the same time
     decode_steps_per_call: PositiveInt  # decode steps between two scheduling decisions
     prefill_tokens: PositiveInt  # prompt tokens computed between two decode calls
     # How the layers' matrices are held while sampling: in trainer.dtype, or in eight bits (needs
@@ -173,15 +173,16 @@ class EngineConfig:
     # What keys and values are kept in: trainer.dtype, or less memory and less exact. fp8 is
     # float8_e4m3fn; int8 has a scale a channel.
     cache_dtype: Literal["compute", "bfloat16", "fp8", "int8"] = "compute"
-    tensor: PositiveInt = 1  # devices that the engine's heads and matrices are split over
+    # devices that the engine's heads and matrices are split over
+    tensor_parallel_size: PositiveInt = 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainerConfig:
     """The trainer: rows, optimizer, number types, adapters and the device mesh."""
 
-    row_tokens: Annotated[int, at_least(MIN_ROW_TOKENS)]  # length of a packed row
-    rows_per_step: PositiveInt  # packed rows in one update, of all devices together
+    sequence_length: Annotated[int, at_least(MIN_SEQUENCE_LENGTH)]  # length of a packed row
+    batch_size: PositiveInt  # packed rows in one update, of all devices together
     # muon: the layers' matrices by Muon, the rest by AdamW. Learns from fewer steps; for training
     # from scratch.
     optimizer: Literal["adamw", "muon"] = "adamw"
@@ -208,7 +209,7 @@ class TrainerConfig:
     # What Adam keeps its mean of gradients in; its mean of squares stays float32, where changes
     # below 1/256 would be lost.
     first_moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    # Parts of rows_per_step that go through the model one after the other before the update: less
+    # Parts of batch_size that go through the model one after the other before the update: less
     # memory, the same result.
     accumulation_steps: PositiveInt = 1
     # weight of the squared log-normaliser in the loss; 1e-4 is usual where bfloat16 logits drift
@@ -219,14 +220,14 @@ class TrainerConfig:
     # Above 0: LoRA. Only adapters of this rank are trained, on a checkpoint given with `--init`.
     lora_rank: NonNegativeInt = 0
     lora_alpha: PositiveFloat = 32.0  # what adapters compute counts alpha / rank times
-    data: PositiveInt = 1  # mesh axes; their product is the number of devices used
+    data_parallel_size: PositiveInt = 1  # mesh axes; their product is the number of devices used
     fsdp: PositiveInt = 1  # devices that weights and optimiser state are split over, and rows too
-    tensor: PositiveInt = 1  # devices that heads and matrices are split over
+    tensor_parallel_size: PositiveInt = 1  # devices that heads and matrices are split over
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of one update, with padding."""
-        return self.rows_per_step * self.row_tokens
+        return self.batch_size * self.sequence_length
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -260,7 +261,7 @@ class WarmupConfig:
     learning_rate: float  # the highest
     end_learning_rate: float  # where the cosine ends
     # updates in which the learning rate rises before the cosine; 0: a plain cosine
-    rise_steps: NonNegativeInt = 20
+    lr_warmup_steps: NonNegativeInt = 20
     # pre-training documents mixed into the demonstrations, as a share of their tokens
     pretraining_share: NonNegativeFloat
     # The scripted demonstrator's one kind of noise (0 to 1): over graphs, the share of worker turns
@@ -278,7 +279,7 @@ class SamplingConfig:
 
     questions_per_round: PositiveInt  # training questions that a round samples
     # questions in one unit of work: a killed run repeats at most one shard
-    shard_questions: PositiveInt
+    questions_per_shard: PositiveInt
     temperature: PositiveFloat  # of the logits while trajectories are sampled
     # Who samples MyGO's rounds: this program, or any number of `python -m mujica_jax.sample` beside
     # it.
@@ -316,7 +317,7 @@ class FaultConfig:
 class MetricsConfig:
     """Reports of a run beside metrics.jsonl (docs/metrics.md). May change at a restart."""
 
-    every_steps: PositiveInt = 10  # learning steps between two lines
+    logging_steps: PositiveInt = 10  # learning steps between two lines
     tensorboard: bool = True  # the same numbers as TensorBoard files in the run directory
     # Also to Weights & Biases (needs the extra `wandb`). offline: files in the run directory, for
     # `wandb sync`.
@@ -351,9 +352,9 @@ class DistributedConfig:
 
     # Host of process 0 and a free port there, as in 10.0.0.2:8476; the same on every host.
     coordinator: str | None = None
-    processes: PositiveInt = 1  # how many there are
+    num_processes: PositiveInt = 1  # how many there are
     # which one this is, from 0; it is the only field that differs between hosts
-    process: NonNegativeInt = 0
+    process_id: NonNegativeInt = 0
     # how long the start waits for all, and after which silence one of them is lost
     deadline_seconds: Annotated[float, at_least(1)] = 60.0
     # how long one waits for others that are alive and have more to do

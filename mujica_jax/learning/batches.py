@@ -2,7 +2,7 @@
 
 Element n of the dataset is the batch of step n, or this process's rows of it. It is a pure function
 of (seed, n): the epochs' shuffles stand one after the other, and step n takes the n-th
-`rows_per_step` rows of them. Grain's own `shuffle().repeat().batch()` shuffles by another rule. The
+`batch_size` rows of them. Grain's own `shuffle().repeat().batch()` shuffles by another rule. The
 order here is the one that every published number was made with, and any step of it can be reached
 without the steps before. Grain stores the place in the order, by the protocol of its other data
 sources.
@@ -33,7 +33,7 @@ class Batches:
     def __init__(
         self,
         rows: PackedRows,
-        rows_per_step: int,
+        batch_size: int,
         *,
         seed: int,
         own: Int[np.ndarray, " own"] | None = None,
@@ -41,7 +41,7 @@ class Batches:
     ) -> None:
         """Make batches of these rows.
 
-        `own` are the places, among the `rows_per_step` rows of a batch, that this process brings
+        `own` are the places, among the `batch_size` rows of a batch, that this process brings
         (default: all). `columns` names the extra columns of a batch. Raises UserError if there are
         no rows.
         """
@@ -54,10 +54,10 @@ class Batches:
             )
         # What the place in the order depends on. The number of processes is not among it: another
         # one continues.
-        self._order = {"rows": rows.num_rows, "rows_per_step": rows_per_step, "seed": seed}
+        self._order = {"rows": rows.num_rows, "rows_per_step": batch_size, "seed": seed}
 
         def batch_of_step(step: int) -> Batch:
-            indices = rows_of_step(rows.num_rows, rows_per_step, seed=seed, step=step)
+            indices = rows_of_step(rows.num_rows, batch_size, seed=seed, step=step)
             if own is not None:
                 indices = indices[own]
             return rows.batch(indices, columns)
@@ -99,13 +99,13 @@ class Batches:
 
 
 def rows_of_step(
-    num_rows: int, rows_per_step: int, *, seed: int, step: int
-) -> Int[np.ndarray, "rows_per_step"]:
+    num_rows: int, batch_size: int, *, seed: int, step: int
+) -> Int[np.ndarray, "batch_size"]:
     """Return the rows that a step sees.
 
-    The epochs' shuffles stand one after the other, and step n takes the n-th `rows_per_step` of
+    The epochs' shuffles stand one after the other, and step n takes the n-th `batch_size` of
     them. A step may begin in one epoch and end in another."""
-    places = np.arange(step * rows_per_step, (step + 1) * rows_per_step)
+    places = np.arange(step * batch_size, (step + 1) * batch_size)
     epochs, places_in_epoch = np.divmod(places, num_rows)
     rows = []
     for epoch in np.unique(epochs).tolist():

@@ -68,7 +68,7 @@ class PackedRows:
         return self.tokens.shape[0]
 
     @property
-    def row_tokens(self) -> int:
+    def sequence_length(self) -> int:
         return self.tokens.shape[1]
 
     @property
@@ -118,7 +118,7 @@ class PackedRows:
 def pack(
     conversations: Sequence[Conversation],
     *,
-    row_tokens: int,
+    sequence_length: int,
     seed: int,
     columns: Mapping[str, Sequence[Any] | np.ndarray] | None = None,
     pairs: bool = False,
@@ -130,22 +130,22 @@ def pack(
     A column has for each conversation a number for all of its tokens, or one number a token.
     """
     lengths = _lengths(conversations, pairs)
-    if lengths.size and lengths.max() > row_tokens:
+    if lengths.size and lengths.max() > sequence_length:
         raise UserError(
             f"a {'pair' if pairs else 'conversation'} of {lengths.max()} tokens does not fit into "
-            f"a row of {row_tokens} tokens: raise trainer.row_tokens or lower "
+            f"a row of {sequence_length} tokens: raise trainer.sequence_length or lower "
             "agent.max_trajectory_tokens"
         )
     assert not lengths.size or lengths.min() > 0, "a conversation holds at least one token"
 
     random = np.random.default_rng(seed)
-    rows = _assign(lengths, row_tokens, random.permutation(lengths.size))
+    rows = _assign(lengths, sequence_length, random.permutation(lengths.size))
     rows = [rows[index] for index in random.permutation(len(rows))]
     columns = dict(columns or {})
     if pairs:
         columns["pairs"] = _pair_numbers(rows, pairs=len(lengths))
         rows = [_conversations_of_pairs(row) for row in rows]
-    return _fill(rows, conversations, row_tokens, columns)
+    return _fill(rows, conversations, sequence_length, columns)
 
 
 def _pair_numbers(rows: list[list[int]], *, pairs: int) -> list[int]:
@@ -173,9 +173,11 @@ def _conversations_of_pairs(pairs: list[int]) -> list[int]:
     return indexes
 
 
-def too_long(conversations: Sequence[Conversation], row_tokens: int, *, pairs: bool = False) -> int:
+def too_long(
+    conversations: Sequence[Conversation], sequence_length: int, *, pairs: bool = False
+) -> int:
     """Return how many conversations, or pairs of them, `pack` would refuse."""
-    return int(np.sum(_lengths(conversations, pairs) > row_tokens))
+    return int(np.sum(_lengths(conversations, pairs) > sequence_length))
 
 
 def sampled_log_probs(conversations: Sequence[Conversation]) -> list[list[float]]:
@@ -209,7 +211,7 @@ def _lengths(
 
 def _assign(
     lengths: Int[np.ndarray, "conversations"],
-    row_tokens: int,
+    sequence_length: int,
     order: Int[np.ndarray, "conversations"],
 ) -> list[list[int]]:
     """Return the indexes of each row's conversations.
@@ -223,7 +225,7 @@ def _assign(
         window = window[np.argsort(-lengths[window], kind="stable")]
 
         # One row for each conversation always suffices.
-        free_tokens = np.full(len(window), row_tokens)
+        free_tokens = np.full(len(window), sequence_length)
         window_rows: list[list[int]] = [[] for _ in window]
         for index in window:
             row = int(np.argmax(free_tokens >= lengths[index]))  # the first one with room
@@ -236,11 +238,11 @@ def _assign(
 def _fill(
     rows: list[list[int]],
     conversations: Sequence[Conversation],
-    row_tokens: int,
+    sequence_length: int,
     columns: Mapping[str, Any],
 ) -> PackedRows:
     """Return the rows that hold these conversations, by their indexes."""
-    shape = (len(rows), row_tokens)
+    shape = (len(rows), sequence_length)
     packed = PackedRows(
         tokens=np.zeros(shape, np.int32),
         segment_ids=np.zeros(shape, np.int32),

@@ -53,12 +53,12 @@ class Throughput:
         self._devices = trainer.mesh.size
 
         # A step's share of all rows; above 1 where a step sees rows several times.
-        step_share = config.rows_per_step / rows.num_rows
+        step_share = config.batch_size / rows.num_rows
         tokens = int(np.count_nonzero(rows.segment_ids))
         self._step_tokens = step_share * tokens
         self._step_flops = training_flops(
             trainer.model,
-            slots=config.rows_per_step * rows.row_tokens,
+            slots=config.batch_size * rows.sequence_length,
             trained_tokens=step_share * rows.trained_tokens,
             pairs=step_share * attended_pairs(rows.segment_ids),
             lora_rank=config.lora_rank,

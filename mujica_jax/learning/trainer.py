@@ -16,7 +16,7 @@ returns is never broken and may be saved. A run restored from there continues wi
 batches it would have seen. The caller decides when to save by calling `fit` for a few steps at a
 time.
 
-The step is compiled once a process for each (rows, row_tokens), shared by all phases and all
+The step is compiled once a process for each (rows, sequence_length), shared by all phases and all
 trainers of one model and loss: the learning-rate schedule is an argument. Parameters, optimiser
 state and batch lie on the mesh (data, fsdp, tensor). Called by the methods.
 
@@ -138,7 +138,9 @@ class Trainer:
         self.model = model
         self.config = config
         self.loss = MLE(z_loss=config.z_loss) if loss is None else loss
-        self.mesh = make_mesh(config.data, config.fsdp, config.tensor, devices)
+        self.mesh = make_mesh(
+            config.data_parallel_size, config.fsdp, config.tensor_parallel_size, devices
+        )
         self._program = _program(model, config, self.loss, self.mesh)
 
     def initial_state(self, decoder: Decoder, *, seed: int = 0) -> TrainState:
@@ -196,14 +198,14 @@ class Trainer:
 
     def own_rows(self) -> Int[np.ndarray, " own"]:
         """Return which rows of a step's batch this process has to bring."""
-        return own_rows(self.config.rows_per_step, self.mesh)
+        return own_rows(self.config.batch_size, self.mesh)
 
     def lower_step(self) -> jax.stages.Lowered:
         """Lower one update of the configured batch for the mesh, without any array.
 
         `.compile()` of the result needs no device.
         """
-        shape = (self.config.rows_per_step, self.config.row_tokens)
+        shape = (self.config.batch_size, self.config.sequence_length)
         rows = NamedSharding(self.mesh, PartitionSpec(RULES["batch"].mesh_axes))
         integers: Any = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=rows)
         mask: Any = jax.ShapeDtypeStruct(shape, jnp.bool_, sharding=rows)
@@ -228,7 +230,7 @@ class Trainer:
         """
         batches = Batches(
             rows,
-            self.config.rows_per_step,
+            self.config.batch_size,
             seed=seed,
             own=self.own_rows(),
             columns=self.loss.columns,
@@ -242,9 +244,9 @@ class Trainer:
         It is 0 for padding and for the first token of a segment.
         """
         log_probs = np.zeros(rows.tokens.shape, np.float32)
-        for start in range(0, rows.num_rows, self.config.rows_per_step):
+        for start in range(0, rows.num_rows, self.config.batch_size):
             # A last batch that is short continues with the first rows, to keep its shape.
-            row_numbers = np.arange(start, start + self.config.rows_per_step)
+            row_numbers = np.arange(start, start + self.config.batch_size)
             batch = rows.batch(row_numbers[self.own_rows()] % rows.num_rows)
             with jax.set_mesh(self.mesh):
                 batch_log_probs = np.asarray(
@@ -298,9 +300,9 @@ def fit(
     )
 
 
-def steps_of_epochs(num_rows: int, rows_per_step: int, epochs: int) -> int:
+def steps_of_epochs(num_rows: int, batch_size: int, epochs: int) -> int:
     """Return the number of steps in which every row is seen at least `epochs` times."""
-    return -(-num_rows * epochs // rows_per_step)
+    return -(-num_rows * epochs // batch_size)
 
 
 def _read(step: int, metrics: dict[str, Array], *, max_skips: int) -> StepMetrics:
@@ -358,7 +360,7 @@ def make_train_step(
         policy_graph=nnx.graphdef(plain),
         graph=nnx.graphdef(trained),
         optimizer=make_optimizer(config),
-        attention=resolve(config.attention, time=config.row_tokens, platform=platform),
+        attention=resolve(config.attention, time=config.sequence_length, platform=platform),
     )
 
 

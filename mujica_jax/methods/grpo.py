@@ -1,6 +1,6 @@
 """GRPO and DAPO: policy gradients from groups of attempts, on any agent.
 
-    1. sample   `group_attempts` attempts at each question of a batch, from the current policy;
+    1. sample   `group_size` attempts at each question of a batch, from the current policy;
     2. refill   (dynamic sampling) groups whose rewards are all equal are left out, and the next
                 questions sampled, until the batch is full or `max_sampled_batches` are spent;
     3. compare  an attempt's advantage is its reward against its group
@@ -9,9 +9,9 @@
                 importance weights, and the reference's for the KL term;
     5. learn    the clipped objective of all conversations of the attempts, in several updates.
 
-These five are a round; every `rounds_per_phase` rounds the policy is committed and evaluated (a row
-of the table). Sources: GRPO, DeepSeekMath (arXiv 2402.03300); DAPO, arXiv 2503.14476; both on
-agents, "Learning When to Search", section 3.2, and Mujica-MyGO, section 3.2. What is ours:
+These five are a round; every `rounds_per_evaluation` rounds the policy is committed and evaluated
+(a row of the table). Sources: GRPO, DeepSeekMath (arXiv 2402.03300); DAPO, arXiv 2503.14476; both
+on agents, "Learning When to Search", section 3.2, and Mujica-MyGO, section 3.2. What is ours:
 
 - A planner's and its workers' conversations all carry the advantage of their trajectory.
 - Without a group that teaches there is no update at all: with weight decay and momentum an update
@@ -114,7 +114,7 @@ def policy_gradient(run: Run) -> list[PhaseResult]:
 
 
 def _run_rounds(run: Run, state: PhaseState) -> list[PhaseResult]:
-    """Run all rounds, and return the result of each phase: of every `rounds_per_phase` rounds."""
+    """Run all rounds, and return the result of every `rounds_per_evaluation` rounds."""
     config = method_of(run, PolicyGradientConfig)
     reference = _Reference(run)
     results: list[PhaseResult] = []
@@ -125,7 +125,7 @@ def _run_rounds(run: Run, state: PhaseState) -> list[PhaseResult]:
         state, learnt = _run_round(run, state, number, first_question, reference)
         first_question += learnt.questions
         _add_cost(cost, learnt)
-        if number % config.rounds_per_phase and number < config.rounds:
+        if number % config.rounds_per_evaluation and number < config.rounds:
             continue
 
         # The phase is complete: commit the policy and evaluate it.
@@ -281,8 +281,8 @@ def _group_units(
     run: Run, number: int, questions: Sequence[Question], *, first_shard: int
 ) -> list[Callable[[OnEpisode], tuple[ShardEntry, list[Trajectory]]]]:
     """Return a unit of work for each shard of questions: all attempts of their groups."""
-    group_size = method_of(run, PolicyGradientConfig).group_attempts
-    shard_size = run.config.sampling.shard_questions
+    group_size = method_of(run, PolicyGradientConfig).group_size
+    shard_size = run.config.sampling.questions_per_shard
     units = []
     for start in range(0, len(questions), shard_size):
         attempts = [
@@ -344,7 +344,7 @@ def compare_attempts(run: Run, trajectories: list[Trajectory], number: int) -> R
     with run.clock.stage("packing"):
         rows = pack(
             conversations,
-            row_tokens=run.config.trainer.row_tokens,
+            sequence_length=run.config.trainer.sequence_length,
             seed=run.config.seed + number,
             columns={
                 "advantages": [advantage_of[id(conversation)] for conversation in conversations],
@@ -355,7 +355,7 @@ def compare_attempts(run: Run, trajectories: list[Trajectory], number: int) -> R
         trajectories=trajectories,
         groups=groups,
         learnt=learnt_groups,
-        too_long=too_long(selected, run.config.trainer.row_tokens),
+        too_long=too_long(selected, run.config.trainer.sequence_length),
         rows=rows,
     )
 
@@ -429,7 +429,7 @@ def _rows_to_learn(
 
     So none is learnt twice."""
     rows = scored(run, rollout.rows, state, number, reference)
-    return rows.with_empty_rows(_trainer_config(run).rows_per_step)
+    return rows.with_empty_rows(_trainer_config(run).batch_size)
 
 
 class _Reference:
@@ -451,7 +451,7 @@ class _Reference:
 def _learning_plan(run: Run, num_rows: int, number: int) -> LearningPlan:
     """Return the updates of a round with this many rows."""
     config = method_of(run, PolicyGradientConfig)
-    steps = steps_of_epochs(num_rows, _trainer_config(run).rows_per_step, config.epochs)
+    steps = steps_of_epochs(num_rows, _trainer_config(run).batch_size, config.epochs)
     return _learning_plan_of_steps(run, steps, number)
 
 
@@ -482,8 +482,8 @@ def loss_of(config: PolicyGradientConfig) -> Loss:
 def _trainer_config(run: Run) -> TrainerConfig:
     """Return the trainer's configuration with the rows of an update of this method."""
     trainer = run.config.trainer
-    rows_per_update = method_of(run, PolicyGradientConfig).rows_per_update
-    return dataclasses.replace(trainer, rows_per_step=rows_per_update or trainer.rows_per_step)
+    mini_batch_size = method_of(run, PolicyGradientConfig).mini_batch_size
+    return dataclasses.replace(trainer, batch_size=mini_batch_size or trainer.batch_size)
 
 
 # --- write down ---
@@ -525,8 +525,8 @@ def _print_problems(run: Run, rollout: Rollout, number: int) -> None:
         mean = mean_reward(rollout.trajectories)
         run.progress.line(
             f"round {number}: no update, for at each of {num_groups} questions all attempts earned "
-            f"the same (on average {mean:.3f}): raise method.group_attempts "
-            f"{config.group_attempts} or sampling.temperature {run.config.sampling.temperature}, "
+            f"the same (on average {mean:.3f}): raise method.group_size "
+            f"{config.group_size} or sampling.temperature {run.config.sampling.temperature}, "
             "or begin with a policy that is right now and then"
         )
     elif config.dynamic_sampling and num_teaching < run.config.sampling.questions_per_round:

@@ -377,7 +377,7 @@ def next_threshold(config: MygoConfig, previous_k: float, mean_reward: float, be
 def plan_round(run: Run, number: int, version: int, previous_k: float) -> list[list[Question]]:
     """Return the round's questions by shard, and write them down."""
     config = method_of(run, MygoConfig)
-    shard_size = run.config.sampling.shard_questions
+    shard_size = run.config.sampling.questions_per_shard
     questions = run.task.questions("train")
     count = sampling.questions_a_round(run, f"round {number}")
 
@@ -465,7 +465,7 @@ def select_trajectories(run: Run, number: int, sampled: SampledRound) -> Selecti
     row_figures = {
         "policy_lag": policy_lag,
         "rows": len(rows),
-        "too_long": too_long(conversations, run.config.trainer.row_tokens),
+        "too_long": too_long(conversations, run.config.trainer.sequence_length),
     }
     figures = {"k": sampled.threshold, **statistics, **row_figures}
     return Selection(trajectories=kept_trajectories, rows=rows, figures=figures)
@@ -485,9 +485,9 @@ def _why_nothing_is_learnt(run: Run, sampled: SampledRound, selected: Selection)
     lengths = [len(row.token_ids) for row in training_rows(selected.trajectories)]
     return (
         f"{len(selected.trajectories)} of {num_sampled} trajectories beat K = {k:.3f}, and none of "
-        f"their {len(lengths)} conversations fits trainer.row_tokens "
-        f"{run.config.trainer.row_tokens}, the shortest has {min(lengths)} tokens; the policy "
-        "stays as it is. Raise trainer.row_tokens, or lower agent.max_trajectory_tokens"
+        f"their {len(lengths)} conversations fits trainer.sequence_length "
+        f"{run.config.trainer.sequence_length}, the shortest has {min(lengths)} tokens; the policy "
+        "stays as it is. Raise trainer.sequence_length, or lower agent.max_trajectory_tokens"
     )
 
 
@@ -509,7 +509,7 @@ def _pack_with_replay(
     with run.clock.stage("packing"):
         return pack(
             [*rows, *older_rows],
-            row_tokens=run.config.trainer.row_tokens,
+            sequence_length=run.config.trainer.sequence_length,
             seed=run.config.seed + number,
         )
 
@@ -518,7 +518,7 @@ def _learning_plan(run: Run, number: int, packed: PackedRows) -> LearningPlan:
     """Return the round's updates: its epochs, on its stretch of the cosine over all rounds."""
     config = method_of(run, MygoConfig)
     return LearningPlan(
-        steps=steps_of_epochs(packed.num_rows, run.config.trainer.rows_per_step, config.epochs),
+        steps=steps_of_epochs(packed.num_rows, run.config.trainer.batch_size, config.epochs),
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
         stretch=((number - 1) / config.rounds, number / config.rounds),

@@ -89,18 +89,18 @@ def warm_up(
     # Pack the demonstrations with documents.
     with run.clock.stage("packing"):
         mixed = conversations + _mixed_documents(run, conversations)
-        packed = pack(mixed, row_tokens=trainer.row_tokens, seed=run.config.seed)
+        packed = pack(mixed, sequence_length=trainer.sequence_length, seed=run.config.seed)
 
     # Learn: make the configured steps or epochs, whichever is less.
     steps = config.steps
     if steps and config.epochs:
-        epoch_steps = steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.epochs)
+        epoch_steps = steps_of_epochs(packed.num_rows, trainer.batch_size, config.epochs)
         steps = min(steps, epoch_steps)
     plan = LearningPlan(
         steps=steps,
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
-        warmup_steps=min(config.rise_steps, steps),
+        warmup_steps=min(config.lr_warmup_steps, steps),
     )
     state = learning.train(run, WARM_UP.name, _starting_state(run), packed, plan=plan)
 
@@ -184,7 +184,9 @@ def with_control(
     steps = max(1, round(methods_cost / (FORWARD_AND_BACKWARD * trainer.tokens_per_step)))
 
     with run.clock.stage("packing"):
-        packed = pack(demonstrations.rows, row_tokens=trainer.row_tokens, seed=run.config.seed)
+        packed = pack(
+            demonstrations.rows, sequence_length=trainer.sequence_length, seed=run.config.seed
+        )
     plan = LearningPlan(steps=steps, peak=method.learning_rate, end_value=method.end_learning_rate)
     control_state = learning.train(run, CONTROL, state, packed, plan=plan)
     cost.trained_slots = steps * trainer.tokens_per_step
@@ -199,8 +201,8 @@ def _why_nothing_to_learn(run: Run, num_sampled: int, kept_trajectories: list[Tr
         shortest = min(len(row.token_ids) for row in training_rows(kept_trajectories))
         return (
             f"no conversation of the {len(kept_trajectories)} warm-up trajectories fits "
-            f"trainer.row_tokens {run.config.trainer.row_tokens}, the shortest has {shortest} "
-            "tokens: raise trainer.row_tokens"
+            f"trainer.sequence_length {run.config.trainer.sequence_length}, the shortest has "
+            f"{shortest} tokens: raise trainer.sequence_length"
         )
     if run.config.warmup.source == "few_shot":
         return (
@@ -315,7 +317,7 @@ def _few_shot(run: Run) -> Played:
     few_shot_agent = make_agent(dataclasses.replace(config.agent, prompt="few_shot"), run.tokenizer)
     num_wanted = config.warmup.few_shot_trajectories
     questions = run.task.questions("train")
-    shard_size = config.sampling.shard_questions
+    shard_size = config.sampling.questions_per_shard
 
     # A shard holds one attempt at each of some questions: first attempts at all questions, then
     # second ones, and so on.
@@ -385,14 +387,14 @@ def _pretrain(run: Run) -> TrainState:
     # Rows are cut into shorter ones, and a step takes as many tokens as before.
     pretraining_trainer = dataclasses.replace(
         trainer,
-        row_tokens=trainer.row_tokens // config.row_parts,
-        rows_per_step=trainer.rows_per_step * config.row_parts,
+        sequence_length=trainer.sequence_length // config.row_parts,
+        batch_size=trainer.batch_size * config.row_parts,
     )
-    row_tokens = pretraining_trainer.row_tokens
+    sequence_length = pretraining_trainer.sequence_length
 
     with run.clock.stage("packing"):
-        documents = _document_rows(run, row_tokens)
-        packed = pack(documents, row_tokens=row_tokens, seed=run.config.seed)
+        documents = _document_rows(run, sequence_length)
+        packed = pack(documents, sequence_length=sequence_length, seed=run.config.seed)
     plan = LearningPlan(
         steps=config.steps,
         peak=config.learning_rate,
@@ -403,10 +405,10 @@ def _pretrain(run: Run) -> TrainState:
     return learning.train(run, PRETRAINING, run.initial_state, packed, plan=plan)()
 
 
-def _document_rows(run: Run, row_tokens: int) -> list[Conversation]:
+def _document_rows(run: Run, sequence_length: int) -> list[Conversation]:
     """Return documents with all tokens trained, without those that are longer than a row."""
     documents = itertools.islice(_documents(run, stream=0), run.config.pretraining.documents)
-    return learning.rows_that_fit(run, list(documents), "documents", row_tokens)
+    return learning.rows_that_fit(run, list(documents), "documents", sequence_length)
 
 
 def _documents(run: Run, stream: int) -> Iterator[Conversation]:
@@ -428,7 +430,7 @@ def _mixed_documents(run: Run, conversations: list[Conversation]) -> list[Conver
     for row in itertools.islice(_documents(run, stream=1), run.config.pretraining.documents):
         if num_tokens >= max_tokens:
             break
-        if len(row.token_ids) <= run.config.trainer.row_tokens:
+        if len(row.token_ids) <= run.config.trainer.sequence_length:
             rows.append(row)
             num_tokens += len(row.token_ids)
     return rows

@@ -82,8 +82,9 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
     # step, crosses it.
     if data % slices:
         raise UserError(
-            f"trainer.data is {data} and the job has {slices} slices (of TPUs; hosts of GPUs): use "
-            f"a multiple of {slices}, since only the data axis may cross the network between them"
+            f"trainer.data_parallel_size is {data} and the job has {slices} slices (of TPUs; hosts "
+            f"of GPUs): use a multiple of {slices}, since only the data axis may cross the network "
+            "between them"
         )
     grid = mesh_utils.create_hybrid_device_mesh(
         (data // slices, fsdp, tensor),

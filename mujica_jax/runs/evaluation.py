@@ -569,7 +569,7 @@ def _score(run: Run, phase: Phase) -> Scores:
         task=run.task,
         config=run.config,
         progress=run.progress,
-        concurrency=run.config.engine.slots,
+        concurrency=run.config.engine.max_num_seqs,
         preemption=run.preemption,
         live=run.counters.figures,
         gather=gather_scored,

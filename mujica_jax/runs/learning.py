@@ -193,7 +193,7 @@ def _report_step(
 ) -> None:
     """Show the metrics of a step, and write them down now and then."""
     stage.update(metrics.step, loss=metrics.loss, **metrics.loss_metrics)
-    if metrics.step % run.config.metrics.every_steps == 0 or metrics.step == steps:
+    if metrics.step % run.config.metrics.logging_steps == 0 or metrics.step == steps:
         throughput = figures.of(metrics)
         stage.update(metrics.step, tokens_per_second=round(throughput["tokens_per_second"]))
         run.metrics.write(f"{name}/learn", metrics.step, metrics.values() | throughput)
@@ -250,13 +250,13 @@ def rows_that_fit(
     run: Run,
     conversations: Sequence[Conversation],
     noun: str = "conversations",
-    row_tokens: int | None = None,
+    sequence_length: int | None = None,
 ) -> list[Conversation]:
     """Return the conversations that train anything and fit a row.
 
-    A line says how many do not fit. `row_tokens` is the length of a row (None: the trainer's), and
-    `noun` is what the line calls the conversations."""
-    limit = row_tokens or run.config.trainer.row_tokens
+    A line says how many do not fit. `sequence_length` is the length of a row (None: the trainer's),
+    and `noun` is what the line calls the conversations."""
+    limit = sequence_length or run.config.trainer.sequence_length
     trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
     fitting = [conversation for conversation in trained if len(conversation.token_ids) <= limit]
     num_too_long = len(trained) - len(fitting)

@@ -8,9 +8,9 @@
 | learning | state, gradients and activations of a step, keys and values; no engine weights |
 
 The embedder and the rows of an exact search are there from sampling on. State and policy lie over
-the trainer's mesh, engine weights, keys and values over `engine.tensor` chips. Called by `setup`,
-which refuses what does not fit, and by `run`, which leaves the keys and values what the rest does
-not need.
+the trainer's mesh, engine weights, keys and values over `engine.tensor_parallel_size` chips. Called
+by `setup`, which refuses what does not fit, and by `run`, which leaves the keys and values what the
+rest does not need.
 """
 
 import dataclasses
@@ -53,7 +53,7 @@ REMEDIES = {
     PARAMETERS: "raise trainer.fsdp, or set trainer.parameter_dtype to bfloat16",
     MOMENTS: "raise trainer.fsdp, or train adapters with trainer.lora_rank",
     POLICY: "raise trainer.fsdp",
-    ENGINE: "raise engine.tensor, or set engine.weights to int8",
+    ENGINE: "raise engine.tensor_parallel_size, or set engine.weights to int8",
     CACHE: "lower engine.cache_gigabytes",
     RETRIEVAL: "search on another host with `index serve`",
     STEP: "raise trainer.accumulation_steps, or set trainer.remat to full",
@@ -98,7 +98,7 @@ def phases(
         lambda weights: engine_weights(weights, model, config.engine.weights, compute_dtype),
         decoder,
     )
-    engine_mesh = AbstractMesh((1, 1, config.engine.tensor), MESH_AXES)
+    engine_mesh = AbstractMesh((1, 1, config.engine.tensor_parallel_size), MESH_AXES)
 
     # What stays in all phases, and the engine's weights.
     resident = {PARAMETERS: _bytes(state.params), MOMENTS: _bytes(state.opt_state)}
@@ -140,8 +140,10 @@ def cache_bytes(config: Config, model: DecoderConfig) -> int:
         return 0
     dtype = CACHE_DTYPES.get(engine.cache_dtype, jnp.dtype(config.trainer.dtype))
     pages_per_slot = -(-config.agent.max_trajectory_tokens // engine.page_tokens)
-    pages = engine.slots * pages_per_slot
-    full_bytes = pages * page_bytes(model, engine.page_tokens, dtype, LANES) // engine.tensor
+    pages = engine.max_num_seqs * pages_per_slot
+    full_bytes = (
+        pages * page_bytes(model, engine.page_tokens, dtype, LANES) // engine.tensor_parallel_size
+    )
     return min(full_bytes, int(engine.cache_gigabytes * 1e9))
 
 

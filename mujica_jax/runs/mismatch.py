@@ -72,12 +72,12 @@ def compared(
     """Return the differences over at most `conversations` conversations, drawn by the seed.
 
     The result is empty if none can be compared."""
-    row_tokens = trainer.config.row_tokens
+    sequence_length = trainer.config.sequence_length
     comparable: list[Conversation] = []
     for trajectory in trajectories:
         for conversation in trajectory.conversations:
             is_sampled = any(turn.logprobs for turn in conversation.turns)
-            if is_sampled and len(conversation.token_ids) <= row_tokens:
+            if is_sampled and len(conversation.token_ids) <= sequence_length:
                 comparable.append(conversation)
     random = np.random.default_rng(seed)
     count = min(conversations, len(comparable))
@@ -85,7 +85,7 @@ def compared(
     if not places:
         return {}
     sample = [comparable[place] for place in places]
-    rows = pack(sample, row_tokens=row_tokens, seed=seed)
+    rows = pack(sample, sequence_length=sequence_length, seed=seed)
     return differences(sample, rows, trainer.score(state, rows))
 
 

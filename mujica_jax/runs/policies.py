@@ -90,7 +90,7 @@ class Checkpoint(SavedPolicy):
 
     def concurrency(self, config: Config) -> int:
         """Return how many episodes are played at a time."""
-        return config.engine.slots
+        return config.engine.max_num_seqs
 
     def open(
         self, config: Config, *, context_setting: str = ""

@@ -103,7 +103,7 @@ def play_waves(
                     run.task.environment,
                     EnginePolicy(run.generator),
                     reward=run.reward.at(round_number),
-                    concurrency=concurrency or run.config.engine.slots,
+                    concurrency=concurrency or run.config.engine.max_num_seqs,
                     hooks=EpisodeHooks(play=run.faults.play, on_episode=on_episode, poll=run.poll),
                 )
             )

@@ -108,7 +108,9 @@ def _check(config: Config, directory: RunPath) -> _Start:
     require_packages(config)
     use_compilation_cache()
     _check_machine(config)
-    mesh = make_mesh(config.trainer.data, config.trainer.fsdp, config.trainer.tensor)
+    mesh = make_mesh(
+        config.trainer.data_parallel_size, config.trainer.fsdp, config.trainer.tensor_parallel_size
+    )
     task = build_task(config)
     _check_reward(config, task, directory)
     _check_start(config, task)
@@ -220,7 +222,11 @@ def open_sampling(config: Config, store: Store, preemption: Preemption, progress
     least one is committed."""
     use_compilation_cache()
     own_devices = dataclasses.replace(
-        config.trainer, data=1, fsdp=1, tensor=config.engine.tensor, accumulation_steps=1
+        config.trainer,
+        data_parallel_size=1,
+        fsdp=1,
+        tensor_parallel_size=config.engine.tensor_parallel_size,
+        accumulation_steps=1,
     )
     config = dataclasses.replace(config, trainer=own_devices)
     check_dtypes(config)

@@ -254,7 +254,7 @@ def _place(config: DistributedConfig) -> tuple[str, int, int] | None:
 
     JAX is asked about a pod only if there is a TPU."""
     if config.coordinator is not None:
-        return config.coordinator, config.processes, config.process
+        return config.coordinator, config.num_processes, config.process_id
 
     may_use_tpu = "tpu" in os.environ.get("JAX_PLATFORMS", "tpu")
     if not may_use_tpu or not any(Path(device).exists() for device in TPU_DEVICES):

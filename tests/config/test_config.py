@@ -201,8 +201,8 @@ def test_flags_reach_their_fields():
 def test_a_section_of_another_kind_keeps_what_was_chosen_and_no_default():
     chosen: dict[str, Any] = {
         "rounds": 7,
-        "rounds_per_phase": 1,
-        "group_attempts": 4,
+        "rounds_per_evaluation": 1,
+        "group_size": 4,
         "epochs": 2,
         "clip_low": 0.1,
         "learning_rate": 1e-3,
@@ -270,7 +270,7 @@ def test_help_loads_no_framework(program):
     shown = subprocess.run(
         [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout
-    assert "--engine.slots" in shown
+    assert "--engine.max-num-seqs" in shown
     assert shown.splitlines()[-1] == "[]"
 
 
@@ -390,7 +390,7 @@ def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
 
     def mesh_of(engine: EngineConfig) -> Mesh:
         """A mesh of the one device that there is, whose name says how many are asked for."""
-        return Mesh(np.asarray(jax.devices()[:1]), (f"tensor {engine.tensor}",))
+        return Mesh(np.asarray(jax.devices()[:1]), (f"tensor {engine.tensor_parallel_size}",))
 
     monkeypatch.setattr(engines, "ContiguousEngine", Told)
     monkeypatch.setattr(engines, "engine_mesh", mesh_of)
@@ -399,11 +399,11 @@ def test_every_field_of_the_engine_reaches_it(smoke, decoder, monkeypatch):
     )
     tokenizer: Any = types.SimpleNamespace(stop_token_ids=(1,), token_bytes=None)
     values = {
-        "slots": 8,
+        "max_num_seqs": 8,
         "decode_steps_per_call": 4,
         "prefill_tokens": 512,
         "prefix_reuse": False,
-        "tensor": 2,
+        "tensor_parallel_size": 2,
         "page_tokens": 16,
         "cache_gigabytes": 2e-4,
         "cache_dtype": "fp8",
@@ -524,7 +524,7 @@ def test_help_says_what_every_field_is():
 @functools.cache
 def program(**fields: Any) -> str:
     """Return the training step as it is lowered with these fields of the trainer."""
-    config = dataclasses.replace(TRAINER, row_tokens=16, **fields)
+    config = dataclasses.replace(TRAINER, sequence_length=16, **fields)
     return Trainer(MODEL, config).lower_step().as_text()
 
 
@@ -738,12 +738,12 @@ def test_every_field_of_mygo_changes_what_a_run_does(smoke, asked):
     assert_each_changes(changed(smoke, "method", max_attempts=3), "method", values, rounds)
     fixed = changed(smoke, "method", max_attempts=3, threshold="fixed")
     assert_each_changes(fixed, "method", {"initial_threshold": 1.0}, rounds)
-    sampling = {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7}
+    sampling = {"questions_per_round": 20, "questions_per_shard": 5, "temperature": 0.7}
     assert set(sampling) | {"workers"} == {
         field.name for field in dataclasses.fields(SamplingConfig)
     }
     assert_each_changes(smoke, "sampling", sampling, rounds)
-    assert_each_changes(smoke, "trainer", {"row_tokens": 256, "rows_per_step": 2}, rounds)
+    assert_each_changes(smoke, "trainer", {"sequence_length": 256, "batch_size": 2}, rounds)
     few = changed(changed(smoke, "task", demonstrations=10), "method", rounds=1)
     assert_each_changes(few, "eval", {"control": False}, lambda config: asked(config, mygo.mygo))
 
@@ -793,7 +793,7 @@ def test_every_field_of_evipath_changes_what_a_run_does(smoke, asked, monkeypatc
     assert_each_changes(
         config,
         "sampling",
-        {"questions_per_round": 20, "shard_questions": 5, "temperature": 0.7},
+        {"questions_per_round": 20, "questions_per_shard": 5, "temperature": 0.7},
         seen,
     )
 
@@ -804,12 +804,12 @@ def test_every_field_of_grpo_and_dapo_changes_what_a_run_does(smoke, asked):
 
     shared = {
         "rounds": 3,
-        "rounds_per_phase": 2,
-        "group_attempts": 3,
+        "rounds_per_evaluation": 2,
+        "group_size": 3,
         "learning_rate": 1e-3,
         "epochs": 1,
         "end_learning_rate": 1e-4,
-        "rows_per_update": 2,
+        "mini_batch_size": 2,
         "clip_low": 0.1,
         "clip_high": 0.4,
         "importance_cap": 0.0,
@@ -819,8 +819,8 @@ def test_every_field_of_grpo_and_dapo_changes_what_a_run_does(smoke, asked):
     }
     begin: dict[str, Any] = {
         "rounds": 2,
-        "rounds_per_phase": 1,
-        "group_attempts": 2,
+        "rounds_per_evaluation": 1,
+        "group_size": 2,
         "epochs": 2,
         "learning_rate": 2e-3,
         "end_learning_rate": 2e-4,
@@ -838,7 +838,7 @@ def test_every_field_of_grpo_and_dapo_changes_what_a_run_does(smoke, asked):
     assert_each_changes(
         grpo,
         "sampling",
-        {"questions_per_round": 5, "shard_questions": 3, "temperature": 0.7},
+        {"questions_per_round": 5, "questions_per_shard": 3, "temperature": 0.7},
         rounds,
     )
 
@@ -864,7 +864,7 @@ def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, a
         "pretraining_share": 0.5,
         "miss_rate": 0.5,
         "epochs": 1,
-        "rise_steps": 0,
+        "lr_warmup_steps": 0,
     }
     assert_each_changes(few, "warmup", from_scratch, warm_up)
     few_shot = {"source": "scripted", "few_shot_trajectories": 40, "few_shot_attempts": 1}
@@ -883,8 +883,9 @@ def test_every_field_of_pretraining_and_warm_up_changes_what_a_run_does(smoke, a
 @pytest.mark.parametrize(
     ("changes", "passes", "rise"),
     [
-        ({"steps": 500, "epochs": 1, "rise_steps": 0}, 1, 0),  # as MyGO: one pass on a plain cosine
-        ({"steps": 500, "epochs": 3, "rise_steps": 2}, 3, 2),
+        # As MyGO: one pass on a plain cosine.
+        ({"steps": 500, "epochs": 1, "lr_warmup_steps": 0}, 1, 0),
+        ({"steps": 500, "epochs": 3, "lr_warmup_steps": 2}, 3, 2),
         ({"steps": 2, "epochs": 3}, None, 2),  # no more updates than steps, and no longer a rise
         ({"steps": 30}, None, 20),
     ],
@@ -898,8 +899,8 @@ def test_a_warm_up_makes_its_steps_or_its_passes_whichever_is_less(
     if passes is None:
         updates = changes["steps"]
     else:
-        updates = math.ceil(num_rows * passes / few.trainer.rows_per_step)
-    assert num_rows > few.trainer.rows_per_step
+        updates = math.ceil(num_rows * passes / few.trainer.batch_size)
+    assert num_rows > few.trainer.batch_size
     assert plan.steps == updates <= changes["steps"]
     assert plan.warmup_steps == rise
 

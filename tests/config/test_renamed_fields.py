@@ -11,7 +11,7 @@ from mujica_jax import train
 from mujica_jax.config import renamed_fields
 from mujica_jax.config.files import command_line, from_dict, load_config, override
 from mujica_jax.config.renamed_fields import RENAMED_FIELDS, accept_old_names
-from mujica_jax.config.schema import Config, MygoConfig
+from mujica_jax.config.schema import Config, EngineConfig, MygoConfig
 from mujica_jax.errors import RunMismatchError, UserError
 from mujica_jax.trajectories.store import open_run
 from tests.helpers.paths import HELPERS, ROOT
@@ -143,8 +143,8 @@ def test_eval_reads_the_run_of_an_earlier_version_without_notice(capsys, tmp_pat
 def test_the_policy_kept_by_an_earlier_version_is_read(capsys):
     values = json.loads((ROOT / "adapters" / "two_wiki_text_smollm2" / "config.json").read_text())
     config = from_dict(Config, values["config"])
-    assert (config.trainer.row_tokens, config.trainer.rows_per_step) == (768, 4)
-    assert config.engine.slots == 48
+    assert (config.trainer.sequence_length, config.trainer.batch_size) == (768, 4)
+    assert config.engine.max_num_seqs == 48
     assert capsys.readouterr().err == ""
 
 
@@ -220,3 +220,35 @@ def test_a_users_own_field_under_an_old_name_stays_its_own(capsys, tmp_path):
     open_run(tmp_path / "run", values)
     open_run(tmp_path / "run", values)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--engine.slots", "3"], ["--engine.slots=3"]],
+)
+def test_the_server_takes_an_old_flag_too(words, capsys):
+    engine = EngineConfig(max_num_seqs=16, decode_steps_per_call=8, prefill_tokens=2048)
+    defaults = ServeArguments(checkpoint="model", engine=engine)
+    assert override(defaults, words, prog="serve").engine.max_num_seqs == 3
+    assert capsys.readouterr().err == (
+        "engine.slots is now engine.max_num_seqs; the old name works in this release\n"
+    )
+
+
+def test_a_field_under_both_names_is_refused(capsys):
+    words = ["--trainer.row-tokens", "512", "--trainer.sequence-length", "256"]
+    assert train.main([SMOKE, *words]) == 2
+    assert capsys.readouterr().err == (
+        "error: trainer.row_tokens and trainer.sequence_length are given, and are one field: leave "
+        "out trainer.row_tokens, its old name\n"
+    )
+
+
+@pytest.mark.parametrize("program", [train, evaluation])
+def test_help_shows_new_names_alone(program, capsys):
+    with pytest.raises(SystemExit):
+        program.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "--engine.max-num-seqs" in shown
+    for old, new in ROWS:
+        assert old.replace("_", "-") + " " not in shown, f"{old} is {new} now"

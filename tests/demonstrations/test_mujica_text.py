@@ -198,7 +198,7 @@ def test_rows_of_played_conversations_are_95_percent_full(played):
     assert lengths[-1] > 3 * lengths[0], (
         "no lengths alike, with which rows would fill by themselves"
     )
-    assert pack(conversations, row_tokens=2 * lengths[-1], seed=0).efficiency >= 0.95
+    assert pack(conversations, sequence_length=2 * lengths[-1], seed=0).efficiency >= 0.95
 
 
 def test_what_the_graph_lacks_is_not_answered(world):

@@ -52,7 +52,7 @@ ENCODER = EncoderConfig(
 def trained(**changes) -> tuple[list[np.ndarray], np.ndarray]:
     """Return parameters and moments after two steps, and every token's log-probability."""
     trainer = Trainer(WIDE, dataclasses.replace(TRAINER, **changes))
-    rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
+    rows = pack(random_conversations(36), sequence_length=TRAINER.sequence_length, seed=0)
     state = fit(
         trainer,
         trainer.initial_state(tiny_decoder(WIDE)),
@@ -133,20 +133,26 @@ def main() -> None:
     attention._splash = functools.partial(attention._splash, interpret=True)
     differences = {}
     states, scores = trained()
-    for axes in ({"fsdp": 8}, {"fsdp": 4, "tensor": 2}, {"data": 2, "tensor": 4}):
+    for axes in (
+        {"fsdp": 8},
+        {"fsdp": 4, "tensor_parallel_size": 2},
+        {"data_parallel_size": 2, "tensor_parallel_size": 4},
+    ):
         name = " x ".join(f"{axis} {size}" for axis, size in axes.items())
         others, other_scores = trained(**axes)
         differences[f"{name}: state"] = max(map(apart, states, others))
         differences[f"{name}: log-probabilities"] = apart(scores, other_scores)
     states, scores = trained(**LORA)
-    others, other_scores = trained(**LORA, data=2, fsdp=2, tensor=2)
+    others, other_scores = trained(**LORA, data_parallel_size=2, fsdp=2, tensor_parallel_size=2)
     differences["LoRA, data 2 x fsdp 2 x tensor 2: state"] = max(map(apart, states, others))
     differences["LoRA, data 2 x fsdp 2 x tensor 2: log-probabilities"] = apart(scores, other_scores)
     states, scores = trained(optimizer="muon")
-    others, other_scores = trained(optimizer="muon", data=2, fsdp=2, tensor=2)
+    others, other_scores = trained(
+        optimizer="muon", data_parallel_size=2, fsdp=2, tensor_parallel_size=2
+    )
     differences["Muon, data 2 x fsdp 2 x tensor 2: state"] = max(map(apart, states, others))
     states, scores = trained(z_loss=0.1)
-    others, other_scores = trained(z_loss=0.1, accumulation_steps=2, data=2, fsdp=2)
+    others, other_scores = trained(z_loss=0.1, accumulation_steps=2, data_parallel_size=2, fsdp=2)
     differences["z-loss, in two parts, data 2 x fsdp 2: state"] = max(map(apart, states, others))
     differences["z-loss, in two parts, data 2 x fsdp 2: log-probabilities"] = apart(
         scores, other_scores

@@ -27,7 +27,7 @@ MODEL = DecoderConfig(
     bos_token_id=None,
     initializer_range=0.2,
 )
-TRAINER = TrainerConfig(row_tokens=32, rows_per_step=8)
+TRAINER = TrainerConfig(sequence_length=32, batch_size=8)
 SHORT_SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=3)
 
 

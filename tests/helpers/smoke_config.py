@@ -45,15 +45,15 @@ def get_config() -> Config:
             max_trajectory_tokens=384,
             max_observation_tokens=160,
         ),
-        engine=EngineConfig(slots=16, decode_steps_per_call=16, prefill_tokens=1024),
-        trainer=TrainerConfig(row_tokens=384, rows_per_step=4),
+        engine=EngineConfig(max_num_seqs=16, decode_steps_per_call=16, prefill_tokens=1024),
+        trainer=TrainerConfig(sequence_length=384, batch_size=4),
         pretraining=PretrainingConfig(
             documents=200, steps=20, learning_rate=1e-2, end_learning_rate=1e-3
         ),
         warmup=WarmupConfig(
             steps=120, learning_rate=2e-2, end_learning_rate=1e-3, pretraining_share=0.1
         ),
-        sampling=SamplingConfig(questions_per_round=16, shard_questions=8, temperature=1.0),
+        sampling=SamplingConfig(questions_per_round=16, questions_per_shard=8, temperature=1.0),
         method=MygoConfig(
             rounds=2,
             max_attempts=2,

@@ -23,7 +23,7 @@ def get_config() -> Config:
             max_trajectory_tokens=384,
             max_observation_tokens=96,
         ),
-        trainer=dataclasses.replace(smoke.trainer, row_tokens=768, rows_per_step=2),
+        trainer=dataclasses.replace(smoke.trainer, sequence_length=768, batch_size=2),
         method=DecexTreeConfig(
             branches=2,
             rollouts=2,

@@ -63,11 +63,9 @@ def train(name: str, topology: str, config: str, lora_rank: str = "0", slices: s
     """
     method = load_config(config).method
     configured = dataclasses.replace(
-        load_config(config).trainer, lora_rank=int(lora_rank), data=int(slices)
+        load_config(config).trainer, lora_rank=int(lora_rank), data_parallel_size=int(slices)
     )
-    configured = dataclasses.replace(
-        configured, rows_per_step=int(slices) * configured.rows_per_step
-    )
+    configured = dataclasses.replace(configured, batch_size=int(slices) * configured.batch_size)
     model = from_hugging_face(PUBLISHED[name])
     loss = None
     if isinstance(method, GrpoConfig | DapoConfig):
@@ -167,7 +165,7 @@ def plan(name: str, topology: str, config: str, step: str, calls: str) -> dict:
     return {
         "phases": {phase.name: dict(phase.parts) for phase in planned},
         "chips_a_host": len(devices) // len(hosts),
-        "tensor": configured.engine.tensor,
+        "tensor": configured.engine.tensor_parallel_size,
         "cache": str(configured.engine.cache_gigabytes),
     }
 

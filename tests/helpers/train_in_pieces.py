@@ -32,8 +32,8 @@ SAVE_EVERY = 7
 def main(directory: str, data: int, fsdp: int, kill: str) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", data * fsdp)
-    trainer = Trainer(MODEL, dataclasses.replace(TRAINER, data=data, fsdp=fsdp))
-    rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
+    trainer = Trainer(MODEL, dataclasses.replace(TRAINER, data_parallel_size=data, fsdp=fsdp))
+    rows = pack(random_conversations(36), sequence_length=TRAINER.sequence_length, seed=0)
     samples = {row.tobytes(): [] for row in rows.tokens}
     for conversation, (row, _) in enumerate(rows.placements):
         samples[rows.tokens[row].tobytes()].append(conversation)

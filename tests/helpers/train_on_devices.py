@@ -30,7 +30,7 @@ from mujica_jax.runtime import distributed
 from mujica_jax.runtime.preemption import Preemption
 from tests.helpers.packed_rows import MODEL, TRAINER, random_conversations, tiny_decoder
 
-AXES = {"data": 2, "fsdp": 2, "tensor": 2}
+AXES = {"data_parallel_size": 2, "fsdp": 2, "tensor_parallel_size": 2}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,15 +61,15 @@ def main(
         distributed.start(
             DistributedConfig(
                 coordinator=coordinator,
-                processes=processes,
-                process=process,
+                num_processes=processes,
+                process_id=process,
                 deadline_seconds=deadline,
             ),
             Preemption().on_notice,
         )
     assert (len(jax.devices()), len(jax.local_devices())) == (8, 8 // processes)
     trainer = Trainer(MODEL, dataclasses.replace(TRAINER, **AXES))
-    packed = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
+    packed = pack(random_conversations(36), sequence_length=TRAINER.sequence_length, seed=0)
     rows = RecordedRows(**vars(packed))
     losses = []
 

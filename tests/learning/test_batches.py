@@ -16,7 +16,7 @@ from mujica_jax.learning.packing import PackedRows, pack
 from tests.helpers.packed_rows import random_conversations
 from tests.helpers.paths import ROOT
 
-ROWS = pack(random_conversations(36), row_tokens=32, seed=0)
+ROWS = pack(random_conversations(36), sequence_length=32, seed=0)
 ROWS_PER_STEP = 8
 
 
@@ -82,7 +82,7 @@ def test_another_number_of_processes_continues():
 def test_packing_knows_the_seed_and_no_process():
     """Each process packs all conversations into the same rows, whatever else it has drawn."""
     np.random.default_rng(5).random(3)
-    repacked = pack(random_conversations(36), row_tokens=32, seed=0)
+    repacked = pack(random_conversations(36), sequence_length=32, seed=0)
     np.testing.assert_array_equal(repacked.tokens, ROWS.tokens)
     np.testing.assert_array_equal(repacked.placements, ROWS.placements)
 
@@ -92,7 +92,7 @@ def test_packing_knows_the_seed_and_no_process():
     [
         ({"seed": 4}, "seed 3, and this run has .* seed 4"),
         (
-            {"rows": pack(random_conversations(20), row_tokens=32, seed=0)},
+            {"rows": pack(random_conversations(20), sequence_length=32, seed=0)},
             r"22 rows, .* has \d\d rows",
         ),
     ],
@@ -104,7 +104,7 @@ def test_a_place_in_another_order_is_refused(changes, words):
 
 def test_no_rows_are_refused():
     with pytest.raises(UserError, match="0 rows to train on"):
-        batches(pack([], row_tokens=32, seed=0))
+        batches(pack([], sequence_length=32, seed=0))
 
 
 def test_a_program_starts_without_grain():

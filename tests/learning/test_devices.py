@@ -44,7 +44,7 @@ def trainer() -> Trainer:
 
 @pytest.fixture(scope="module")
 def on_one_device(trainer) -> TrainState:
-    rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
+    rows = pack(random_conversations(36), sequence_length=TRAINER.sequence_length, seed=0)
     curve = schedule(peak=1e-2, end_value=1e-3, total_steps=STEPS)
     state = trainer.initial_state(tiny_decoder())
     return fit(trainer, state, trainer.batches(rows, seed=0), schedule=curve, steps=STEPS).state
@@ -115,11 +115,11 @@ def test_two_processes_with_four_devices_each_train_like_one_device(
 @pytest.mark.slow
 def test_each_process_reads_its_half_of_the_rows(two_processes):
     halves = [record["read"] for record in records(two_processes, 2)]
-    rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0).num_rows
+    rows = pack(random_conversations(36), sequence_length=TRAINER.sequence_length, seed=0).num_rows
     assert [len(half) for half in halves] == [STEPS, STEPS]
     for step, (first, second) in enumerate(zip(*halves, strict=True)):
-        chosen = rows_of_step(rows, TRAINER.rows_per_step, seed=0, step=step).tolist()
-        assert len(first) == len(second) == TRAINER.rows_per_step // 2
+        chosen = rows_of_step(rows, TRAINER.batch_size, seed=0, step=step).tolist()
+        assert len(first) == len(second) == TRAINER.batch_size // 2
         assert first + second == chosen
 
 

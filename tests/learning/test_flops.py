@@ -4,7 +4,7 @@ from mujica_jax.learning.packing import pack
 from mujica_jax.learning.throughput import attended_pairs, training_flops
 from tests.helpers.packed_rows import MODEL, conversation
 
-ROWS = pack([conversation((1, 2), (3, 4, 5)), conversation((6,), (7,))], row_tokens=8, seed=0)
+ROWS = pack([conversation((1, 2), (3, 4, 5)), conversation((6,), (7,))], sequence_length=8, seed=0)
 # One layer: query, key, value and output of 16 x 2 heads x 8, and three matrices of 16 x 24.
 IN_LAYER = 4 * 256 + 3 * 384
 

@@ -22,7 +22,7 @@ from tests.helpers.packed_rows import TRAINER, random_conversations, tiny_decode
 
 MODEL = dataclasses.replace(ONE_LAYER, num_layers=2)
 LORA = dataclasses.replace(TRAINER, lora_rank=2, lora_alpha=4.0)
-ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
+ROWS = pack(random_conversations(36), sequence_length=TRAINER.sequence_length, seed=0)
 SCHEDULE = schedule(peak=1e-1, end_value=1e-2, total_steps=6)
 
 
@@ -61,7 +61,7 @@ def assert_same(state, expected, tolerance: float = 0.0) -> None:
 @pytest.mark.slow
 def test_a_step_is_adamw_on_the_gradient_through_merged_weights(trainer, decoder):
     """The expected gradient is the chain rule through W + (alpha / rank) A B, written out."""
-    batch = ROWS.batch(slice(0, TRAINER.rows_per_step))
+    batch = ROWS.batch(slice(0, TRAINER.batch_size))
     # after one step B is not zero, so A has a gradient too
     state = run(trainer, trainer.initial_state(decoder), 1).state
     graph = nnx.graphdef(decoder)

@@ -60,7 +60,7 @@ LONGEST_PAIR = max(
     len(first.token_ids) + len(second.token_ids)
     for first, second in zip(CONVERSATIONS[::2], CONVERSATIONS[1::2], strict=True)
 )
-TRAINER = dataclasses.replace(SHORT, row_tokens=64 * -(-LONGEST_PAIR // 64), rows_per_step=4)
+TRAINER = dataclasses.replace(SHORT, sequence_length=64 * -(-LONGEST_PAIR // 64), batch_size=4)
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def rows(decoder) -> PackedRows:
     advantages = group_advantages(REWARDS).ravel()
     packed = pack(
         CONVERSATIONS,
-        row_tokens=TRAINER.row_tokens,
+        sequence_length=TRAINER.sequence_length,
         seed=0,
         columns={"advantages": advantages},
         pairs=True,
@@ -154,7 +154,7 @@ def test_parts_of_a_batch_add_up_to_the_whole(name, decoder, rows):
 
 def test_rows_without_a_column_that_the_loss_needs_are_refused(decoder):
     trainer = Trainer(MODEL, TRAINER, LOSSES["dapo"])
-    without = pack(CONVERSATIONS, row_tokens=TRAINER.row_tokens, seed=0)
+    without = pack(CONVERSATIONS, sequence_length=TRAINER.sequence_length, seed=0)
     with pytest.raises(
         AssertionError, match=r"needs the columns \['advantages', 'sampled_log_probs'\]"
     ):

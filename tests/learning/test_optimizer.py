@@ -221,7 +221,7 @@ def test_muon_moves_matrices_along_orthogonal_directions_of_adams_size():
 
 def test_muons_state_continues_from_a_checkpoint_bit_for_bit(tmp_path):
     trainer = Trainer(MODEL, dataclasses.replace(TRAINER, optimizer="muon"))
-    rows = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
+    rows = pack(random_conversations(36), sequence_length=TRAINER.sequence_length, seed=0)
 
     def fitted(state, steps):
         batches = trainer.batches(rows, seed=0, step=int(state.step))

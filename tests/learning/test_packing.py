@@ -13,8 +13,8 @@ from mujica_jax.learning.packing import PackedRows, pack, sampled_log_probs, too
 from mujica_jax.records import Conversation
 from tests.helpers.packed_rows import conversation, random_conversations
 
-ROW_TOKENS = 16
-turns = st.lists(st.tuples(st.integers(1, 99), st.booleans()), min_size=1, max_size=ROW_TOKENS)
+SEQUENCE_LENGTH = 16
+turns = st.lists(st.tuples(st.integers(1, 99), st.booleans()), min_size=1, max_size=SEQUENCE_LENGTH)
 
 
 def conversation_of(tokens: list[tuple[int, bool]]) -> Conversation:
@@ -35,7 +35,7 @@ def slots(rows: PackedRows, index: int, conversation: Conversation) -> tuple[int
 @hypothesis.settings(deadline=None)  # a busy machine is no fault
 @hypothesis.given(batches_of_conversations, st.integers(0, 5))
 def test_every_conversation_stands_whole_in_a_segment_of_its_own(conversations, seed):
-    rows = pack(conversations, row_tokens=ROW_TOKENS, seed=seed)
+    rows = pack(conversations, sequence_length=SEQUENCE_LENGTH, seed=seed)
     segments = set()
     for index, item in enumerate(conversations):
         row, place = slots(rows, index, item)
@@ -51,7 +51,7 @@ def test_every_conversation_stands_whole_in_a_segment_of_its_own(conversations, 
 @hypothesis.settings(deadline=None)  # a busy machine is no fault
 @hypothesis.given(batches_of_conversations, st.integers(0, 5))
 def test_the_mask_is_the_conversations_own_except_for_its_first_token(conversations, seed):
-    rows = pack(conversations, row_tokens=ROW_TOKENS, seed=seed)
+    rows = pack(conversations, sequence_length=SEQUENCE_LENGTH, seed=seed)
     for index, item in enumerate(conversations):
         row, place = slots(rows, index, item)
         assert rows.loss_mask[row, place].tolist() == [False, *item.loss_mask[1:]]
@@ -62,7 +62,7 @@ def test_the_mask_is_the_conversations_own_except_for_its_first_token(conversati
 @hypothesis.settings(deadline=None)  # a busy machine is no fault
 @hypothesis.given(batches_of_conversations)
 def test_segments_are_numbered_from_one_without_gaps_and_padding_comes_last(conversations):
-    rows = pack(conversations, row_tokens=ROW_TOKENS, seed=0)
+    rows = pack(conversations, sequence_length=SEQUENCE_LENGTH, seed=0)
     for segment_ids in rows.segment_ids:
         used = segment_ids[segment_ids > 0]
         assert (segment_ids[: len(used)] > 0).all()
@@ -72,15 +72,15 @@ def test_segments_are_numbered_from_one_without_gaps_and_padding_comes_last(conv
 
 def test_packing_is_a_function_of_the_seed():
     conversations = random_conversations(40)
-    first = pack(conversations, row_tokens=32, seed=3)
-    same_seed = pack(conversations, row_tokens=32, seed=3)
-    other_seed = pack(conversations, row_tokens=32, seed=4)
+    first = pack(conversations, sequence_length=32, seed=3)
+    same_seed = pack(conversations, sequence_length=32, seed=3)
+    other_seed = pack(conversations, sequence_length=32, seed=4)
     np.testing.assert_array_equal(first.tokens, same_seed.tokens)
     assert not np.array_equal(first.placements, other_seed.placements)
 
 
 def test_rows_of_mixed_lengths_are_nearly_full():
-    rows = pack(random_conversations(500, longest=80), row_tokens=128, seed=0)
+    rows = pack(random_conversations(500, longest=80), sequence_length=128, seed=0)
     assert rows.efficiency > 0.95
     assert rows.efficiency == np.mean(rows.segment_ids > 0)
 
@@ -94,7 +94,7 @@ def test_rows_are_95_percent_full_at_realistic_lengths():
     assert lengths.max() > 1500
     rows = pack(
         [conversation((1,), (2,) * (length - 1)) for length in lengths if length > 1],
-        row_tokens=2048,
+        sequence_length=2048,
         seed=0,
     )
     assert rows.efficiency >= 0.95
@@ -108,7 +108,7 @@ def test_columns_stand_at_the_tokens_they_belong_to():
         of_token.append([number + place / 100 for place in range(len(item.token_ids))])
     rows = pack(
         conversations,
-        row_tokens=64,
+        sequence_length=64,
         seed=0,
         columns={"of_conversation": of_conversation, "of_token": of_token},
     )
@@ -119,7 +119,9 @@ def test_columns_stand_at_the_tokens_they_belong_to():
             rows.columns["of_token"][row, place], np.asarray(of_token[index], np.float32)
         )
     assert all(np.all(column[rows.segment_ids == 0] == 0.0) for column in rows.columns.values())
-    np.testing.assert_array_equal(rows.tokens, pack(conversations, row_tokens=64, seed=0).tokens)
+    np.testing.assert_array_equal(
+        rows.tokens, pack(conversations, sequence_length=64, seed=0).tokens
+    )
 
 
 def test_the_sampled_log_probabilities_are_those_of_the_turns():
@@ -134,7 +136,9 @@ def test_the_sampled_log_probabilities_are_those_of_the_turns():
 
 def test_a_pair_stands_in_one_row_side_by_side():
     conversations = random_conversations(40)
-    rows = pack(conversations, row_tokens=96, seed=0, columns={"number": np.arange(40)}, pairs=True)
+    rows = pack(
+        conversations, sequence_length=96, seed=0, columns={"number": np.arange(40)}, pairs=True
+    )
     numbers = []
     for pair in range(20):
         row, chosen = slots(rows, 2 * pair, conversations[2 * pair])
@@ -155,17 +159,17 @@ def test_a_pair_longer_than_a_row_is_refused_though_each_of_it_fits():
         conversation((1,) * 5, (2,) * 2),
         *[conversation((1,), (2,))] * 2,
     ]
-    assert too_long(conversations, ROW_TOKENS) == 0
-    assert too_long(conversations, ROW_TOKENS, pairs=True) == 1
+    assert too_long(conversations, SEQUENCE_LENGTH) == 0
+    assert too_long(conversations, SEQUENCE_LENGTH, pairs=True) == 1
     with pytest.raises(
         UserError, match=r"a pair of 17 tokens does not fit into a row of 16 tokens"
     ):
-        pack(conversations, row_tokens=ROW_TOKENS, seed=0, pairs=True)
+        pack(conversations, sequence_length=SEQUENCE_LENGTH, seed=0, pairs=True)
 
 
 def test_more_conversations_than_one_window_lose_nothing():
     conversations = random_conversations(1500, longest=8)
-    rows = pack(conversations, row_tokens=64, seed=0)
+    rows = pack(conversations, sequence_length=64, seed=0)
     assert sorted(rows.tokens[rows.segment_ids > 0].tolist()) == sorted(
         token for item in conversations for token in item.token_ids
     )
@@ -173,21 +177,21 @@ def test_more_conversations_than_one_window_lose_nothing():
 
 def test_a_conversation_longer_than_a_row_is_refused_with_both_lengths():
     conversations = [conversation((1, 2, 3)), conversation((1,) * 9, (2,) * 8)]
-    assert too_long(conversations, ROW_TOKENS) == 1
+    assert too_long(conversations, SEQUENCE_LENGTH) == 1
     with pytest.raises(UserError, match=r"17 tokens does not fit into a row of 16 tokens"):
-        pack(conversations, row_tokens=ROW_TOKENS, seed=0)
+        pack(conversations, sequence_length=SEQUENCE_LENGTH, seed=0)
 
 
 def test_no_conversations_make_no_rows():
-    rows = pack([], row_tokens=ROW_TOKENS, seed=0)
+    rows = pack([], sequence_length=SEQUENCE_LENGTH, seed=0)
     assert rows.num_rows == 0
-    assert rows.row_tokens == ROW_TOKENS
+    assert rows.sequence_length == SEQUENCE_LENGTH
     assert rows.efficiency == 1.0
     assert rows.trained_tokens == 0
 
 
 def test_a_batch_is_the_chosen_rows():
-    rows = pack(random_conversations(40), row_tokens=32, seed=0)
+    rows = pack(random_conversations(40), sequence_length=32, seed=0)
     batch = rows.batch(np.array([2, 0]))
     np.testing.assert_array_equal(batch.tokens, rows.tokens[[2, 0]])
     np.testing.assert_array_equal(batch.loss_mask, rows.loss_mask[[2, 0]])

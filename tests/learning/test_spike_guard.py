@@ -20,7 +20,7 @@ from tests.helpers.packed_rows import MODEL, TRAINER, random_conversations
 GUARDED = dataclasses.replace(
     TRAINER, spike_deviations=6.0, spike_window_steps=4, max_skips_in_a_row=2
 )
-ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
+ROWS = pack(random_conversations(36), sequence_length=TRAINER.sequence_length, seed=0)
 SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=12)
 
 

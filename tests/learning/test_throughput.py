@@ -18,7 +18,7 @@ ROWS = pack(
         conversation((1,), (2, 3)),
         conversation((4, 5), (6,)),
     ],
-    row_tokens=8,
+    sequence_length=8,
     seed=0,
 )
 PEAK = 1e6
@@ -33,7 +33,7 @@ def told(monkeypatch):
     """Return the figures of steps after the tenth, and a clock that a test sets."""
     monkeypatch.setattr(step_figures, "peak_flops_per_second", lambda devices, dtype: PEAK)
     clock = {"seconds": 3.0}
-    trainer = Trainer(MODEL, dataclasses.replace(TRAINER, row_tokens=8, rows_per_step=4))
+    trainer = Trainer(MODEL, dataclasses.replace(TRAINER, sequence_length=8, batch_size=4))
     return Throughput(trainer, ROWS, done=10, seconds=lambda: clock["seconds"]), clock
 
 
@@ -70,7 +70,7 @@ def test_rows_and_memory_are_described(told):
 
 def test_devices_share_the_tokens(monkeypatch):
     monkeypatch.setattr(step_figures, "peak_flops_per_second", lambda devices, dtype: PEAK)
-    trainer = Trainer(MODEL, dataclasses.replace(TRAINER, row_tokens=8, rows_per_step=4))
+    trainer = Trainer(MODEL, dataclasses.replace(TRAINER, sequence_length=8, batch_size=4))
     trainer.mesh = type("Mesh", (), {"size": 4, "devices": trainer.mesh.devices})()
     figures = Throughput(trainer, ROWS, done=0, seconds=iter([0.0, 1.0]).__next__)
     values = figures.of(step(1))

@@ -31,7 +31,7 @@ from mujica_jax.learning.trainer import (
 from mujica_jax.models.sharding import shard_batch
 from tests.helpers.packed_rows import MODEL, TRAINER, random_conversations
 
-ROWS = pack(random_conversations(36), row_tokens=TRAINER.row_tokens, seed=0)
+ROWS = pack(random_conversations(36), sequence_length=TRAINER.sequence_length, seed=0)
 SCHEDULE = schedule(peak=1e-2, end_value=1e-3, total_steps=8, warmup_steps=2)
 
 
@@ -62,7 +62,7 @@ def assert_same(state, expected, tolerance: float = 0.0) -> None:
 
 
 def test_a_step_is_adamw_on_the_gradient_of_the_loss(trainer, decoder):
-    batch = ROWS.batch(slice(0, TRAINER.rows_per_step))
+    batch = ROWS.batch(slice(0, TRAINER.batch_size))
     graph, params = nnx.split(decoder)
     reference = optax.chain(
         optax.clip_by_global_norm(TRAINER.clip_norm),
@@ -91,7 +91,7 @@ def test_a_step_is_adamw_on_the_gradient_of_the_loss(trainer, decoder):
 
 def test_a_step_is_a_function_that_runs_without_being_compiled(trainer, decoder):
     """`train_step` is pure: the same state and batch give what the compiled program gives."""
-    batch = ROWS.batch(slice(0, TRAINER.rows_per_step))
+    batch = ROWS.batch(slice(0, TRAINER.batch_size))
     setup = make_train_step(MODEL, TRAINER, MLE(), trainer.mesh)
     with jax.set_mesh(trainer.mesh), jax.disable_jit():
         placed = shard_batch(batch, trainer.mesh)
@@ -201,7 +201,7 @@ def test_a_decoder_given_or_taken_has_its_own_memory(trainer, decoder):
 
 
 def test_scores_are_those_of_the_loss_also_in_a_last_short_batch(trainer, decoder):
-    assert ROWS.num_rows % TRAINER.rows_per_step
+    assert ROWS.num_rows % TRAINER.batch_size
     expected = jax.jit(lambda batch: token_log_probs(decoder, batch))(ROWS.batch(slice(None)))
     np.testing.assert_allclose(
         trainer.score(trainer.initial_state(decoder), ROWS), expected, atol=1e-5
@@ -252,7 +252,7 @@ def test_parts_of_a_batch_take_less_memory():
     quickly = {"xla_backend_optimization_level": 0}
 
     def temporaries(parts: int) -> int:
-        step = changed(row_tokens=256, rows_per_step=16, accumulation_steps=parts).lower_step()
+        step = changed(sequence_length=256, batch_size=16, accumulation_steps=parts).lower_step()
         return step.compile(compiler_options=quickly).memory_analysis().temp_size_in_bytes
 
     assert temporaries(8) < temporaries(1) / 3
@@ -260,7 +260,7 @@ def test_parts_of_a_batch_take_less_memory():
 
 def test_parts_that_rows_do_not_divide_into_are_refused():
     with pytest.raises(
-        UserError, match=r"rows_per_step 8 cannot be split into trainer.accumulation_steps 3 parts"
+        UserError, match=r"batch_size 8 cannot be split into trainer.accumulation_steps 3 parts"
     ):
         changed(accumulation_steps=3)
     with pytest.raises(
@@ -327,7 +327,7 @@ def test_the_z_loss_and_the_parts_reach_the_step():
 
 def test_the_run_resumes_over_the_same_rows_or_not_at_all(trainer, decoder):
     first = run(trainer, trainer.initial_state(decoder), 3)
-    fewer = pack(random_conversations(20), row_tokens=TRAINER.row_tokens, seed=0)
+    fewer = pack(random_conversations(20), sequence_length=TRAINER.sequence_length, seed=0)
     with pytest.raises(
         UserError, match=rf"a place in {ROWS.num_rows} rows, .* this run has {fewer.num_rows} rows"
     ):
@@ -364,13 +364,13 @@ def test_steps_of_some_epochs(num_rows, epochs, steps):
 
 
 def test_no_rows_are_refused(trainer):
-    nothing = pack([], row_tokens=TRAINER.row_tokens, seed=0)
+    nothing = pack([], sequence_length=TRAINER.sequence_length, seed=0)
     with pytest.raises(UserError, match="0 rows to train on"):
         trainer.batches(nothing, seed=0)
 
 
 def test_rows_that_devices_cannot_share_are_refused():
     with pytest.raises(
-        UserError, match=r"rows_per_step 8 cannot be split over data x fsdp = 3 devices"
+        UserError, match=r"batch_size 8 cannot be split over data x fsdp = 3 devices"
     ):
-        Trainer(MODEL, dataclasses.replace(TRAINER, data=3))
+        Trainer(MODEL, dataclasses.replace(TRAINER, data_parallel_size=3))

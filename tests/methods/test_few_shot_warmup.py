@@ -35,10 +35,11 @@ SHARD = 16
 CONTEXT_TOKENS = 1600
 FLAGS = f"""
     --agent.prompt zero_shot --agent.max-trajectory-tokens {CONTEXT_TOKENS} --agent.max-observation-tokens 300
-    --agent.max-turn-tokens 200 --engine.slots 8 --pretraining.steps 0 --warmup.source few_shot --warmup.steps 1
-    --warmup.few-shot-trajectories {WANTED} --warmup.few-shot-attempts 2 --trainer.row-tokens 1024
-    --trainer.rows-per-step 1 --sampling.questions-per-round 4 --sampling.shard-questions {SHARD} --method.rounds 1
-    --method.max-attempts 1 --eval.questions 2 --eval.control False --warmup.pretraining-share 0.0
+    --agent.max-turn-tokens 200 --engine.max-num-seqs 8 --pretraining.steps 0 --warmup.source
+    few_shot --warmup.steps 1 --warmup.few-shot-trajectories {WANTED} --warmup.few-shot-attempts 2
+    --trainer.sequence-length 1024 --trainer.batch-size 1 --sampling.questions-per-round 4
+    --sampling.questions-per-shard {SHARD} --method.rounds 1 --method.max-attempts 1
+    --eval.questions 2 --eval.control False --warmup.pretraining-share 0.0
 """.split()
 
 

@@ -34,8 +34,8 @@ from tests.helpers.paths import HELPERS
 SMOKE = str(HELPERS / "smoke_config.py")
 COMMON: dict[str, Any] = {
     "rounds": 2,
-    "rounds_per_phase": 2,
-    "group_attempts": 2,
+    "rounds_per_evaluation": 2,
+    "group_size": 2,
     "learning_rate": 1e-3,
     "end_learning_rate": 1e-4,
     "epochs": 1,
@@ -102,8 +102,8 @@ class Played:
         self.scorings = 0
         self.config: Any = types.SimpleNamespace(
             method=method,
-            sampling=SamplingConfig(questions_per_round=2, shard_questions=1, temperature=1.0),
-            trainer=TrainerConfig(row_tokens=24, rows_per_step=2),
+            sampling=SamplingConfig(questions_per_round=2, questions_per_shard=1, temperature=1.0),
+            trainer=TrainerConfig(sequence_length=24, batch_size=2),
             seed=0,
         )
         self.task: Any = types.SimpleNamespace(questions=lambda split: QUESTIONS, rule="two_wiki")
@@ -269,7 +269,7 @@ def test_with_equal_rewards_alone_sampling_stops_at_its_bound_and_nothing_is_lea
         for n in (1, 2)
     ] == [True, True]
     assert (
-        "(on average 0.000): raise method.group_attempts 2 or sampling.temperature 1.0"
+        "(on average 0.000): raise method.group_size 2 or sampling.temperature 1.0"
         in run.messages[0]
     )
     assert run.figures[2]["steps"] == 0
@@ -343,7 +343,7 @@ def test_attempts_whose_search_failed_are_no_members_of_their_group(tmp_path, ki
         "q2": (1.0, 1.0, 0.0),
         "q3": (0.0, 0.0, 0.0),
     }
-    method = dataclasses.replace(kind, rounds=1, rounds_per_phase=1, group_attempts=3)
+    method = dataclasses.replace(kind, rounds=1, rounds_per_evaluation=1, group_size=3)
     run = play(tmp_path, {**dict.fromkeys(TABLE, (0.0,) * 3), **table}, method)
     rows = run.learnt[0][1]
     figures = run.figures[1]
@@ -399,12 +399,12 @@ def test_a_turn_that_a_length_limit_cut_is_learnt_with_the_advantage_of_its_atte
 
 
 def test_the_options_of_learning(tmp_path):
-    method = dataclasses.replace(DAPO_METHOD, epochs=3, rows_per_update=1)
+    method = dataclasses.replace(DAPO_METHOD, epochs=3, mini_batch_size=1)
     run = play(tmp_path, TABLE, method)
     (_, rows, first), (_, _, second) = run.learnt
     assert rows.num_rows == 2
     assert first.steps == 6
-    assert first.trainer.rows_per_step == 1
+    assert first.trainer.batch_size == 1
     assert first.stretch == (0.0, 0.5)
     assert second.stretch == (0.5, 1.0)
     assert first.loss == DAPO(clip_low=0.2, clip_high=0.28)
@@ -441,7 +441,7 @@ def test_the_trainers_scores_are_kept_for_a_restart(tmp_path):
 
 
 def test_a_round_that_is_over_is_not_played_again(tmp_path):
-    method = dataclasses.replace(DAPO_METHOD, rounds_per_phase=1)
+    method = dataclasses.replace(DAPO_METHOD, rounds_per_evaluation=1)
     whole = play(tmp_path, TABLE, method)
     second_run = play(tmp_path, TABLE, method)
     assert second_run.asked == []
@@ -451,7 +451,7 @@ def test_a_round_that_is_over_is_not_played_again(tmp_path):
 
 
 def test_a_round_whose_checkpoint_is_damaged_is_learnt_again_from_its_shards(tmp_path):
-    method = dataclasses.replace(DAPO_METHOD, rounds_per_phase=1)
+    method = dataclasses.replace(DAPO_METHOD, rounds_per_evaluation=1)
     whole = play(tmp_path, TABLE, method)
     second_run = play(tmp_path, TABLE, method)
     relearnt = []
@@ -492,8 +492,8 @@ def test_the_punishment_of_long_trajectories_worked_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"group_attempts": 1}, "method.group_attempts is 1 and must be at least 2"),
-        ({"rounds_per_phase": 0}, "method.rounds_per_phase is 0 and must be at least 1"),
+        ({"group_size": 1}, "method.group_size is 1 and must be at least 2"),
+        ({"rounds_per_evaluation": 0}, "method.rounds_per_evaluation is 0 and must be at least 1"),
         ({"max_sampled_batches": 0}, "method.max_sampled_batches is 0 and must be at least 1"),
         ({"clip_low": 1.0}, "method.clip_low is 1.0 and must be at least 0 and below 1"),
         ({"importance_cap": -1.0}, "method.importance_cap is -1.0"),
@@ -502,8 +502,8 @@ def test_the_punishment_of_long_trajectories_worked_by_hand(tmp_path):
             "method.overlong_cache_tokens is 0 and method.overlong_tokens 8: give from 1",
         ),
         (
-            {"rows_per_update": 3},
-            "method.rows_per_update 3 cannot be split over data x fsdp x accumulation_steps = 2",
+            {"mini_batch_size": 3},
+            "method.mini_batch_size 3 cannot be split over data x fsdp x accumulation_steps = 2",
         ),
     ],
 )
@@ -551,10 +551,10 @@ def test_a_control_without_demonstrations_is_refused():
 
 
 def test_a_group_of_one_is_one_sentence_and_status_2(capsys):
-    flags = "--method.kind dapo --method.rounds-per-phase 1 --method.group-attempts 1".split()
+    flags = "--method.kind dapo --method.rounds-per-evaluation 1 --method.group-size 1".split()
     assert train.main([SMOKE, *flags]) == 2
     assert capsys.readouterr().err.startswith(
-        "error: method.group_attempts is 1 and must be at least 2"
+        "error: method.group_size is 1 and must be at least 2"
     )
 
 
@@ -563,9 +563,9 @@ def test_a_round_of_fewer_rows_than_an_update_learns_each_of_them_once(tmp_path)
 
     Six are padding, and every epoch is one update of the whole batch.
     """
-    method = dataclasses.replace(GRPO_METHOD, rounds=1, rows_per_update=8, epochs=2)
+    method = dataclasses.replace(GRPO_METHOD, rounds=1, mini_batch_size=8, epochs=2)
     run = play(tmp_path, TABLE, method)
-    few = play(tmp_path / "few", TABLE, dataclasses.replace(method, rows_per_update=2))
+    few = play(tmp_path / "few", TABLE, dataclasses.replace(method, mini_batch_size=2))
     _, rows, plan = run.learnt[0]
     assert rows.num_rows == 8
     assert plan.steps == 2

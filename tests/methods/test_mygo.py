@@ -62,7 +62,7 @@ class Played:
         self.done: dict[int, Any] = {}
         self.config = types.SimpleNamespace(
             method=METHOD,
-            sampling=SamplingConfig(questions_per_round=2, shard_questions=2, temperature=1.0),
+            sampling=SamplingConfig(questions_per_round=2, questions_per_shard=2, temperature=1.0),
             seed=0,
         )
         self.task = types.SimpleNamespace(questions=lambda split: QUESTIONS)
@@ -254,7 +254,7 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
     monkeypatch.setattr(mygo, "sample_round", sample)
     run: Any = Played({}, lambda attempt: 0)
     run.config.method = dataclasses.replace(METHOD, schedule=schedule)
-    run.config.trainer = types.SimpleNamespace(row_tokens=8, rows_per_step=1, tokens_per_step=8)
+    run.config.trainer = types.SimpleNamespace(sequence_length=8, batch_size=1, tokens_per_step=8)
     run.train = train
     run.rows_that_fit = list
     run.progress.line = lines.append
@@ -270,7 +270,7 @@ def test_a_schedule_says_which_policy_samples_a_round_and_when(monkeypatch, sche
 
 
 def play_rounds(
-    monkeypatch, rewards: Mapping[str, Sequence[float]], *, row_tokens: int = 8, **changes: Any
+    monkeypatch, rewards: Mapping[str, Sequence[float]], *, sequence_length: int = 8, **changes: Any
 ) -> tuple[list[float], list[str]]:
     """Play all rounds over the table of rewards.
 
@@ -281,13 +281,13 @@ def play_rounds(
     run: Any = Played(rewards, lambda attempt: attempt.number)
     run.config.method = dataclasses.replace(METHOD, **changes)
     run.config.trainer = types.SimpleNamespace(
-        row_tokens=row_tokens, rows_per_step=1, tokens_per_step=row_tokens
+        sequence_length=sequence_length, batch_size=1, tokens_per_step=sequence_length
     )
 
     def ignore(*values: Any, **named: Any) -> None: ...
 
     def fitting(rows: Sequence[Conversation]) -> list[Conversation]:
-        return [row for row in rows if len(row.token_ids) <= row_tokens]
+        return [row for row in rows if len(row.token_ids) <= sequence_length]
 
     run.train = lambda name, state, rows, **options: state
     run.rows_that_fit = fitting
@@ -339,12 +339,12 @@ def test_a_round_says_whether_nothing_beat_k_or_what_was_kept_is_too_long(monkey
         "round 1: no trajectory of 12 beat K = 0.500; the policy stays as it is. "
     )
     lines = play_rounds(
-        monkeypatch, {"easy": [1.0] * 6, "hard": [0.0] * 6}, rounds=1, row_tokens=0
+        monkeypatch, {"easy": [1.0] * 6, "hard": [0.0] * 6}, rounds=1, sequence_length=0
     )[1]
     assert lines[1] == (
         "round 1: 2 of 8 trajectories beat K = 0.750, and none of their 2 conversations fits "
-        "trainer.row_tokens 0, the shortest has 1 tokens; the policy stays as it is. Raise "
-        "trainer.row_tokens, or lower agent.max_trajectory_tokens"
+        "trainer.sequence_length 0, the shortest has 1 tokens; the policy stays as it is. Raise "
+        "trainer.sequence_length, or lower agent.max_trajectory_tokens"
     )
 
 

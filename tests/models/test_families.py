@@ -109,7 +109,7 @@ def test_a_training_step_of_a_published_model_keeps_the_shapes_of_its_state(publ
     """No array is made: the state of Qwen2.5-7B alone takes 91 GB."""
     trainer = Trainer(
         from_hugging_face(published),
-        TrainerConfig(row_tokens=256, rows_per_step=2, dtype="bfloat16"),
+        TrainerConfig(sequence_length=256, batch_size=2, dtype="bfloat16"),
     )
     state = trainer.abstract_state()
     integers, mask = (jax.ShapeDtypeStruct((2, 256), dtype) for dtype in (jnp.int32, jnp.bool_))

@@ -32,7 +32,7 @@ def printed(program: str, *arguments: str, status: int = 0) -> str:
 @pytest.mark.slow
 def test_the_training_step_is_measured(tmp_path):
     save_checkpoint(tiny_decoder(), tmp_path / "model")
-    sizes = ["--rows", "2", "--row-tokens", "128", "--repeats", "1"]
+    sizes = ["--rows", "2", "--sequence-length", "128", "--repeats", "1"]
     checkpoint = ["--checkpoint", str(tmp_path / "model")]
     measured = json.loads(printed("train_tokens.py", "step", *checkpoint, *sizes))
     assert 0 < measured["tokens"] <= 256

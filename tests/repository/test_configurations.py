@@ -87,7 +87,10 @@ def test_programs_are_compiled_for_every_configuration_that_trains_on_several_ch
     several = [
         name
         for name, config in CONFIGS.items()
-        if config.trainer.data * config.trainer.fsdp * config.trainer.tensor > 1
+        if config.trainer.data_parallel_size
+        * config.trainer.fsdp
+        * config.trainer.tensor_parallel_size
+        > 1
     ]
     assert several == TRAINED
     assert set(COMPILED) <= set(several)
@@ -251,7 +254,7 @@ def test_paper_sized_runs_of_mygo_follow_the_paper(name):
     assert warmup.source == "few_shot"
     assert warmup.few_shot_trajectories == 300
     assert warmup.epochs == method.epochs
-    assert warmup.rise_steps == 0
+    assert warmup.lr_warmup_steps == 0
     assert warmup.learning_rate == 1e-5
     assert warmup.end_learning_rate == 1e-6
     assert method.learning_rate == 5e-7

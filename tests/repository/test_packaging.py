@@ -30,8 +30,8 @@ SMALL = {
     "warmup.steps": 2,
     "method.rounds": 1,
     "sampling.questions-per-round": 8,
-    "sampling.shard-questions": 8,
-    "engine.slots": 8,
+    "sampling.questions-per-shard": 8,
+    "engine.max-num-seqs": 8,
     "eval.questions": 4,
 }
 

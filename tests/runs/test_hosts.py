@@ -65,9 +65,9 @@ def jobs(
         ]
         if processes > 1:
             words += ["--distributed.coordinator", f"localhost:{free_port()}"]
-            words += ["--distributed.processes", str(processes)]
+            words += ["--distributed.num-processes", str(processes)]
         for process, starts_of_process in enumerate(starts):
-            number = ["--distributed.process", str(process)] if processes > 1 else []
+            number = ["--distributed.process-id", str(process)] if processes > 1 else []
             here = process == which % processes
             starts_of_process.append({"words": [*words, *number], **(disturbance if here else {})})
     environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices // processes)}
@@ -220,7 +220,7 @@ def test_a_notice_to_one_host_ends_both_in_any_phase_and_the_job_goes_on(alone, 
 
 
 def test_a_mistake_is_told_once_by_each_process(tmp_path):
-    first, second = job(tmp_path / "run", 2, "--trainer.data", "2")
+    first, second = job(tmp_path / "run", 2, "--trainer.data-parallel-size", "2")
     assert first.status == 2
     assert second.status == 2
     for ended in (first, second):
@@ -233,7 +233,7 @@ INIT = """
     --pretraining.documents 0 --pretraining.steps 0 --warmup.pretraining-share 0 --warmup.steps 30
     --warmup.learning-rate 3e-3 --warmup.end-learning-rate 3e-4 --sampling.temperature 0.3 --method.rounds 1
     --method.learning-rate 3e-4 --method.end-learning-rate 3e-5 --method.epochs 1 --eval.control False
-    --trainer.rows-per-step 8 --engine.tensor 3
+    --trainer.batch-size 8 --engine.tensor-parallel-size 3
 """.split()
 
 
@@ -321,13 +321,13 @@ def score(directory: Path, processes: int, devices: int) -> None:
         command += [
             "--distributed.coordinator",
             f"localhost:{free_port()}",
-            "--distributed.processes",
+            "--distributed.num-processes",
             str(processes),
         ]
     environment = ENVIRONMENT | {"JAX_NUM_CPU_DEVICES": str(devices // processes)}
     started = [
         subprocess.Popen(
-            [*command, *(["--distributed.process", str(process)] if processes > 1 else [])],
+            [*command, *(["--distributed.process-id", str(process)] if processes > 1 else [])],
             cwd=ROOT,
             env=environment,
             stdout=subprocess.PIPE,

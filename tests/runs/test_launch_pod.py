@@ -20,9 +20,10 @@ from tests.runs.test_launch_rehearsal import machines
 
 FILMS = 60
 # What does not fit a machine without chips: everything else is as in configs/two_wiki_text_v5e.py.
-CUT = """--engine.slots 4 --engine.tensor 1 --engine.cache-gigabytes 0 --engine.prefill-tokens 512
-    --trainer.fsdp 2 --trainer.rows-per-step 2 --trainer.dtype float32 --warmup.steps 0 --method.rounds 1
-    --sampling.questions-per-round 4 --sampling.shard-questions 2 --method.max-attempts 1
+CUT = """--engine.max-num-seqs 4 --engine.tensor-parallel-size 1 --engine.cache-gigabytes 0
+--engine.prefill-tokens 512
+    --trainer.fsdp 2 --trainer.batch-size 2 --trainer.dtype float32 --warmup.steps 0 --method.rounds
+    1 --sampling.questions-per-round 4 --sampling.questions-per-shard 2 --method.max-attempts 1
     --method.keep-per-question 1 --agent.max-turn-tokens 16 --eval.questions 4""".split()
 WORDS_OF_THE_RUN = """configs/two_wiki_text_v5e.py --init models/nano --task.data-dir data --task.embedder embedder
     --task.index indexes/two_wiki""".split()

@@ -18,10 +18,10 @@ from tests.launch.test_launch import LAUNCH, Cloud
 
 # Sums over two devices do not depend on who adds them: a job of two processes has one process's
 # numbers.
-WORDS = """configs/tiny_world.py --trainer.fsdp 2 --trainer.rows-per-step 8 --task.demonstrations 200
+WORDS = """configs/tiny_world.py --trainer.fsdp 2 --trainer.batch-size 8 --task.demonstrations 200
     --task.train-questions 64 --pretraining.steps 10 --pretraining.documents 200 --warmup.steps 120 --method.rounds 1
-    --sampling.questions-per-round 8 --sampling.shard-questions 4 --method.max-attempts 1 --method.keep-per-question 1
-    --eval.questions 8""".split()
+    --sampling.questions-per-round 8 --sampling.questions-per-shard 4 --method.max-attempts 1
+    --method.keep-per-question 1 --eval.questions 8""".split()
 
 
 @contextlib.contextmanager

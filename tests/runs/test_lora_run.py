@@ -58,7 +58,7 @@ def config(tmp_path_factory) -> Config:
         init=str(directory),
         pretraining=dataclasses.replace(smoke.pretraining, steps=0),
         trainer=dataclasses.replace(smoke.trainer, lora_rank=4, lora_alpha=8.0),
-        engine=dataclasses.replace(smoke.engine, slots=2, weights="int8"),
+        engine=dataclasses.replace(smoke.engine, max_num_seqs=2, weights="int8"),
         agent=dataclasses.replace(smoke.agent, max_turn_tokens=8, max_trajectory_tokens=1024),
     )
 
@@ -79,7 +79,9 @@ def learnt(run):
 
 
 def learn(run: Run):
-    rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
+    rows = pack(
+        random_conversations(20), sequence_length=run.config.trainer.sequence_length, seed=0
+    )
     return train(
         run,
         "some phase",
@@ -183,7 +185,7 @@ def test_episodes_are_sampled_from_the_merged_policy_in_eight_bits(run, learnt, 
     assert last.logprobs is not None
     sampled_by = nnx.merge(nnx.graphdef(model), published[0])
     scores = nnx.jit(token_log_probs)(
-        sampled_by, pack([planner], row_tokens=1024, seed=0).batch(slice(None))
+        sampled_by, pack([planner], sequence_length=1024, seed=0).batch(slice(None))
     )
     end = len(planner.token_ids)
     np.testing.assert_allclose(last.logprobs, scores[0, end - len(last.token_ids) : end], atol=1e-4)

@@ -23,9 +23,9 @@ V5E = next(chip for chip in CHIPS if chip.name == "v5e")
 def configured(**engine):
     config = load_config(CONFIG_FOLDER / "two_wiki_text_v5e.py")
     engine = {
-        "slots": 4,
+        "max_num_seqs": 4,
         "page_tokens": 32,
-        "tensor": 1,
+        "tensor_parallel_size": 1,
         "cache_gigabytes": 1.0,
         "cache_dtype": "compute",
     } | engine
@@ -66,7 +66,7 @@ def test_each_phase_holds_what_it_says():
 def test_keys_and_values_are_no_more_than_was_allowed_and_none_where_nothing_was_said():
     assert planned(cache_gigabytes=1e-4)["sampling"].parts[memory.CACHE] == 100_000
     assert planned(cache_gigabytes=0.0)["sampling"].parts[memory.CACHE] == 0
-    assert planned(tensor=2)["sampling"].parts[memory.CACHE] == 4 * 2 * PAGE // 2
+    assert planned(tensor_parallel_size=2)["sampling"].parts[memory.CACHE] == 4 * 2 * PAGE // 2
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def sampled(spoken: Conversation, logprobs: list[float]) -> Conversation:
 def test_differences_are_those_of_the_sampled_tokens():
     first = sampled(conversation((1, 2), (3, 4), (5,), (6,)), [-1.0, -2.0, -0.5])
     second = sampled(conversation((7, 8), (9,)), [-3.0])
-    rows = pack([first, second], row_tokens=16, seed=0)
+    rows = pack([first, second], sequence_length=16, seed=0)
     # whoever reads a token that was not sampled sees this
     scores = np.full(rows.tokens.shape, 99.0, np.float32)
     for index, numbers in ((0, {2: -1.0, 3: -2.5, 5: -0.25}), (1, {2: -3.0})):
@@ -71,7 +71,7 @@ def right() -> list[Conversation]:
     score = jax.jit(lambda batch: token_log_probs(decoder, batch))
     conversations = []
     for spoken in random_conversations(12, longest=24):
-        alone = pack([spoken], row_tokens=32, seed=0)
+        alone = pack([spoken], sequence_length=32, seed=0)
         numbers = np.asarray(score(alone.batch(slice(None))))[0]
         model = np.array([turn.role == "model" for turn in spoken.turns for _ in turn.token_ids])
         conversations.append(sampled(spoken, numbers[: len(model)][model].tolist()))

@@ -68,7 +68,9 @@ def test_greedy_outputs_of_jetstream_equal_those_of_native_token_by_token():
     tokenizer = Tokenizer.load(folder)
     prompts = [tokenizer.open_conversation("Answer in one sentence.", prompt) for prompt in PROMPTS]
     wanted = SamplingParams(max_new_tokens=24, temperature=0.0, seed=0, stop_strings=(".",))
-    settings = EngineConfig(slots=3, decode_steps_per_call=4, prefill_tokens=256, page_tokens=8)
+    settings = EngineConfig(
+        max_num_seqs=3, decode_steps_per_call=4, prefill_tokens=256, page_tokens=8
+    )
     completions = {}
     for kind in ("native", "jetstream"):
         engine = dataclasses.replace(settings, kind=kind)

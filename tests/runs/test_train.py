@@ -205,9 +205,9 @@ def test_a_policy_that_was_trained_on_a_graph_is_evaluated_on_passages(undisturb
     )
 
 
-OOD = """--task.top-k 3 --engine.tensor 1 --engine.slots 16 --engine.cache-gigabytes 0 --agent.prompt brief
---agent.max-iterations 4 --agent.max-turn-tokens 80 --agent.max-trajectory-tokens 384
---agent.max-observation-tokens 160""".split()
+OOD = """--task.top-k 3 --engine.tensor-parallel-size 1 --engine.max-num-seqs 16
+--engine.cache-gigabytes 0 --agent.prompt brief --agent.max-iterations 4 --agent.max-turn-tokens 80
+--agent.max-trajectory-tokens 384 --agent.max-observation-tokens 160""".split()
 
 
 @pytest.mark.slow

@@ -52,7 +52,9 @@ def learn_phases(run: Run, *names: str) -> list[list[str]]:
 
     Returns the folders with checkpoints after each.
     """
-    rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
+    rows = pack(
+        random_conversations(20), sequence_length=run.config.trainer.sequence_length, seed=0
+    )
     state = run.initial_state
     folders = []
     for version, name in enumerate(names):
@@ -114,7 +116,9 @@ def test_saves_come_as_often_as_the_configuration_says(
             config, trainer=dataclasses.replace(config.trainer, save_seconds=save_seconds)
         )
     )
-    rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
+    rows = pack(
+        random_conversations(20), sequence_length=run.config.trainer.sequence_length, seed=0
+    )
     train(
         run,
         "warm-up",
@@ -144,7 +148,9 @@ def test_saves_that_take_long_come_seldom(opened, config, monkeypatch):
     monkeypatch.setattr(Checkpoints, "save", slow)
     monkeypatch.setattr("mujica_jax.runs.learning.STEPS_A_STRETCH", 1)
     run = opened(config)
-    rows = pack(random_conversations(20), row_tokens=run.config.trainer.row_tokens, seed=0)
+    rows = pack(
+        random_conversations(20), sequence_length=run.config.trainer.sequence_length, seed=0
+    )
     monkeypatch.setattr(
         "mujica_jax.runs.learning.time", SimpleNamespace(monotonic=lambda: next(looks))
     )

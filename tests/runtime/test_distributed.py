@@ -30,7 +30,7 @@ from tests.helpers.whole_runs import free_port
 def test_where_a_process_never_comes_the_other_says_what_to_do_and_is_ended(process):
     """JAX ends it, and prints its own page last."""
     address = f"localhost:{free_port()}"
-    flags = f"--distributed.coordinator {address} --distributed.processes 2 --distributed.process "
+    flags = f"--distributed.coordinator {address} --distributed.num-processes 2 --distributed.process-id "
     command = [sys.executable, "-m", "mujica_jax.train", *flags.split(), str(process)]
     ended = subprocess.run(
         [*command, "--distributed.deadline-seconds", "1"],
@@ -109,7 +109,12 @@ def test_a_process_that_is_killed_ends_the_other_which_has_said_what_to_do(victi
 def test_a_port_that_is_taken_is_one_sentence(capsys):
     with socket.create_server(("", 0)) as listener:
         port = listener.getsockname()[1]
-        flags = ["--distributed.coordinator", f"localhost:{port}", "--distributed.processes", "2"]
+        flags = [
+            "--distributed.coordinator",
+            f"localhost:{port}",
+            "--distributed.num-processes",
+            "2",
+        ]
         assert train.main(flags) == 2
     (line,) = capsys.readouterr().err.splitlines()
     sentence = f"error: process 0 cannot listen at port {port} of distributed.coordinator localhost"
@@ -121,34 +126,35 @@ def test_a_port_that_is_taken_is_one_sentence(capsys):
 )
 def test_an_address_without_a_port_is_refused(address):
     with pytest.raises(UserError, match="must be the host of process 0 and a free port there"):
-        check_distributed(DistributedConfig(coordinator=address, processes=2, process=1))
+        check_distributed(DistributedConfig(coordinator=address, num_processes=2, process_id=1))
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         (
-            ["--distributed.processes", "2"],
-            "distributed.processes is 2, distributed.process 0 and there is no coordinator",
+            ["--distributed.num-processes", "2"],
+            "distributed.num_processes is 2, distributed.process_id 0 and there is no coordinator",
         ),
         (
-            ["--distributed.process", "1"],
-            "distributed.processes is 1, distributed.process 1 and there is no coordinator",
+            ["--distributed.process-id", "1"],
+            "distributed.num_processes is 1, distributed.process_id 1 and there is no coordinator",
         ),
         (
             ["--distributed.coordinator", "a:1"],
-            "distributed.coordinator is a:1 and distributed.processes is 1",
+            "distributed.coordinator is a:1 and distributed.num_processes is 1",
         ),
         (
             [
                 "--distributed.coordinator",
                 "a:1",
-                "--distributed.processes",
+                "--distributed.num-processes",
                 "2",
-                "--distributed.process",
+                "--distributed.process-id",
                 "2",
             ],
-            "distributed.process is 2 and distributed.processes 2: number the processes from 0 to 1",
+            "distributed.process_id is 2 and distributed.num_processes 2: number the processes "
+            "from 0 to 1",
         ),
         (
             ["--distributed.deadline-seconds", "0"],
@@ -159,7 +165,7 @@ def test_an_address_without_a_port_is_refused(address):
             "distributed.barrier_seconds is 0.0 and must be at least 1",
         ),
         (
-            ["--distributed.coordinator", "nowhere", "--distributed.processes", "2"],
+            ["--distributed.coordinator", "nowhere", "--distributed.num-processes", "2"],
             "distributed.coordinator is nowhere and must be the host of process 0 and a free port "
             "there",
         ),
@@ -173,7 +179,7 @@ def test_a_job_that_is_half_described_is_one_sentence(flags, sentence, capsys):
 
 def test_eval_refuses_a_job_that_is_half_described(capsys):
     endpoint = ["tiny_world", "--remote.base-url", "http://localhost:1"]
-    flags = ["--distributed.coordinator", "nowhere", "--distributed.processes", "2"]
+    flags = ["--distributed.coordinator", "nowhere", "--distributed.num-processes", "2"]
     assert evaluation.main([*endpoint, *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: distributed.coordinator is nowhere and must be the host of")

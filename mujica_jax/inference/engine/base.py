@@ -296,8 +296,9 @@ def check_heads(config: DecoderConfig, mesh: Mesh) -> None:
     """Check that the key and value heads can be split over the devices. Raises UserError."""
     if config.num_kv_heads % mesh.shape["tensor"]:
         raise UserError(
-            f"{config.num_kv_heads} key and value heads cannot be split over engine.tensor "
-            f"{mesh.shape['tensor']}: use a divisor of {config.num_kv_heads}"
+            f"{config.num_kv_heads} key and value heads cannot be split over "
+            f"engine.tensor_parallel_size {mesh.shape['tensor']}: use a divisor of "
+            f"{config.num_kv_heads}"
         )
 
 

@@ -36,9 +36,9 @@ def make_engine(
 ) -> Engine:
     """Return an engine for requests of up to `positions` tokens, on this platform.
 
-    It runs on `engine.tensor` devices. `engine.cache_gigabytes` is the size of its KV cache.
-    Without it the cache takes free memory, and leaves `reserved_bytes` of each device for what the
-    program will allocate later. Raises UserError.
+    It runs on `engine.tensor_parallel_size` devices. `engine.cache_gigabytes` is the size of its KV
+    cache. Without it the cache takes free memory, and leaves `reserved_bytes` of each device for
+    what the program will allocate later. Raises UserError.
     """
     check_context(decoder.config, positions)
     dtype = _cache_dtype(decoder.dtype, engine)
@@ -46,7 +46,7 @@ def make_engine(
         decoder.config, engine, positions=positions, dtype=dtype, reserved_bytes=reserved_bytes
     )
     options = EngineOptions(
-        slots=engine.slots,
+        slots=engine.max_num_seqs,
         positions=positions,
         page_tokens=engine.page_tokens,
         num_pages=num_pages,
@@ -71,7 +71,7 @@ def check_engine(
         check_heads(model, mesh)
         shardings_of(nnx.eval_shape(lambda: Decoder(model, rngs=nnx.Rngs(0))), mesh)
     if jax.default_backend() == "tpu":
-        check_tiles(model, engine.tensor, cache_dtype)
+        check_tiles(model, engine.tensor_parallel_size, cache_dtype)
     _num_pages(model, engine, positions=positions, dtype=cache_dtype, reserved_bytes=0)
 
 
@@ -94,12 +94,14 @@ def engine_mesh(engine: EngineConfig) -> Mesh | None:
     Every host has an engine of its own, over devices of its own. Raises UserError.
     """
     devices = jax.local_devices()
-    if engine.tensor > len(devices):
+    if engine.tensor_parallel_size > len(devices):
         raise UserError(
-            f"engine.tensor is {engine.tensor} and {len(devices)} devices are available: use at "
-            f"most {len(devices)}"
+            f"engine.tensor_parallel_size is {engine.tensor_parallel_size} and {len(devices)} "
+            f"devices are available: use at most {len(devices)}"
         )
-    return make_mesh(1, 1, engine.tensor, devices) if engine.tensor > 1 else None
+    if engine.tensor_parallel_size == 1:
+        return None
+    return make_mesh(1, 1, engine.tensor_parallel_size, devices)
 
 
 def _num_pages(
@@ -115,9 +117,10 @@ def _num_pages(
     Raises UserError if there is no room for one request.
     """
     lanes = LANES if jax.default_backend() == "tpu" else 1
-    page_size = page_bytes(model, engine.page_tokens, dtype, lanes) // engine.tensor  # per device
+    # per device
+    page_size = page_bytes(model, engine.page_tokens, dtype, lanes) // engine.tensor_parallel_size
     pages_per_request = -(-positions // engine.page_tokens)
-    pages_for_all_slots = engine.slots * pages_per_request
+    pages_for_all_slots = engine.max_num_seqs * pages_per_request
     if engine.cache_gigabytes:
         memory = engine.cache_gigabytes * 1e9
         source = "engine.cache_gigabytes allows"
@@ -132,7 +135,7 @@ def _num_pages(
         raise UserError(
             f"one request of {positions} tokens needs {pages_per_request * page_size / 1e9:.3g} GB "
             f"of KV memory and {memory / 1e9:.3g} GB {source}: lower agent.max_trajectory_tokens "
-            "or engine.slots, or give it more memory"
+            "or engine.max_num_seqs, or give it more memory"
         )
     return num_pages
 

@@ -109,9 +109,10 @@ def check_tiles(config: DecoderConfig, tensor: int, dtype: DTypeLike) -> None:
     words = heads // heads_per_word
     if heads % heads_per_word or (words % 8 and words not in (1, 2, 4)):
         raise UserError(
-            f"{config.num_kv_heads} key and value heads over engine.tensor {tensor} are "
-            f"{heads // 2} a device, and the TPU kernel cannot read so many of "
-            f"{jnp.dtype(dtype).name}: lower engine.tensor or use another engine.cache_dtype"
+            f"{config.num_kv_heads} key and value heads over engine.tensor_parallel_size {tensor} "
+            f"are {heads // 2} a device, and the TPU kernel cannot read so many of "
+            f"{jnp.dtype(dtype).name}: lower engine.tensor_parallel_size or use another "
+            "engine.cache_dtype"
         )
 
 

@@ -60,7 +60,7 @@ def make_jetstream_generator(
         request = EngineRequest(
             model=decoder.config,
             tokenizer=tokenizer,
-            slots=engine_config.slots,
+            slots=engine_config.max_num_seqs,
             positions=positions,
             stop_token_ids=stop_token_ids,
             dtype=jnp.dtype(decoder.dtype).name,
@@ -69,9 +69,9 @@ def make_jetstream_generator(
         )
         engine = _foreign_engine(name, engine_config, request)
         load_params = _loader(name, engine, nnx.split(decoder)[0])
-    _check_engine(name, engine, slots=engine_config.slots, positions=positions)
+    _check_engine(name, engine, slots=engine_config.max_num_seqs, positions=positions)
     limits = RequestLimits(
-        slots=engine_config.slots,
+        slots=engine_config.max_num_seqs,
         positions=positions,
         vocabulary=decoder.config.vocab_size,
         queue_size=queue_size,
@@ -214,8 +214,9 @@ def _check_size(name: str, engine: Any, *, slots: int, positions: int) -> None:
         )
     if engine.max_concurrent_decodes < slots:
         raise UserError(
-            f"{name} made an engine with {engine.max_concurrent_decodes} slots and engine.slots is "
-            f"{slots}: lower engine.slots to {engine.max_concurrent_decodes} or make it with more"
+            f"{name} made an engine with {engine.max_concurrent_decodes} slots and "
+            f"engine.max_num_seqs is {slots}: lower engine.max_num_seqs to "
+            f"{engine.max_concurrent_decodes} or make it with more"
         )
     if engine.max_prefill_length < positions - 1:
         raise UserError(

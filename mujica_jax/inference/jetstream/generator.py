@@ -121,7 +121,8 @@ class JetStreamGenerator(QueuedGenerator):
         except Exception as error:
             raise UserError(
                 f"{self._name} cannot begin with {self._slots} slots of {self._positions} tokens "
-                f"({describe_error(error)}): lower engine.slots or agent.max_trajectory_tokens"
+                f"({describe_error(error)}): lower engine.max_num_seqs or "
+                "agent.max_trajectory_tokens"
             ) from error
         self.policy_version = policy_version
 

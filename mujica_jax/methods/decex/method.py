@@ -96,7 +96,8 @@ def decex(run: Run) -> list[PhaseResult]:
     elif config.dpo:
         run.progress.line(
             f"{DPO.name}: the {len(trees)} trees left no preference pair that fits "
-            f"trainer.row_tokens {run.config.trainer.row_tokens}; the policy stays as it is"
+            f"trainer.sequence_length {run.config.trainer.sequence_length}; the policy stays as it "
+            "is"
         )
     return with_control(run, start, demonstrations, first_result, results)
 
@@ -108,7 +109,7 @@ def _expand(run: Run, state: PhaseState) -> list[Trajectory]:
         return finished.trajectories
 
     config = method_of(run, DecexTreeConfig)
-    shard_size = run.config.sampling.shard_questions
+    shard_size = run.config.sampling.questions_per_shard
     questions = run.task.questions("train")[: sampling.questions_a_round(run, "trees")]
     shards = [
         questions[start : start + shard_size] for start in range(0, len(questions), shard_size)
@@ -220,7 +221,7 @@ def _grow_shard(
         return tree
 
     async def grow_all() -> list[Tree]:
-        gate = asyncio.Semaphore(run.config.engine.slots)
+        gate = asyncio.Semaphore(run.config.engine.max_num_seqs)
         growing = [grow(question, gate) for question in questions]
         return await gather_polled(growing, run.preemption.check)
 
@@ -271,12 +272,12 @@ def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Conversatio
 
     These are the pairs of the configured kinds whose two sides train anything and fit a row."""
     config = method_of(run, DecexTreeConfig)
-    row_tokens = run.config.trainer.row_tokens
+    sequence_length = run.config.trainer.sequence_length
     is_learnt = {"decision": config.decision_pairs, "execution": config.execution_pairs}
     pairs = [record.conversations for record in records if is_pair(record)]
     pairs = [pair for pair in pairs if is_learnt[pair[0].role]]
     trained = [pair for pair in pairs if _trains_both_sides(pair)]
-    fitting = [pair for pair in trained if _num_tokens(pair) <= row_tokens]
+    fitting = [pair for pair in trained if _num_tokens(pair) <= sequence_length]
     if len(trained) < len(pairs):
         run.progress.line(
             f"{len(pairs) - len(trained)} of {len(pairs)} pairs have a side without a token to "
@@ -284,8 +285,8 @@ def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Conversatio
         )
     if len(fitting) < len(trained):
         run.progress.line(
-            f"{len(trained) - len(fitting)} of {len(trained)} pairs exceed {row_tokens} tokens and "
-            "are left out"
+            f"{len(trained) - len(fitting)} of {len(trained)} pairs exceed {sequence_length} "
+            "tokens and are left out"
         )
     return [side for pair in fitting for side in pair]
 
@@ -322,13 +323,13 @@ def _learn_chains(
     if not rows:
         shortest = min(len(chain.conversations[0].token_ids) for chain in chains)
         raise UserError(
-            f"none of {len(chains)} chains fits trainer.row_tokens {trainer.row_tokens}, the "
-            f"shortest has {shortest} tokens: raise trainer.row_tokens"
+            f"none of {len(chains)} chains fits trainer.sequence_length {trainer.sequence_length}, "
+            f"the shortest has {shortest} tokens: raise trainer.sequence_length"
         )
 
-    packed = pack(rows, row_tokens=trainer.row_tokens, seed=run.config.seed + SFT.step)
+    packed = pack(rows, sequence_length=trainer.sequence_length, seed=run.config.seed + SFT.step)
     plan = LearningPlan(
-        steps=steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.epochs),
+        steps=steps_of_epochs(packed.num_rows, trainer.batch_size, config.epochs),
         peak=config.learning_rate,
         end_value=config.end_learning_rate,
     )
@@ -343,10 +344,12 @@ def _learn_pairs(
     """Learn the preference pairs by DPO, whose reference is the policy that it begins with."""
     config = method_of(run, DecexTreeConfig)
     trainer = run.config.trainer
-    packed = pack(pairs, row_tokens=trainer.row_tokens, seed=run.config.seed + DPO.step, pairs=True)
+    packed = pack(
+        pairs, sequence_length=trainer.sequence_length, seed=run.config.seed + DPO.step, pairs=True
+    )
     reference = learning.score_once(run, REFERENCE, lambda: run.trainer.score(state(), packed))
     plan = LearningPlan(
-        steps=steps_of_epochs(packed.num_rows, trainer.rows_per_step, config.dpo_epochs),
+        steps=steps_of_epochs(packed.num_rows, trainer.batch_size, config.dpo_epochs),
         peak=config.dpo_learning_rate,
         end_value=0.0,
         loss=preference.DPO(beta=config.beta),

@@ -103,9 +103,9 @@ def evipath(run: Run) -> list[PhaseResult]:
     # Learn.
     with run.clock.stage("packing"):
         packed = pack(
-            selection.rows, row_tokens=run.config.trainer.row_tokens, seed=run.config.seed
+            selection.rows, sequence_length=run.config.trainer.sequence_length, seed=run.config.seed
         )
-    steps = steps_of_epochs(packed.num_rows, run.config.trainer.rows_per_step, config.epochs)
+    steps = steps_of_epochs(packed.num_rows, run.config.trainer.batch_size, config.epochs)
     plan = LearningPlan(
         steps=steps,
         peak=config.learning_rate,
@@ -194,7 +194,8 @@ def _select(run: Run, questions: Sequence[Question], trajectories: list[Trajecto
         raise UserError(
             f"of {len(trajectories)} trajectories {num_kept} are right, and none of their "
             f"{len(conversations)} conversations can be learnt ({reasons}): ask another teacher, "
-            f"give more questions, or raise trainer.row_tokens {run.config.trainer.row_tokens}"
+            "give more questions, or raise trainer.sequence_length "
+            f"{run.config.trainer.sequence_length}"
         )
     return _Selection(
         trajectories=trajectories,
@@ -219,7 +220,7 @@ def _synthesize(
         return finished.trajectories
 
     # Plan the shards, and open the teacher.
-    shard_size = run.config.sampling.shard_questions
+    shard_size = run.config.sampling.questions_per_shard
     shards = [
         questions[start : start + shard_size] for start in range(0, len(questions), shard_size)
     ]
@@ -383,7 +384,7 @@ def _write_metrics(run: Run, selection: _Selection, *, steps: int) -> None:
         TEACHER_PROMPT_TOKENS: counts[TEACHER_PROMPT_TOKENS],
         "planner_rows": sum(row.role == PLANNER for row in selection.rows),
         "worker_rows": sum(row.role == WORKER for row in selection.rows),
-        "too_long": too_long(selection.conversations, run.config.trainer.row_tokens),
+        "too_long": too_long(selection.conversations, run.config.trainer.sequence_length),
         "steps": steps,
     }
     run.metrics.write("evipath", EVIPATH.step, {**values, **refused, **failed})

@@ -166,7 +166,7 @@ def test_log_probabilities_of_a_completion_are_those_of_the_trainer(engine):
     outputs = decoded(engine, started(engine, prompts, 12))
     rows = pack(
         [conversation(tuple(prompts[slot]), tuple(outputs[slot][0])) for slot in range(SLOTS)],
-        row_tokens=80,
+        sequence_length=80,
         seed=0,
     )
     assert rows.num_rows < SLOTS, "conversations share rows"
@@ -423,7 +423,7 @@ def test_in_bfloat16_keys_and_values_are_bfloat16_and_the_token_is_the_same():
     narrow = nnx.clone(decoder())
     narrow.dtype = narrow.layers.dtype = jnp.bfloat16
     config = EngineConfig(
-        slots=SLOTS,
+        max_num_seqs=SLOTS,
         decode_steps_per_call=DECODE_STEPS,
         prefill_tokens=PREFILL_TOKENS,
         page_tokens=PAGE_TOKENS,

@@ -239,8 +239,8 @@ def test_heads_that_the_kernel_cannot_read_are_refused(heads, tensor, dtype, fit
         with pytest.raises(
             UserError,
             match=(
-                f"{heads} key and value heads over engine.tensor {tensor} are {heads // tensor} a "
-                "device"
+                f"{heads} key and value heads over engine.tensor_parallel_size {tensor} are "
+                f"{heads // tensor} a device"
             ),
         ):
             check_tiles(model, tensor, dtype)

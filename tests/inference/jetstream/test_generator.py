@@ -54,7 +54,7 @@ from tests.helpers.traffic import (
 GREEDY = Capabilities(sampling_per_request=False, log_probabilities=False)
 ENGINE = EngineConfig(
     kind="jetstream",
-    slots=3,
+    max_num_seqs=3,
     decode_steps_per_call=4,
     prefill_tokens=128,
     page_tokens=8,
@@ -729,7 +729,7 @@ def test_temperatures_of_a_configuration_are_checked_at_the_start():
         ),
         (
             "tests.helpers.foreign_engine:make_small_engine",
-            "with 2 slots and engine.slots is 3: lower engine.slots to 2",
+            "with 2 slots and engine.max_num_seqs is 3: lower engine.max_num_seqs to 2",
         ),
         (
             "tests.helpers.foreign_engine:make_short_engine",

@@ -42,7 +42,7 @@ BY_HAND = Batch(
     loss_mask=jnp.array([[False, False, True, False], [False, True, False, True]]),
 )
 CONVERSATIONS = random_conversations(12)
-ROW_TOKENS = 32
+SEQUENCE_LENGTH = 32
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def bigram_model() -> Decoder:
 
 @pytest.fixture(scope="module")
 def batch() -> Batch:
-    return pack(CONVERSATIONS, row_tokens=ROW_TOKENS, seed=0).batch(slice(None))
+    return pack(CONVERSATIONS, sequence_length=SEQUENCE_LENGTH, seed=0).batch(slice(None))
 
 
 class Numbers(NamedTuple):
@@ -174,9 +174,9 @@ def test_log_probabilities_are_those_of_the_whole_logits(decoder, batch):
 
 
 def test_packed_equals_unpacked(decoder):
-    rows = pack(CONVERSATIONS, row_tokens=ROW_TOKENS, seed=0)
+    rows = pack(CONVERSATIONS, sequence_length=SEQUENCE_LENGTH, seed=0)
     alone = [
-        pack([conversation], row_tokens=ROW_TOKENS, seed=0).batch(slice(None))
+        pack([conversation], sequence_length=SEQUENCE_LENGTH, seed=0).batch(slice(None))
         for conversation in CONVERSATIONS
     ]
     packed = numbers(decoder, rows.batch(slice(None)))

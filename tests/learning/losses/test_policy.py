@@ -209,8 +209,8 @@ def test_packed_equals_separate():
         ]
 
     columns = {"sampled_log_probs": then, "advantages": values, "now": now}
-    packed = pack(conversations, row_tokens=96, seed=1, columns=columns)
-    alone = pack(conversations, row_tokens=31, seed=1, columns=columns)
+    packed = pack(conversations, sequence_length=96, seed=1, columns=columns)
+    alone = pack(conversations, sequence_length=31, seed=1, columns=columns)
     assert packed.num_rows < alone.num_rows
     assert losses(packed) == pytest.approx(losses(alone), abs=1e-6)
 

@@ -105,7 +105,7 @@ def test_packed_equals_separate():
         batch = rows.batch(slice(None), dpo.columns)
         return float(dpo.of(jnp.asarray(rows.columns["now"]), batch, dpo.counts(batch))[0])
 
-    packed = pack(conversations, row_tokens=96, seed=1, columns=columns, pairs=True)
-    alone = pack(conversations, row_tokens=32, seed=1, columns=columns, pairs=True)
+    packed = pack(conversations, sequence_length=96, seed=1, columns=columns, pairs=True)
+    alone = pack(conversations, sequence_length=32, seed=1, columns=columns, pairs=True)
     assert packed.num_rows < alone.num_rows
     assert value(packed) == pytest.approx(value(alone), abs=1e-6)

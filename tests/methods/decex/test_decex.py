@@ -679,10 +679,10 @@ def test_dpo_moves_towards_what_was_chosen():
     model = dataclasses.replace(
         TINY, vocab_size=tokenizer().vocab_size, max_position_embeddings=1024
     )
-    config = dataclasses.replace(SHORT, row_tokens=512, rows_per_step=2)
+    config = dataclasses.replace(SHORT, sequence_length=512, batch_size=2)
     trainer = Trainer(model, config, DPO(beta=0.1))
     state = trainer.initial_state(tiny_decoder(model))
-    packed = pack(sides, row_tokens=512, seed=0, pairs=True)
+    packed = pack(sides, sequence_length=512, seed=0, pairs=True)
     reference = trainer.score(state, packed)
     rows = packed.with_columns(reference_log_probs=reference)
     metrics = []
@@ -808,10 +808,10 @@ def config() -> Config:
         smoke,
         task=dataclasses.replace(smoke.task, environment="text"),
         agent=dataclasses.replace(AGENT, max_iterations=2),
-        trainer=dataclasses.replace(smoke.trainer, row_tokens=1024, rows_per_step=2),
+        trainer=dataclasses.replace(smoke.trainer, sequence_length=1024, batch_size=2),
         pretraining=dataclasses.replace(smoke.pretraining, steps=0),
         warmup=dataclasses.replace(smoke.warmup, steps=0),
-        sampling=dataclasses.replace(smoke.sampling, questions_per_round=6, shard_questions=4),
+        sampling=dataclasses.replace(smoke.sampling, questions_per_round=6, questions_per_shard=4),
         method=dataclasses.replace(METHOD, epochs=2),
         eval=dataclasses.replace(smoke.eval, control=False),
     )
@@ -993,7 +993,7 @@ def test_a_pair_that_exceeds_a_row_is_told_of(config, played):
     message = r"[1-9]\d* of \d+ pairs exceed 300 tokens and are left out"
     assert any(
         re.search(message, event)
-        for event in played(changed(without_sft, "trainer", row_tokens=300))
+        for event in played(changed(without_sft, "trainer", sequence_length=300))
     )
     assert not any("pairs exceed" in event for event in played(without_sft))
 
@@ -1067,8 +1067,8 @@ def test_a_configuration_that_cannot_be_is_explained(config, section, fields, wo
     [
         (
             {},
-            "trainer.row_tokens is 1024 and agent.max_trajectory_tokens 2000: a row holds both "
-            "conversations",
+            "trainer.sequence_length is 1024 and agent.max_trajectory_tokens 2000: a row holds "
+            "both conversations",
         ),
         ({"dpo": False}, None),
         ({"decision_pairs": False, "execution_pairs": False}, None),
@@ -1082,7 +1082,7 @@ def test_a_row_must_hold_both_sides_of_a_pair(config, fields, refused):
         with pytest.raises(UserError) as error:
             check_demonstrations(asked)
         assert refused in str(error.value)
-        assert "--trainer.row-tokens 4000" in str(error.value)
-    check_demonstrations(changed(asked, "trainer", row_tokens=4000))
+        assert "--trainer.sequence-length 4000" in str(error.value)
+    check_demonstrations(changed(asked, "trainer", sequence_length=4000))
     # A finished run is evaluated all the same.
     check(asked)

@@ -684,7 +684,9 @@ class LittleRun:
     """Stands in for a `Run` that only synthesises."""
 
     def __init__(self, folder: Path, teacher: LittleTeacher, **changes: Any) -> None:
-        sampling = types.SimpleNamespace(shard_questions=1, questions_per_round=2, temperature=1.0)
+        sampling = types.SimpleNamespace(
+            questions_per_shard=1, questions_per_round=2, temperature=1.0
+        )
         self.config = types.SimpleNamespace(
             method=dataclasses.replace(METHOD, **changes), sampling=sampling, seed=0
         )

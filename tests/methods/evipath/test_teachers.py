@@ -72,7 +72,7 @@ def run(folder) -> Iterator[Run]:
         init=str(folder / "student"),
         pretraining=dataclasses.replace(smoke.pretraining, steps=0),
         warmup=dataclasses.replace(smoke.warmup, steps=0),
-        engine=dataclasses.replace(smoke.engine, slots=2),
+        engine=dataclasses.replace(smoke.engine, max_num_seqs=2),
         agent=dataclasses.replace(
             smoke.agent, protocol="evipath", max_turn_tokens=8, max_trajectory_tokens=1024
         ),
@@ -221,4 +221,4 @@ def test_the_lessons_of_the_tiny_world_are_told_conversations(tmp_path):
     assert len(answers) == len(workers) // 2
     assert all("<answer>" in row.turns[1].text for row in answers)
     longest = max(len(row.token_ids) for row in rows)
-    assert longest <= config.trainer.row_tokens <= config.agent.max_trajectory_tokens
+    assert longest <= config.trainer.sequence_length <= config.agent.max_trajectory_tokens
