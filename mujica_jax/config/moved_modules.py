@@ -1,8 +1,7 @@
-"""Modules of this package that have moved, so that a user's file which imports one is told where it
-is now.
+"""Modules of this package that have moved.
 
-The table is read when a configuration or a plug-in cannot be imported, and at no other time.
-"""
+A user's file that imports one is told where it is now. The table is read when a configuration or a
+plug-in cannot be imported, and at no other time."""
 
 import re
 import types

@@ -114,8 +114,10 @@ def paged_attention(*, head_dim: int, dtype: DTypeLike) -> PagedAttention | None
 
 
 def product(*, rows: int, inputs: int, outputs: Sequence[int], dtype: DTypeLike) -> Product | None:
-    """Return what multiplies [rows, inputs] with matrices of [outputs, inputs], one for each number
-    in `outputs`."""
+    """Return what multiplies [rows, inputs] with matrices of [outputs, inputs].
+
+    `outputs` has the number of outputs of each matrix.
+    """
     if _platform() != "cpu" or not cpu.is_available():
         return None
     if _is_single_cpu() and cpu.can_multiply(
@@ -144,8 +146,10 @@ def rows_per_product() -> int:
 
 
 def _platform() -> str:
-    """Return the platform of what is being traced: it may be compiled for a device that is not
-    here."""
+    """Return the platform of what is being traced.
+
+    It may be compiled for a device that is not here.
+    """
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.platform if device else jax.default_backend()
 

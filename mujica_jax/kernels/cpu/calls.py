@@ -35,8 +35,10 @@ MAX_MATRIX_FIRST_ROWS = 16
 
 @functools.cache
 def is_available() -> bool:
-    """Return whether this processor is one that the kernels are written for and numba, which
-    compiles them, is installed."""
+    """Whether the kernels run here.
+
+    They are written for x86 processors, and compiled by numba, which must be installed.
+    """
     is_x86 = platform.machine() in ("x86_64", "AMD64")
     return is_x86 and importlib.util.find_spec("numba") is not None
 

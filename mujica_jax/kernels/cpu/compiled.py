@@ -1,6 +1,7 @@
-"""The kernels in which a CPU spends its time, compiled by numba and called by XLA: attention over a
-KV cache and products of few rows (decoding), attention of packed rows (training). `calls.py` calls
-them; docs/LOG.md has what they gain.
+"""The kernels in which a CPU spends its time, compiled by numba and called by XLA.
+
+They are attention over a KV cache and products of few rows (decoding), and attention of packed rows
+(training). `calls.py` calls them. docs/LOG.md has what they gain.
 
 Paged attention: XLA multiplies each request's few queries with its keys by a product of its own,
 which packs more than it multiplies. Here a thread takes a few requests and one head of keys. Their
@@ -141,8 +142,10 @@ _usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
 
 
 def compiled(**options) -> Callable[[Callable], Callable]:
-    """Return numba's decorator for the function in the source: a checker of types may have wrapped
-    it."""
+    """Return numba's decorator for the function in the source.
+
+    A checker of types may have wrapped that function.
+    """
     return lambda function: njit(**options)(inspect.unwrap(function))
 
 
@@ -176,8 +179,10 @@ def _pointer(builder, address):
 
 
 def _emit_board_word(builder, word):
-    """Emit the address of a word of the board, by the board's name: a number would be wrong when
-    another process reads numba's cache."""
+    """Emit the address of a word of the board, by the board's name.
+
+    A number would be wrong when another process reads numba's cache.
+    """
     board = builder.module.globals.get(BOARD_NAME)
     if board is None:
         board = ir.GlobalVariable(builder.module, INT64, BOARD_NAME)
@@ -227,10 +232,10 @@ def _take_parts():
 
 @compiled()
 def _run_parts(function_number, parts, frame_address, array, extra):
-    """Compute all parts of a kernel, with the threads that wait, or alone if another caller has
-    them.
+    """Compute all parts of a kernel.
 
-    Each part gets the call frame, the address of `array` and `extra`."""
+    The threads that wait help, unless another caller has them. Each part gets the call frame, the
+    address of `array` and `extra`."""
     function = _read_board(PART_FUNCTIONS + function_number)
     if _add_to_board(CALLERS, 1) == 0:
         _write_board(PART_FUNCTION, function)
@@ -293,8 +298,10 @@ def _prefetch_rows(matrix, rows, columns):
 
 @compiled(fastmath=FAST_MATH, inline="always")
 def _exp(x):
-    """Return e^x to 2e-7 of itself: 2^k times a polynomial of the rest, so that a loop over it runs
-    in vectors."""
+    """Return e^x to 2e-7 of itself.
+
+    It is 2^k times a polynomial of the rest, so that a loop over it runs in vectors.
+    """
     x = MIN_EXPONENT if x < MIN_EXPONENT else x
     k = np.floor(x * LOG2_E + np.float32(0.5))
     r = x - k * LN_2_HIGH - k * LN_2_LOW
@@ -346,12 +353,11 @@ def _sum_floats(builder, address, count):
 
 
 def _make_dots(rows: int) -> Any:
-    """Return the instruction sums[m, r] = matrix[m] . activations[r], for DOT_OUTPUTS m and this
-    many r.
+    """Return the instruction sums[m, r] = matrix[m] . activations[r].
 
-    The vectors have `count` floats and lie `stride` bytes apart. The other arguments are addresses.
-    It is written in vectors, as the next one is: LLVM finds neither the form nor the prefetching
-    itself."""
+    m runs over DOT_OUTPUTS outputs and r over `rows` rows. The vectors have `count` floats and lie
+    `stride` bytes apart. The other arguments are addresses. It is written in vectors, as the next
+    one is: LLVM finds neither the form nor the prefetching itself."""
 
     @instruction(types.void, *[types.int64] * 5)
     def compute_dots(builder, matrix, activations, sums, count, stride):
@@ -388,12 +394,11 @@ def _make_dots(rows: int) -> Any:
 
 
 def _make_tile(rows: int, vectors: int) -> Any:
-    """Return the instruction sums[r, c] += left[r, s] right[s, c] over s, for this many r and
-    vectors of c.
+    """Return the instruction sums[r, c] += left[r, s] right[s, c], summed over s.
 
-    All arguments are addresses and distances in bytes: on the left `row_bytes` from r to r and
-    `step_bytes` from s to s. The rows of the left side after the next ones are prefetched. `steps`
-    is a multiple of TILE_STEPS."""
+    r runs over `rows` rows and c over `vectors` vectors. All arguments are addresses and distances
+    in bytes: on the left `row_bytes` from r to r and `step_bytes` from s to s. The rows of the left
+    side after the next ones are prefetched. `steps` is a multiple of TILE_STEPS."""
 
     @instruction(types.void, *[types.int64] * 8)
     def add_tile(builder, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes):
@@ -484,8 +489,10 @@ def _packed_row(buffer):
 
 @compiled()
 def _is_question_for_version(frame_address):
-    """Answer XLA's question for the version of its interface, which comes once in place of a call.
-    Return whether this is the question."""
+    """Answer XLA's question for the version of its interface, and return whether it was asked.
+
+    The question comes once, in place of a call.
+    """
     frame = _words(frame_address, FRAME_RESULTS + 1)
     if not frame[FRAME_EXTENSION]:
         return False
@@ -502,8 +509,10 @@ def _is_question_for_version(frame_address):
 
 @compiled()
 def _product_buffers(frame_address):
-    """Return how many matrices there are, the buffers of the rows and of the matrices, the buffers
-    of the results, and how many rows there are."""
+    """Return the number of matrices, the arguments, the results, and the number of rows.
+
+    The arguments are the buffers of the rows and of the matrices.
+    """
     frame = _words(frame_address, FRAME_RESULTS + 1)
     matrices = frame[FRAME_RESULT_COUNT]
     arguments = _words(frame[FRAME_ARGUMENTS], 1 + matrices)
@@ -518,8 +527,10 @@ def _product_parts():
 
 @compiled()
 def _groups_of_part(part, outputs, group_outputs):
-    """Return the first group of outputs of a part and the one after its last. No two parts write
-    into one line of a cache."""
+    """Return the first group of outputs of a part and the one after its last.
+
+    No two parts write into one line of a cache.
+    """
     lines = -(-outputs * 4 // CACHE_LINE_BYTES)
     parts = _product_parts()
     start = lines * part // parts * CACHE_LINE_BYTES // 4 // group_outputs
@@ -539,8 +550,10 @@ def _rows_in_cache(inputs):
 
 
 def _product_by_dots_part(frame_address, padded_address, _, part):
-    """Compute a part of the outputs of a product of few rows. `padded_address` is that of the rows,
-    filled up with zeros."""
+    """Compute a part of the outputs of a product of few rows.
+
+    `padded_address` is the address of the rows, filled up with zeros.
+    """
     matrices, arguments, results, count = _product_buffers(frame_address)
     together = _rows_per_dot(count)
     sums = np.empty(DOT_OUTPUTS * together, np.float32)
@@ -613,8 +626,10 @@ def _product_by_tiles_part(frame_address, panels_address, first_row, part):
 
 @compiled()
 def _compute_products(frame_address):
-    """Compute rows @ matrix.T for all matrices. The inner length is a multiple of TILE_STEPS, and a
-    matrix has at least PANEL_OUTPUTS outputs."""
+    """Compute rows @ matrix.T for all matrices.
+
+    The inner length is a multiple of TILE_STEPS, and a matrix has at least PANEL_OUTPUTS outputs.
+    """
     rows = _float_matrix(_product_buffers(frame_address)[1][0])
     count, inputs = rows.shape
     if count <= MAX_DOT_ROWS:
@@ -702,8 +717,10 @@ def _padded_to_tiles(matrix):
 
 @compiled(fastmath=FAST_MATH)
 def _exponentiate(scores, lanes):
-    """Replace scores by exp(scores - their maximum), and return the sum of that. `scores` are whole
-    tiles."""
+    """Replace scores by exp(scores - their maximum), and return the sum of that.
+
+    `scores` are whole tiles.
+    """
     lanes[:] = scores[:TILE_COLUMNS]
     for place in range(0, scores.size, TILE_COLUMNS):
         for lane in range(TILE_COLUMNS):
@@ -717,8 +734,10 @@ def _exponentiate(scores, lanes):
 
 @compiled(fastmath=FAST_MATH)
 def _add_values(weights, values, count, results):
-    """Compute results += weights[:, :count] @ values[:count]. What lies behind may be broken, and
-    is not read."""
+    """Compute results += weights[:, :count] @ values[:count].
+
+    What lies behind `count` may be broken, and is not read.
+    """
     whole = count - count % TILE_STEPS
     _add_product(weights[:, :whole], values, results)
     for place in range(whole, count):
@@ -734,11 +753,10 @@ def _add_values(weights, values, count, results):
 def _attend_requests(
     query, keys, values, prefix_keys, prefix_values, row_table, mixed, first, stop, kv_head
 ):
-    """Compute one head of keys of the requests from `first` to before `stop`, which see as much of
-    the same prefix.
+    """Compute one head of keys of the requests from `first` to before `stop`.
 
-    Scores are [queries, prefix and row]. A tile may reach beyond a request's scores, into what is
-    written later."""
+    They all see the same part of the same prefix. Scores are [queries, prefix and row]. A tile may
+    reach beyond a request's scores, into what is written later."""
     time, heads, head_dim = query.shape[1:]
     width = keys.shape[3]
     sharing = heads // keys.shape[1]
@@ -874,8 +892,10 @@ def _paged_attention_part(frame_address, _, groups, part):
 
 @compiled()
 def _head_of_tokens(source, start, stop, head, scale):
-    """Return [tokens, head_dim] of a head, times `scale`, with zeros behind it up to whole
-    blocks."""
+    """Return [tokens, head_dim] of a head, times `scale`.
+
+    Zeros behind it fill it up to whole blocks.
+    """
     rows = _round_up(stop - start, BLOCK_TOKENS)
     gathered = np.zeros((rows, _round_up(source.shape[2], TILE_COLUMNS)), np.float32)
     for number in range(stop - start):
@@ -1045,8 +1065,10 @@ def _packed_attention_part(frame_address, bounds_address, segments, part):
 
 
 def _packed_gradient_part(frame_address, bounds_address, segments, part):
-    """Compute the gradient of that. A head of keys has it in parts, one for each head of
-    queries."""
+    """Compute a part of the gradient of packed attention.
+
+    A head of keys has its gradient in parts, one for each head of queries.
+    """
     frame = _words(frame_address, FRAME_RESULTS + 1)
     arguments = _words(frame[FRAME_ARGUMENTS], 7)
     results = _words(frame[FRAME_RESULTS], 3)
@@ -1121,8 +1143,10 @@ def address(kernel: Callable) -> int:
 
 @functools.cache
 def _start_threads() -> None:
-    """Start one thread for each core but one, since whoever calls a kernel works too. They end
-    before Python does."""
+    """Start one thread for each core but one. They end before Python does.
+
+    Whoever calls a kernel works too, so one core needs no thread.
+    """
     cores = usable_cores()
     target = ctypes.CFUNCTYPE(None)(_compiled_for_c(types.void(), _work_until_end))
     BOARD[THREAD_COUNT] = cores
