@@ -13,6 +13,7 @@ from mujica_jax.config.files import command_line, from_dict, load_config, overri
 from mujica_jax.config.renamed_fields import RENAMED_FIELDS, accept_old_names
 from mujica_jax.config.schema import Config, EngineConfig, MygoConfig
 from mujica_jax.errors import RunMismatchError, UserError
+from mujica_jax.serve import ServeArguments
 from mujica_jax.trajectories.store import open_run
 from tests.helpers.paths import HELPERS, ROOT
 
