@@ -185,4 +185,4 @@ def test_what_a_backward_pass_computes_again(plain, trained, kind, remat, produc
     program = jax.jit(jax.grad(loss)).lower(chosen).as_text()
     to_mlp = rf"stablehlo.dot_general.*-> tensor<{TOKENS.size}x{MODEL.intermediate_size}xf32>"
     assert len(re.findall(to_mlp, program)) == products
-    assert program.count("@mujica_jax_mix_packed") == mixed
+    assert program.count("@mujica_jax_packed_attention(") == mixed

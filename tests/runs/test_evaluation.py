@@ -231,8 +231,8 @@ def test_scores_shown_do_not_depend_on_the_reward():
                 samples=samples,
             ).run()
             summary = scores.summary()
-            for scores in summary.values():
-                del scores["seconds"]
+            for values in summary.values():
+                del values["seconds"]
             lines = [
                 *console.getvalue().splitlines(),
                 plain(score_table(summary["greedy"], summary.get("sampled"))),
