@@ -114,7 +114,7 @@ class Question:
 
     @property
     def is_known(self) -> bool:
-        """Whether its facts are common knowledge, as its kind says."""
+        """Whether the question's facts are common knowledge, as its kind says."""
         return self.kind.endswith(KNOWN)
 
 
@@ -160,7 +160,7 @@ class Conversation:
 
     @property
     def loss_mask(self) -> list[bool]:
-        """True where the token itself is a training target."""
+        """Return, for each token, whether the token itself is a training target."""
         return [turn.trained for turn in self.turns for _ in turn.token_ids]
 
     def with_cut_turns_trained(self) -> "Conversation":
@@ -224,7 +224,7 @@ class Trajectory:
 
     @property
     def final_answer(self) -> str | None:
-        """The answer that is scored; None if the episode ended without one."""
+        """Return the answer that is scored, or None if the episode ended without one."""
         return self.answer if self.stop_reason is StopReason.ANSWERED else None
 
     @property
