@@ -162,7 +162,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def all_configs(options: EvalArguments, config: Config) -> list[Config]:
     """Return the configuration of every task and agent to evaluate.
 
-    Raises UserError before anything is loaded."""
+    Raises UserError before anything is loaded.
+    """
     _check_worker(options, config)
     _check_samples(options)
     if options.ask is not None:
@@ -399,7 +400,8 @@ def other_agent(arguments: Sequence[str]) -> str | None:
 def _trained_agent(words: Sequence[str]) -> AgentConfig | None:
     """Return the agent that a run's policy or adapter was trained as, if that one is to be played.
 
-    None where the checkpoint comes from no run, and where `--agent.kind` names another agent."""
+    None where the checkpoint comes from no run, and where `--agent.kind` names another agent.
+    """
     folder = _folder_of_run(_flag_value(words, "--checkpoint"), _flag_value(words, "--adapter"))
     if folder is None:
         return None
@@ -453,7 +455,8 @@ def find_checkpoint(options: EvalArguments) -> Checkpoint:
 def _config_left_in(folder: RunPath, flag: str, *, if_missing: str, if_no_run: str) -> Config:
     """Return the configuration of a run directory, or of the run that wrote an adapter.
 
-    `if_missing` and `if_no_run` end the errors for such a folder."""
+    `if_missing` and `if_no_run` end the errors for such a folder.
+    """
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {if_missing}")
     if (folder / "adapter" / "adapter_config.json").exists():

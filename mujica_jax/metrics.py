@@ -175,7 +175,8 @@ def paired_bootstrap(
 def normalise_squad(text: str) -> str:
     """Return text under SQuAD's normalisation, which most scripts share.
 
-    It has lower case, no ASCII punctuation, no articles and single spaces."""
+    It has lower case, no ASCII punctuation, no articles and single spaces.
+    """
     return " ".join(_articles.sub(" ", _lower(text).translate(_delete_punctuation)).split())
 
 

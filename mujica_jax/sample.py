@@ -102,7 +102,8 @@ def sample(options: SampleArguments, preemption: Preemption) -> None:
 def _config_of(store: Store, options: SampleArguments) -> Config:
     """Return the run's own configuration, with this host's data.
 
-    Raises UserError if this program cannot sample for the run."""
+    Raises UserError if this program cannot sample for the run.
+    """
     from mujica_jax.runs.lead import TRAINER
 
     config = from_dict(Config, store.read_json(CONFIG)["config"])

@@ -2,7 +2,8 @@
 depend on its optimisation, or the test says otherwise.
 
 Programs are kept for the next test that needs the same one, and for the next time. The slow tests,
-and whole runs in any (`whole_runs.py`), are compiled as users' programs are."""
+and whole runs in any (`whole_runs.py`), are compiled as users' programs are.
+"""
 
 import asyncio
 import inspect
@@ -39,7 +40,8 @@ LONG = (
 
 def known_flags() -> list[str]:
     """XLA ends the process at a flag that it does not know, and flags come and go with its
-    versions."""
+    versions.
+    """
     library = Path(jaxlib.__file__).parent / "libjax_common.so"
     if not library.exists():
         return [XLA_FLAGS[0]]

@@ -1,5 +1,6 @@
 """Mistakes of users: one sentence on stderr with both values and what to do, exit status 2, no
-traceback, and nothing written or lost."""
+traceback, and nothing written or lost.
+"""
 
 import dataclasses
 import errno

@@ -1,5 +1,6 @@
 """`eval` of a model behind an endpoint: started as users start it, against a server on this
-machine; mistakes in one sentence."""
+machine; mistakes in one sentence.
+"""
 
 import json
 import re

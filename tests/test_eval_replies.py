@@ -1,5 +1,6 @@
 """`eval` of an endpoint whose model now and then gives no usable reply: the episode ends, the
-evaluation does not."""
+evaluation does not.
+"""
 
 import json
 from collections import Counter

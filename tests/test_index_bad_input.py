@@ -1,5 +1,6 @@
 """Mistakes with `python -m mujica_jax.index`: each is one sentence that says what to do, with
-status 2."""
+status 2.
+"""
 
 import json
 from pathlib import Path

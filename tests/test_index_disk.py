@@ -1,5 +1,6 @@
 """Disks that are full, and directories that are damaged or somebody else's: one sentence, and what
-it says to do helps."""
+it says to do helps.
+"""
 
 import json
 import resource

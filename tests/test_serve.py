@@ -1,5 +1,6 @@
 """The program that serves a policy: started as a user starts it, asked over its port, and ended by
-a signal."""
+a signal.
+"""
 
 import dataclasses
 import re

@@ -56,7 +56,8 @@ class Policy(Protocol):
     ) -> Completion:
         """Write the turn after `prompt` (token ids).
 
-        `state` is the agent's own. `continues` says that the conversation may go on."""
+        `state` is the agent's own. `continues` says that the conversation may go on.
+        """
         ...
 
 
@@ -105,7 +106,8 @@ class Agent(Protocol):
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
         """Play one episode and return its record, without its reward.
 
-        A malformed turn ends it with a `StopReason`, never with an exception."""
+        A malformed turn ends it with a `StopReason`, never with an exception.
+        """
         ...
 
     def opening(self, role: str, kind: EnvironmentKind) -> Opening:
@@ -182,7 +184,8 @@ async def gather_polled(
     """Run all parts at once and return their results in order.
 
     `poll` is called every POLL_SECONDS, between two calls of the engine. An exception that it
-    raises ends the parts."""
+    raises ends the parts.
+    """
     all_parts = asyncio.gather(*parts)
     try:
         while True:

@@ -38,7 +38,8 @@ class Contract:
         """Return what a conversation of this role begins with.
 
         Without `parallel` the planner is told to search once a turn. Without `split` it reads the
-        materials itself."""
+        materials itself.
+        """
         return protocol.opening(role, kind, mode, parallel=parallel, split=split)
 
     def planner_opening(self, question: str, candidates: Sequence[Entity]) -> str:
@@ -47,7 +48,8 @@ class Contract:
     def observation(self, kind: EnvironmentKind) -> str:
         """Return what a message to the planner begins with.
 
-        A planner that writes it itself is cut there."""
+        A planner that writes it itself is cut there.
+        """
         del kind
         return protocol.OBSERVATION
 
@@ -61,7 +63,8 @@ class Contract:
         """Return the message that answers a turn of searches.
 
         `new_candidates` has one sequence for each search, and `first` is the number of the first
-        new candidate."""
+        new candidate.
+        """
         del kind
         candidates = [entity for entities in new_candidates for entity in entities]
         return protocol.planner_observation(sentences, candidates, first=first)

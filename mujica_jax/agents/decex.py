@@ -126,7 +126,8 @@ def first_piece(text: str, *, in_thought: bool, has_sub_question: bool) -> Piece
 def _end_of_thought(text: str, in_thought: bool) -> int:
     """Return where the first thought is closed; 0 where there is none.
 
-    A chat template may have opened it."""
+    A chat template may have opened it.
+    """
     closing = _THOUGHT_ENDS.search(text)
     if closing is not None:
         return closing.start()
@@ -330,7 +331,8 @@ class Chain(Episode):
     def _is_in_thought(self) -> bool:
         """Whether the model writes on in its thought.
 
-        It does so in the middle of a turn, and after a template that opens the thought."""
+        It does so in the middle of a turn, and after a template that opens the thought.
+        """
         return bool(self._open_turn) or self._dialogue.thought_open
 
     def pieces(self) -> Conversation:
@@ -365,7 +367,8 @@ class Chain(Episode):
     async def decide_otherwise(self, sample: "Chain", to: Decided) -> None:
         """Take the other termination decision than `sample`, after the same thought.
 
-        `sample` is a fork with the same past."""
+        `sample` is a fork with the same past.
+        """
         thought = sample._ids_before_decision()
         begins = (*thought, *self.tokenizer.encode_model(AFTER_THOUGHT[to]))
         kind: PieceKind = "sub-question" if to == "go_on" else "answer"
@@ -374,7 +377,8 @@ class Chain(Episode):
     async def solve(self, source: Source) -> None:
         """Execute the retrieval decision.
 
-        The next piece begins with the words of the decision, and the model writes on."""
+        The next piece begins with the words of the decision, and the model writes on.
+        """
         assert self.asked is not None, "a sub-question is solved"
         new_line = "" if self._open_turn.endswith("\n") else "\n"
         begins = self.tokenizer.encode_model(f"{new_line}{BEGINS[source]}")
@@ -489,7 +493,8 @@ class Chain(Episode):
     async def _write(self, part: "_PartOfTurn") -> str | None:
         """Write a part of a turn and return its text.
 
-        If a limit cuts it, the chain ends and None is returned."""
+        If a limit cuts it, the chain ends and None is returned.
+        """
         state = DecexState(
             question=self.attempt.question,
             steps=self.steps,

@@ -34,7 +34,8 @@ class Dialogue:
         """Begin an empty conversation.
 
         `examples` stand before the first user message (`Opening`). They are context, and carry no
-        loss."""
+        loss.
+        """
         self._tokenizer = tokenizer
         self._role = role
         self._system = system
@@ -48,7 +49,8 @@ class Dialogue:
         """Whether the model writes on inside of a thought.
 
         It does so where the chat template opened the thought, or an earlier part of the same turn
-        did."""
+        did.
+        """
         texts_of_this_turn: list[str] = []
         for turn in reversed(self._turns):
             if turn.role == "context":
@@ -81,7 +83,8 @@ class Dialogue:
         its episode.
 
         If the stop string `cut_at` ended the turn, its tokens are left out: what it begins is not
-        the model's to write."""
+        the model's to write.
+        """
         begins_turn = not self._turns or self._turns[-1].role == "context"
         self._stopped = completion.finish_reason == "stop"
 
@@ -108,7 +111,8 @@ class Dialogue:
     def _tokens_before(self, ids: Sequence[int], stop_string: str) -> int:
         """Return how many tokens end before the last mention of the stop string.
 
-        The last mention ended the turn: thoughts may mention the string too."""
+        The last mention ended the turn: thoughts may mention the string too.
+        """
         pieces = [self._tokenizer.token_bytes(token) for token in ids]
         begin = b"".join(pieces).rfind(stop_string.encode())
         if begin < 0:
@@ -140,7 +144,8 @@ def with_opening(
     The first turn holds the system prompt, the worked examples and the first user message. It is
     rendered again from the text of that message. All later turns keep their tokens. Trajectories
     that were sampled with worked examples are learnt without them this way (appendix D.3 of the
-    paper). Their log-probabilities belonged to the old opening and are dropped."""
+    paper). Their log-probabilities belonged to the old opening and are dropped.
+    """
     message = conversation.turns[0].text
     ids = tokenizer.open_conversation(opening.system, message, opening.examples)
     first_turn = Turn(role="context", token_ids=tuple(ids), text=message)

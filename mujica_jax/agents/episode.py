@@ -64,7 +64,8 @@ class Episode:
         """Let a policy write one turn. Without `policy` it is the policy of the episode.
 
         `place` is unique in the episode and seeds the turn. If the stop string `cut_at` ended the
-        turn, it is left out."""
+        turn, it is left out.
+        """
         room = self.limits.max_trajectory_tokens - len(dialogue.token_ids)
         if room < 1:
             return Written(text="", cut=StopReason.TRAJECTORY_LENGTH)
@@ -99,7 +100,8 @@ class Episode:
     async def search_passages(self, query: str, iteration: int) -> tuple[Material, ...]:
         """Search, and record the search as one that the model reads itself.
 
-        Raises RetrievalError."""
+        Raises RetrievalError.
+        """
         materials = self.fit(await self.environment.search(query, None))
         texts = tuple(protocol.one_line(material.text) for material in materials)
         self.searches.append(
@@ -134,7 +136,8 @@ def fit(
 ) -> tuple[Material, ...]:
     """Return the first materials that fit `max_tokens`.
 
-    If the first material does not fit, it is cut rather than left out."""
+    If the first material does not fit, it is cut rather than left out.
+    """
     sizes_bytes = [len(neutralise(material.text).encode()) for material in materials]
     fitting: list[Material] = []
     used_tokens = 0

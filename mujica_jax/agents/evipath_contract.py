@@ -158,7 +158,8 @@ class EviPathContract(Contract):
         """Read one executor turn.
 
         The bare sentence says that nothing was found, with or without quotation marks and full
-        stop."""
+        stop.
+        """
         sentence = one_line(outside_thoughts(text)).strip("\"“”'.").casefold()
         if sentence == _BARE_NOTHING_FOUND:
             return WorkerReply(selected=(), sentence=NOTHING_FOUND, well_formed=True)
@@ -203,7 +204,8 @@ class _Example:
 def _text_calls(turn: str) -> tuple[list[SearchCall], int]:
     """Return the calls of all actions, and how many searches could not be read.
 
-    The calls stand in their order, without repetitions."""
+    The calls stand in their order, without repetitions.
+    """
     actions = protocol.fields("action", turn)
     unreadable = protocol.opens("action", turn) - len(actions)
     queries: list[str] = []

@@ -22,7 +22,8 @@ class EnvironmentLostError(UserError):
 class FaultGuard:
     """Plays attempts, repeats those that fail, and counts failures in a row.
 
-    One guard serves a whole program."""
+    One guard serves a whole program.
+    """
 
     def __init__(self, config: FaultConfig | None = None) -> None:
         self._config = FaultConfig() if config is None else config

@@ -194,7 +194,8 @@ class _Episode(Episode):
         """Make all searches of a turn at once, and tell the planner the answers in one message.
 
         The answers stand in the order of the searches. The answer to a refused search is the
-        reason."""
+        reason.
+        """
         tasks = {
             number: asyncio.ensure_future(self._search(call, iteration, number))
             for number, call in enumerate(calls)
@@ -242,7 +243,8 @@ class _Episode(Episode):
         """Answer one sub-question: retrieve materials, and let a worker read them.
 
         The entities of the result are those that become searchable: of the materials that the
-        worker selects, or of all materials where no worker reads."""
+        worker selects, or of all materials where no worker reads.
+        """
         entity = None if call.candidate is None else self._candidates[call.candidate]
         materials = self.fit(await self.environment.search(call.query, entity))
         search = Search(
@@ -278,7 +280,8 @@ class _Episode(Episode):
     ) -> tuple[protocol.WorkerReply, Conversation | None]:
         """Let a new worker read the materials of one search.
 
-        The conversation is None where the worker wrote nothing."""
+        The conversation is None where the worker wrote nothing.
+        """
         kind = self.environment.kind
         worker = self._agent.begin(WORKER, kind)
         parts = [material.parts for material in state.materials]

@@ -62,7 +62,8 @@ class SearchCall:
 class PlannerAction:
     """One parsed planner turn: searches, or an answer, or neither with the reason.
 
-    `unreadable` counts the searches of the turn that could not be read."""
+    `unreadable` counts the searches of the turn that could not be read.
+    """
 
     searches: tuple[SearchCall, ...] = ()
     answer: str | None = None
@@ -79,7 +80,8 @@ class PlannerAction:
 class WorkerReply:
     """One parsed worker turn.
 
-    A turn without a sentence says that nothing was found, and is not well-formed."""
+    A turn without a sentence says that nothing was found, and is not well-formed.
+    """
 
     selected: tuple[int, ...]
     sentence: str
@@ -94,7 +96,8 @@ def stop_strings(role: Role, kind: EnvironmentKind) -> tuple[str, ...]:
     """Return what ends a turn besides the stop token.
 
     A turn ends at the tag that closes it, and where an observation begins. A planner over texts may
-    write several searches, so the closing tag of a search ends nothing."""
+    write several searches, so the closing tag of a search ends nothing.
+    """
     if role == WORKER:
         return ("</sentence>", OBSERVATION)
     if kind == "text":
@@ -140,7 +143,8 @@ def field(tag: str, text: str) -> str | None:
 def fields(tag: str, text: str) -> list[str]:
     """Return the contents of all fields between these tags, in their order.
 
-    `text` is a turn without its thoughts."""
+    `text` is a turn without its thoughts.
+    """
     return _field_pattern(tag).findall(text)
 
 
@@ -244,7 +248,8 @@ def _text_calls(turn: str) -> tuple[list[SearchCall], int]:
 def parse_worker(text: str, *, materials: int, sentence_tag: str = "sentence") -> WorkerReply:
     """Read one worker turn. [-1] selects nothing, and so does a sentence without a selection.
 
-    An index of a material that was not shown is left out, and makes the turn malformed."""
+    An index of a material that was not shown is left out, and makes the turn malformed.
+    """
     select = field("select", text)
     sentence = field(sentence_tag, text)
     if not sentence:
@@ -262,7 +267,8 @@ def parse_worker(text: str, *, materials: int, sentence_tag: str = "sentence") -
 def _selection(select: str) -> tuple[list[int], bool]:
     """Return the indexes of a selection, without repetitions, and whether all of it was read.
 
-    A selection is written as "[0][2]", "[0, 2]" or "0, 2"."""
+    A selection is written as "[0][2]", "[0, 2]" or "0, 2".
+    """
     groups = _BRACKETS.findall(select)
     if not groups and select:
         groups = [select]
@@ -299,7 +305,8 @@ def planner_observation(
 ) -> str:
     """Write the workers' answers in the order of the searches, and the entities that are new.
 
-    The new entities are numbered from `first`."""
+    The new entities are numbered from `first`.
+    """
     answers = " ".join(one_line(sentence) for sentence in sentences)
     lines = [f"{OBSERVATION} {answers}"]
     if new_candidates:
@@ -321,7 +328,8 @@ def numbered(materials: Sequence[Sequence[str]], mode: PromptMode) -> list[str]:
 
     `brief` mode is for small models trained from scratch. There the number also stands between the
     relation and its object, or at the end of a passage. To name the line, the model then copies the
-    next token and need not look back."""
+    next token and need not look back.
+    """
     lines = []
     for index, material in enumerate(materials):
         parts = [one_line(part) for part in material]
@@ -494,7 +502,8 @@ def _planner_graph_examples(
     """Return two examples over a graph.
 
     `dates`, `director` and `birth` are the answers to the searches. `added_candidates` are those
-    that the two searches for dates add."""
+    that the two searches for dates add.
+    """
     return (
         (
             (
@@ -703,7 +712,8 @@ def opening(
     `brief` is one line for models that were trained on the format, `zero_shot` the rules,
     `few_shot` the rules and worked examples as chat turns. Without `parallel` the planner is told
     to search once a turn, and is not shown the example that searches twice. Without `split` it is
-    told, and shown, that it reads what was found itself."""
+    told, and shown, that it reads what was found itself.
+    """
     if mode == "brief":
         return Opening(system=_BRIEF[role, kind])
     rules = _RULES[role, kind]

@@ -96,7 +96,8 @@ class SingleState:
 def parse(text: str) -> tuple[str | None, str | None]:
     """Return answer and query of one turn, each None where there is none.
 
-    Thoughts are not read."""
+    Thoughts are not read.
+    """
     return protocol.parse_answer(text), protocol.field("search", text) or None
 
 
@@ -206,7 +207,8 @@ def is_well_formed(conversation: Conversation, style: Style, *, thought_open: bo
 def _shape(text: str) -> tuple[str, ...]:
     """Return the tags of a turn in their order, or nothing if the turn does not consist of fields.
 
-    A thought may hold anything. Every other field holds words and no tag."""
+    A thought may hold anything. Every other field holds words and no tag.
+    """
     tags: list[str] = []
     position = 0
     while position < len(text):

@@ -14,7 +14,8 @@ from mujica_jax.errors import UserError
 def check_types(config: Any, section: str = "") -> None:
     """Check that every value has the type of its field and is one of its choices.
 
-    Flags are checked when they are parsed. A configuration file may say anything."""
+    Flags are checked when they are parsed. A configuration file may say anything.
+    """
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         name = section + field.name

@@ -1,7 +1,8 @@
 """Modules of this package that have moved.
 
 A user's file that imports one is told where it is now. The table is read when a configuration or a
-plug-in cannot be imported, and at no other time."""
+plug-in cannot be imported, and at no other time.
+"""
 
 import re
 import types

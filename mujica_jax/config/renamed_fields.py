@@ -55,7 +55,8 @@ def with_new_flags(words: Sequence[str], sections: Mapping[str, Collection[type]
     """Return a command line with old flags under their new names, and say which they were.
 
     `sections` has the dataclasses that each section may be. Raises UserError if a field is set
-    under both names."""
+    under both names.
+    """
     new_fields: dict[str, str] = {}
     for section, kinds in sections.items():
         own_fields = {field.name for kind in kinds for field in dataclasses.fields(kind)}
@@ -102,7 +103,8 @@ def with_new_keys(stored: Mapping[str, Any], current: Mapping[str, Any]) -> dict
 def _new_names(section: str, kind: Any) -> dict[str, str]:
     """Return the rows of the table that hold for a dataclass.
 
-    A dataclass of a user may have a field of its own under an old name. It keeps it."""
+    A dataclass of a user may have a field of its own under an old name. It keeps it.
+    """
     fields = {field.name for field in dataclasses.fields(kind)}
     new_names = {}
     for old, new in RENAMED_FIELDS.items():

@@ -44,7 +44,8 @@ class TextScript:
     """Writes planner and worker over passages.
 
     It remembers which triple each of its questions asks for: a worker is shown the question
-    alone."""
+    alone.
+    """
 
     def __init__(self, contract: Contract) -> None:
         self._contract = contract
@@ -55,7 +56,8 @@ class TextScript:
     ) -> list[tuple[Evidence, protocol.SearchCall]] | None:
         """Return the triples to ask for now, each in its next wording.
 
-        None says that one was asked in every wording in vain."""
+        None says that one was asked in every wording in vain.
+        """
         asked_queries = {search.query for search in state.searches}
         for evidences in chains.evidence_rounds(state.question.evidences):
             calls = []
@@ -98,7 +100,8 @@ class TextScript:
 def _is_answered(search: Search, evidence: Evidence, state: PlannerState) -> bool:
     """Check whether a search told the planner the object of a triple.
 
-    The object stands in a worker's sentence, or in a passage that the planner reads."""
+    The object stands in a worker's sentence, or in a passage that the planner reads.
+    """
     if not search.found:
         return False
     return state.split or stated_object(evidence, [search]) is not None
@@ -107,7 +110,8 @@ def _is_answered(search: Search, evidence: Evidence, state: PlannerState) -> boo
 def without_silent_workers(conversations: Sequence[Conversation]) -> tuple[Conversation, ...]:
     """Leave out the conversations of workers that say that nothing was found.
 
-    The prompt of a worker over texts asks for an answer from its own knowledge instead."""
+    The prompt of a worker over texts asks for an answer from its own knowledge instead.
+    """
     return tuple(
         conversation
         for conversation in conversations
@@ -134,7 +138,8 @@ def queries_of(evidence: Evidence) -> tuple[str, str]:
 def first_statement(evidence: Evidence, materials: Sequence[Material]) -> tuple[int, str] | None:
     """Return the number of the first passage that states the object, and the words that state it.
 
-    The passages are the subject's own ones and then those that name the subject."""
+    The passages are the subject's own ones and then those that name the subject.
+    """
     subject = PARENTHESIS.sub("", evidence.subject).casefold()
     own_passages: list[int] = []
     naming_passages: list[int] = []
@@ -175,7 +180,8 @@ def conclusion(question: Question, answer: str) -> str:
 
     For two chains it names, in this order: what was found at their ends, with the numbers of the
     candidates they began with; which one decides; the number and the name of that one. Each step
-    then follows from one look back."""
+    then follows from one look back.
+    """
     ends = chains.chain_ends(question.evidences)
     if len(ends) != 2:
         return f"{answer}."
@@ -210,7 +216,8 @@ def conclusion(question: Question, answer: str) -> str:
 def forms_of(value: str) -> Iterator[str]:
     """Yield the ways in which a passage may write an object.
 
-    They are the value as it is, a date in either order, and a country as its people."""
+    They are the value as it is, a date in either order, and a country as its people.
+    """
     yield value
     without_parenthesis = PARENTHESIS.sub("", value)
     if without_parenthesis:
@@ -240,7 +247,8 @@ def forms_of(value: str) -> Iterator[str]:
 def _quantity(group: Sequence[Evidence], other_group: Sequence[Evidence]) -> str:
     """Return what is compared: years, or the whole values.
 
-    Whole values are compared where some are no dates, or where years do not decide."""
+    Whole values are compared where some are no dates, or where years do not decide.
+    """
     years = _last_years(group)
     other_years = _last_years(other_group)
     all_have_years = len(years) == len(group) and len(other_years) == len(other_group)

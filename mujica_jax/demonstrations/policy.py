@@ -41,7 +41,8 @@ class ScriptedPolicy:
 
     Its one kind of noise: with the probability `miss_rate` its worker says that nothing was found
     where the fact stands before it. The planner then gives up, as after any fact that is missing.
-    An agent without workers searches, with the same probability, for what is common knowledge."""
+    An agent without workers searches, with the same probability, for what is common knowledge.
+    """
 
     version = 0
 
@@ -186,7 +187,8 @@ def _relation_and_objects(
 ) -> tuple[str, dict[int, str]]:
     """Return the relation that a query asks for, and the objects of the materials that state it.
 
-    The objects stand by the numbers of their materials."""
+    The objects stand by the numbers of their materials.
+    """
     relation = query.removesuffix(f" of {label}?").split(" is the ", 1)[-1]
     objects = {
         number: material.parts[2]
@@ -233,7 +235,8 @@ def sample_text(agent: str = "mujica", contract: Contract = MUJICA_CONTRACT) -> 
     """Yield the words of prompts, scripts and pre-training documents, for a from-scratch tokenizer.
 
     Words of other agents than Mujica, and of other contracts, come only where these are trained:
-    they would change every vocabulary."""
+    they would change every vocabulary.
+    """
     entity = Entity(id="", label="")
     call = protocol.SearchCall(query="Who is the of", candidate=0)
 

@@ -151,7 +151,8 @@ class HttpClient:
     async def connected(self) -> AsyncIterator["httpx.AsyncClient"]:
         """Yield one client that all users share.
 
-        The last user closes it, so that an event loop ends with no connection open."""
+        The last user closes it, so that an event loop ends with no connection open.
+        """
         import httpx
 
         if self._client is None:

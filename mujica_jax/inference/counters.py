@@ -102,7 +102,8 @@ class LiveCounters:
 def between(before: GeneratorStatistics, after: GeneratorStatistics) -> dict[str, float | int]:
     """Return what happened between two readings, for a line of metrics.
 
-    Values that the engine does not know are left out."""
+    Values that the engine does not know are left out.
+    """
     differences: dict[str, float | int] = {}
     for name in COUNTS:
         if getattr(after, name) is not None:
@@ -127,7 +128,8 @@ def serve_metrics(
 ) -> tuple[int, Callable[[], None]]:
     """Answer /metrics from a thread. Port 0 takes any free one.
 
-    Returns the port and a function that ends it."""
+    Returns the port and a function that ends it.
+    """
     try:
         registry = CollectorRegistry()
         # A collector needs only a method `collect`.

@@ -124,7 +124,8 @@ def _filtered(
 def _first_index(hits: Bool[Array, "batch vocab"]) -> Int[Array, " batch"]:
     """Return the first True of each row, the last index where there is none.
 
-    XLA's argmax on CPU is ten times slower."""
+    XLA's argmax on CPU is ten times slower.
+    """
     vocab = hits.shape[-1]
     return jnp.min(jnp.where(hits, jnp.arange(vocab, dtype=jnp.int32), vocab - 1), axis=-1)
 
@@ -157,7 +158,8 @@ def _cumulative(values: Float[Array, "batch items"]) -> Float[Array, "batch item
     """Return the cumulative sums of each row.
 
     For short rows a triangular product is faster on CPU than XLA's cumulative sum. Its cost grows
-    with the square of their length."""
+    with the square of their length.
+    """
     items = values.shape[-1]
     if items > 512:
         return jnp.cumsum(values, axis=-1)

@@ -59,7 +59,8 @@ class PackedAttention(Protocol):
         """Return softmax(query key^T / sqrt(head_dim)) value, in the type of `query`.
 
         A query sees the keys of its own segment up to itself. Equal ids that lie apart are two
-        segments. Padding is a segment like any other. There is a gradient."""
+        segments. Padding is a segment like any other. There is a gradient.
+        """
         ...
 
 
@@ -80,7 +81,8 @@ class PagedAttention(Protocol):
 
         `row_table` has four numbers for each request: its cache row; how many tokens of that row
         its first query sees (each further query sees one more); its prefix; how many tokens of the
-        prefix it sees. A request that sees 0 tokens of its row gets 0. There is no gradient."""
+        prefix it sees. A request that sees 0 tokens of its row gets 0. There is no gradient.
+        """
         ...
 
 
@@ -98,7 +100,8 @@ class Product(Protocol):
 def packed_attention(*, platform: str | None = None) -> PackedAttention | None:
     """Return the kernel for packed rows on this platform (None: the caller's).
 
-    It takes any shape and type. Under a mesh call it on each device's own rows."""
+    It takes any shape and type. Under a mesh call it on each device's own rows.
+    """
     if (platform or _platform()) != "cpu" or not cpu.is_available():
         return None
     return cpu.packed_attention
@@ -107,7 +110,8 @@ def packed_attention(*, platform: str | None = None) -> PackedAttention | None:
 def paged_attention(*, head_dim: int, dtype: DTypeLike) -> PagedAttention | None:
     """Return the kernel for a KV cache of this type.
 
-    It is None under a mesh: XLA cannot split a kernel over devices."""
+    It is None under a mesh: XLA cannot split a kernel over devices.
+    """
     if not _is_single_cpu() or not cpu.is_available():
         return None
     return cpu.paged_attention if cpu.can_attend(head_dim=head_dim, dtype=dtype) else None
@@ -132,7 +136,8 @@ def product(*, rows: int, inputs: int, outputs: Sequence[int], dtype: DTypeLike)
 def prefers_output_major(*, inputs: int, outputs: int, dtype: DTypeLike) -> bool:
     """Return whether a decoder that multiplies few rows should store a matrix as [outputs, inputs].
 
-    Then `product` takes it. Elsewhere it stays [inputs, outputs], for a plain product by XLA."""
+    Then `product` takes it. Elsewhere it stays [inputs, outputs], for a plain product by XLA.
+    """
     if not _is_single_cpu() or not cpu.is_available():
         return False
     return cpu.is_large(inputs=inputs, outputs=outputs, dtype=dtype)
@@ -141,7 +146,8 @@ def prefers_output_major(*, inputs: int, outputs: int, dtype: DTypeLike) -> bool
 def rows_per_product() -> int:
     """Return how many rows keep a large product busy.
 
-    512 rows fill the matrix unit of a TPU. A CPU multiplies 256 as fast."""
+    512 rows fill the matrix unit of a TPU. A CPU multiplies 256 as fast.
+    """
     return 256 if _platform() == "cpu" else 512
 
 

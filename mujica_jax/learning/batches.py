@@ -104,7 +104,8 @@ def rows_of_step(
     """Return the rows that a step sees.
 
     The epochs' shuffles stand one after the other, and step n takes the n-th `batch_size` of
-    them. A step may begin in one epoch and end in another."""
+    them. A step may begin in one epoch and end in another.
+    """
     places = np.arange(step * batch_size, (step + 1) * batch_size)
     epochs, places_in_epoch = np.divmod(places, num_rows)
     rows = []

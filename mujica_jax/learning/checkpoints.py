@@ -50,7 +50,8 @@ _log = logging.getLogger(__name__)
 def _is_not_raised_by_finish(record: logging.LogRecord) -> bool:
     """Return whether Orbax's log shows a record: not where `finish` raises the same.
 
-    Orbax logs the errors of its threads with a traceback, and a full disk is worth one sentence."""
+    Orbax logs the errors of its threads with a traceback, and a full disk is worth one sentence.
+    """
     return record.funcName not in RAISED_BY_FINISH
 
 
@@ -107,7 +108,8 @@ class Checkpoints:
         """Finish a save that is under way: at exit its threads would find their executors gone.
 
         If an error ends one of several processes, the save is left: it needs all processes, and
-        `distributed.abort` runs no thread's end."""
+        `distributed.abort` runs no thread's end.
+        """
         if error is not None and distributed.processes() > 1:
             return
         try:
@@ -131,7 +133,8 @@ class Checkpoints:
     def save(self, state: Any, loop_state: dict[str, Any]) -> None:
         """Start to write a checkpoint, after which those beyond the last `keep` are removed.
 
-        `loop_state` is a JSON object. Returns when `state` may be consumed."""
+        `loop_state` is a JSON object. Returns when `state` may be consumed.
+        """
         self.finish()
         number = (self._manager.latest_step() or 0) + 1
         arrays = _flatten(state)
@@ -154,7 +157,8 @@ class Checkpoints:
 
         The state has the structure, types and shardings of `template` (arrays or
         `jax.ShapeDtypeStruct`s). A checkpoint of other shapes or types is an error: the run
-        directory belongs to another model."""
+        directory belongs to another model.
+        """
         self.finish()
         for number in sorted(self._manager.all_steps(), reverse=True):
             folder = self._folder(number)
@@ -187,7 +191,8 @@ class Checkpoints:
         """Mark the checkpoint as committed.
 
         Orbax's thread calls this when all files are written, before older checkpoints are
-        removed."""
+        removed.
+        """
         if distributed.is_primary() and self._saving is not None:
             size_bytes = _commit(self._folder(self._saving))
             self.seconds_a_save = time.monotonic() - self._save_start_time

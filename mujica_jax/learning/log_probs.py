@@ -79,7 +79,8 @@ def token_log_probs(
     """Return log p of each token given its prefix in its segment, in float32.
 
     It is 0 where it is undefined: in padding and at the first token of a segment. `token_mask`
-    limits the work to some tokens; the others get 0."""
+    limits the work to some tokens; the others get 0.
+    """
     return token_scores(
         decoder, batch, token_mask, attention=attention, remat=remat, normalized=False
     ).log_probs
@@ -96,7 +97,8 @@ def token_scores(
 ) -> TokenScores:
     """Return log p of each token and, if `normalized`, the normalizer of its logits.
 
-    Without `normalized` the normalizers are 0 and cost nothing."""
+    Without `normalized` the normalizers are 0 and cost nothing.
+    """
     tokens = jnp.asarray(batch.tokens)
     segments = jnp.asarray(batch.segment_ids)
     positions = jnp.asarray(batch.positions)
@@ -135,7 +137,8 @@ def _target_scores(
     Both are 0 outside of `mask`. Each device walks through its own rows: the head is gathered once
     and its gradient summed once. The compiler, left alone, would do both in every chunk. A head
     that is split over devices comes in parts, and its gradient leaves in parts: that moves half as
-    much as a whole sum for everybody. The tensor axis stays the compiler's."""
+    much as a whole sum for everybody. The tensor axis stays the compiler's.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     row_axes = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)
     if not row_axes:
@@ -234,7 +237,8 @@ def _score_chunks(
     a vocabulary of 152k that was a gigabyte for 512 tokens.
 
     The forward pass stores d log p / d h. So the backward pass of a frozen head multiplies nothing.
-    That of a trained head computes the logits again, for the table's gradient."""
+    That of a trained head computes the logits again, for the table's gradient.
+    """
     whole_table = _gather_table(table, hidden.dtype, mode.table_axes)
     chunk_scores = _scan_chunks(mode, whole_table, (hidden, targets, mask), with_gradient=False)
     return chunk_scores.log_probs, chunk_scores.log_normalizers
@@ -305,7 +309,8 @@ def _sum_to_parts(
     """Sum the table's gradient over devices and return each device's part of its columns.
 
     On CPU the sum is made whole first. Between processes XLA scatters it by gloo, which now and
-    then gives the first process wrong numbers if parts have megabytes (jax-ml/jax#40830)."""
+    then gives the first process wrong numbers if parts have megabytes (jax-ml/jax#40830).
+    """
     if not table_axes:
         return table_gradient
 
@@ -393,7 +398,8 @@ def _table_gradient(
     """Return this device's gradient of the whole table, summed in float32 over chunks.
 
     For each position with upstream gradients u of log p and v of the normalizer, it computes the
-    logits again and adds (u (d log p / d z) + v softmax(z)) h^T."""
+    logits again and adds (u (d log p / d z) + v softmax(z)) h^T.
+    """
     whole_table = residuals.whole_table
 
     def add_chunk(table_gradient: Array, chunk: Any) -> tuple[Array, None]:

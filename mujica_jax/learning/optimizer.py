@@ -91,7 +91,8 @@ def schedule(
 def learning_rate(schedule: Schedule, step: int | Int[Array, ""]) -> Float[Array, ""]:
     """Return the rate of the update number `step`, counted from 0.
 
-    The first warm-up step is not idle: it runs at peak / warmup_steps."""
+    The first warm-up step is not idle: it runs at peak / warmup_steps.
+    """
     peak, end_value, total_steps, warmup_steps, begin, end = (
         jnp.asarray(value, jnp.float32) for value in schedule
     )
@@ -202,7 +203,8 @@ def _rounded(
     """Round to bfloat16 at random, or return float32 as it is.
 
     Bfloat16 is the upper half of float32's bits. Random lower bits carry into it as often as they
-    should. `number` is the parameter's, for a random key of its own."""
+    should. `number` is the parameter's, for a random key of its own.
+    """
     if dtype == jnp.float32:
         return values
     assert dtype == jnp.bfloat16, f"parameters are kept in float32 or bfloat16, not in {dtype}"
@@ -216,7 +218,8 @@ def _rounded(
 def decayed(params: Any) -> Any:
     """Return True for matrices, False for norm scales and biases.
 
-    By name: stacked over layers, all of them have two dimensions or more."""
+    By name: stacked over layers, all of them have two dimensions or more.
+    """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not path_name(path).endswith(("norm", "bias")), params
     )

@@ -42,7 +42,8 @@ class ProfileWindow:
     def of_phase(self, name: str, *, done: int, steps: int) -> Iterator[None]:
         """Open the window for a phase that goes from step `done` to `steps`.
 
-        A trace that an error or a signal interrupts is ended and kept."""
+        A trace that an error or a signal interrupts is ended and kept.
+        """
         self._phase_name = name
         self._open = self._window(name, done, steps)
         try:

@@ -45,7 +45,8 @@ class TooManySpikesError(UserError):
 def no_spikes() -> Spikes:
     """Return the statistics at the beginning of a phase.
 
-    A step takes over their buffers, so no two fields are one array."""
+    A step takes over their buffers, so no two fields are one array.
+    """
     return Spikes(
         updates=jnp.zeros((), jnp.int32),
         mean=jnp.zeros(2, jnp.float32),

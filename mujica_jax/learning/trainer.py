@@ -132,7 +132,8 @@ class Trainer:
 
         `loss` is by default maximum likelihood with `z_loss`. `devices` are by default those that
         are here; they may be of a topology that is only compiled for. States know nothing of the
-        loss: trainers of one model pass them on to each other."""
+        loss: trainers of one model pass them on to each other.
+        """
         check_rows(config)
         check_rank(model, config.lora_rank)
         self.model = model
@@ -146,7 +147,8 @@ class Trainer:
     def initial_state(self, decoder: Decoder, *, seed: int = 0) -> TrainState:
         """Return step 0 with a copy of the decoder's weights and an empty optimiser.
 
-        `seed` draws the adapters, if there are any."""
+        `seed` draws the adapters, if there are any.
+        """
         dtype = jnp.dtype(self.config.parameter_dtype)
         weights = jax.tree.map(lambda array: jnp.asarray(array, dtype), nnx.state(decoder))
         weights = jax.device_put(weights, self._program.policy_shardings, may_alias=False)
@@ -157,7 +159,8 @@ class Trainer:
         """Return the same weights at step 0 of another schedule.
 
         Adam's moments are kept and still know the gradients. The usual loss has to be learnt
-        again."""
+        again.
+        """
         shardings = self._program.shardings
         step = jax.device_put(np.int32(0), shardings.step)
         spikes = ()
@@ -175,7 +178,8 @@ class Trainer:
     def policy(self, state: TrainState) -> nnx.State:
         """Return the weights of a plain decoder, adapters merged in.
 
-        They may share memory with `state`: copy what is to outlive it."""
+        They may share memory with `state`: copy what is to outlive it.
+        """
         if not self.config.lora_rank:
             return state.params
         with jax.set_mesh(self.mesh):
@@ -192,7 +196,8 @@ class Trainer:
         """Make one update with this process's `own_rows` of a batch.
 
         Returns at once, with metrics that are still being computed. `state` cannot be used
-        again."""
+        again.
+        """
         with jax.set_mesh(self.mesh):
             return self._program.train_step(state, shard_batch(batch, self.mesh), schedule)
 
@@ -369,7 +374,8 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """Return the state after one update, and its metrics: a pure function, compiled by `_program`.
 
-    If the update is a spike (`learning.spike_guard`), parameters and optimiser state stay."""
+    If the update is a spike (`learning.spike_guard`), parameters and optimiser state stay.
+    """
     config = setup.config
     trained, frozen = _split(state.params, config)
 
@@ -438,7 +444,8 @@ def _parts(batch: Batch, count: int, mesh: Mesh) -> Batch:
     """Return the rows in `count` parts, [count, rows / count, time].
 
     Part n has every count-th row from n on, so that each device cuts what it holds and no row
-    moves."""
+    moves.
+    """
     layout = NamedSharding(mesh, PartitionSpec(None, RULES["batch"].mesh_axes))
 
     def cut(array: Array) -> Array:
@@ -453,7 +460,8 @@ def _accumulated(
 ) -> tuple[tuple[Array, dict[str, Array]], nnx.State]:
     """Return loss, metrics and gradient summed over all parts.
 
-    Each part is divided by a count of the whole batch already."""
+    Each part is divided by a count of the whole batch already.
+    """
 
     def add_part(
         totals: tuple[Array, nnx.State], part: Batch
@@ -536,7 +544,8 @@ def _program(model: DecoderConfig, config: TrainerConfig, loss: Loss, mesh: Mesh
     """Compile what is used of one model on one mesh.
 
     The result is kept for the life of the process, so that a second trainer of the same model
-    compiles nothing."""
+    compiles nothing.
+    """
     setup = make_train_step(model, config, loss, mesh)
 
     # Shapes, types and layout of weights and state.

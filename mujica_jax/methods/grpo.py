@@ -141,7 +141,8 @@ def _run_round(
 ) -> tuple[PhaseState, LearntRound]:
     """Run one round, whose questions begin with `first_question`.
 
-    `reference` is the policy of the KL term."""
+    `reference` is the policy of the KL term.
+    """
     end_file = _end_file(number)
     if distributed.broadcast(end_file, lambda: run.store.exists(end_file)):
         return _finished_round(run, state, number, first_question, reference)
@@ -180,7 +181,8 @@ def _finished_round(
     """Return what a round left that an earlier start has finished.
 
     Nothing else is read of it before its state is called for. Its checkpoint has that state. Only
-    where the checkpoint is damaged are its trajectories read, and learnt again."""
+    where the checkpoint is damaged are its trajectories read, and learnt again.
+    """
     learnt = LearntRound(**run.store.read_json(_end_file(number)))
     if not learnt.steps:
         return state, learnt
@@ -325,7 +327,8 @@ def compare_attempts(run: Run, trajectories: list[Trajectory], number: int) -> R
 
     Groups that teach nothing are left out under dynamic sampling alone: in GRPO they count in its
     mean. A group of fewer than two members is always left out. Turns that a length limit cut are
-    learnt like others."""
+    learnt like others.
+    """
     config = method_of(run, PolicyGradientConfig)
     # Compare: the conversations of an attempt all carry its advantage over its group.
     groups = compared_groups(config, trajectories)
@@ -393,7 +396,8 @@ def scored(
 
     They hold what the trainer's policy before the round, and the reference, say of the same tokens.
     Both are stored in the round's `scores.npy`: a restart in the middle of learning has neither
-    policy at hand."""
+    policy at hand.
+    """
     config = method_of(run, PolicyGradientConfig)
     needs_weights = config.importance_cap > 0
     needs_reference = config.kl_coefficient > 0
@@ -427,7 +431,8 @@ def _rows_to_learn(
 ) -> PackedRows:
     """Return the scored rows of a round, filled up with rows of padding to one update.
 
-    So none is learnt twice."""
+    So none is learnt twice.
+    """
     rows = scored(run, rollout.rows, state, number, reference)
     return rows.with_empty_rows(_trainer_config(run).batch_size)
 

@@ -85,7 +85,8 @@ ROUNDS_AHEAD = {"online": 0, "asynchronous": 1}
 def mygo(run: Run) -> list[PhaseResult]:
     """Run the warm-up, all rounds, and the control if it is asked for.
 
-    Finished phases are read from the run directory."""
+    Finished phases are read from the run directory.
+    """
     state, warmed_up, demonstrations = begin(run, replayed=True)
     rounds = _run_rounds(run, state, demonstrations.rewarded)
     return with_control(run, state, demonstrations, warmed_up, rounds)
@@ -100,7 +101,8 @@ def _run_rounds(
     reward, for the replay.
 
     A round has four steps: sample, select, learn and commit. After a restart each step finds its
-    stored result, so calling this function again resumes the run."""
+    stored result, so calling this function again resumes the run.
+    """
     config = method_of(run, MygoConfig)
     sampler = RoundSampler(run, warm_state)
     state = warm_state
@@ -157,7 +159,8 @@ class SampledRound:
 class RoundSampler:
     """Samples rounds in their order, as far ahead of learning as the schedule says.
 
-    It carries the threshold from round to round, and knows the policy of every round learnt."""
+    It carries the threshold from round to round, and knows the policy of every round learnt.
+    """
 
     def __init__(self, run: Run, warm_state: PhaseState) -> None:
         self._run = run
@@ -208,7 +211,8 @@ def sample_round(
 ) -> SampledRound:
     """Sample a round by the policy of this version, or read what an earlier start sampled.
 
-    The first half of its shards holds first attempts, the second half later ones."""
+    The first half of its shards holds first attempts, the second half later ones.
+    """
     finished = sampling.finished_round(run, number)
     if finished is not None:
         assert finished.threshold is not None, "a MyGO round is closed with its threshold"
@@ -266,7 +270,8 @@ class Unit:
 class _RoundPlayer:
     """Plays the units of a round, collects what they leave, and shows the acceptance meanwhile.
 
-    With `has_workers` other programs play the units, and their shards are waited for."""
+    With `has_workers` other programs play the units, and their shards are waited for.
+    """
 
     def __init__(self, run: Run, number: int, stage: Stage, *, k: float, has_workers: bool) -> None:
         self._run = run
@@ -336,7 +341,8 @@ def later_attempts(
     """Return a unit for each shard: the later attempts at its questions, in waves.
 
     `first_attempts_of` returns the first attempts of a shard. A shard that needs no later attempts
-    leaves nothing in the store."""
+    leaves nothing in the store.
+    """
 
     def next_wave(index: int, earlier: Sequence[Trajectory]) -> list[Attempt]:
         pairs = next_attempts(
@@ -414,7 +420,8 @@ def next_attempts(
 
     These are the questions with fewer than m kept trajectories, while attempts are left. A
     trajectory counts if it would be kept, so one that repeats another does not count
-    (`trajectories.select`). Waves double: after n attempts, a question gets n more."""
+    (`trajectories.select`). Waves double: after n attempts, a question gets n more.
+    """
     m = config.keep_per_question
     num_tried = 1 + max(trajectory.attempt for trajectory in trajectories)
     kept_trajectories = select(trajectories, k=k, keep_per_question=m, best_reward=best_reward)
@@ -474,7 +481,8 @@ def select_trajectories(run: Run, number: int, sampled: SampledRound) -> Selecti
 def _why_nothing_is_learnt(run: Run, sampled: SampledRound, selected: Selection) -> str:
     """Return the sentence for a round without a training row.
 
-    Either nothing beat K, or all conversations that were kept are too long."""
+    Either nothing beat K, or all conversations that were kept are too long.
+    """
     num_sampled = len(sampled.trajectories)
     k = sampled.threshold
     if not selected.trajectories:
@@ -499,7 +507,8 @@ def _pack_with_replay(
 ) -> PackedRows:
     """Pack the round's rows with older ones.
 
-    The older rows are `replay` times as many as the round's, drawn without replacement."""
+    The older rows are `replay` times as many as the round's, drawn without replacement.
+    """
     random = np.random.default_rng((run.config.seed, number))
     count = min(len(replay), round(method_of(run, MygoConfig).replay * len(rows)))
     older_rows: list[Conversation] = []

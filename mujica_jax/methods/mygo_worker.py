@@ -73,7 +73,8 @@ class Sampler:
     def work(self) -> None:
         """Play units of work until the run is finished.
 
-        Raises PreemptedError when asked to end; the unit under way is free for others then."""
+        Raises PreemptedError when asked to end; the unit under way is free for others then.
+        """
         with self._run.progress.stage("sampling for others", unit="units", live=dict) as stage:
             wait_seconds = POLL_SECONDS
             while not self._run.store.exists(SUMMARY):
@@ -147,7 +148,8 @@ class Sampler:
         """Return the units of later attempts that have work.
 
         The first worker that comes here reads all first attempts and writes down what follows from
-        them, for the others."""
+        them, for the others.
+        """
         run = self._run
         name = f"rounds/{number:04d}/threshold.json"
         if not run.store.exists(name):
@@ -192,7 +194,8 @@ class Sampler:
     def _play_one(self, number: int, units: Sequence[Unit], version: int, *, fresh: bool) -> bool:
         """Play the first of some units that can be leased, and return whether there was one.
 
-        Each worker asks in an order of its own, and looks again where others were faster."""
+        Each worker asks in an order of its own, and looks again where others were faster.
+        """
         for unit in self._random.sample(units, min(TRIES, len(units))):
             lease = self._leases.claim(f"rounds/{number:04d}/leases/{unit.index:05d}", fresh=fresh)
             if lease is None:
@@ -236,7 +239,8 @@ def _without_shard(units: Sequence[Unit], number: int, stored_names: set[str]) -
 def _read(run: Run, number: int, unit: Unit) -> list[Trajectory]:
     """Read the shard of a unit.
 
-    Returns nothing where it is damaged: it is set aside then, and played again."""
+    Returns nothing where it is damaged: it is set aside then, and played again.
+    """
     entry = intact_shard(run, number, unit.index)
     return run.store.read_shard(entry) if entry else []
 

@@ -73,7 +73,8 @@ def warm_up(
 ) -> tuple[PhaseState, PhaseResult, Demonstrations]:
     """Return the warmed-up state, its phase, and what it was trained on.
 
-    `more_rows` returns conversations that a method wants learnt beside the demonstrations."""
+    `more_rows` returns conversations that a method wants learnt beside the demonstrations.
+    """
     cost = PhaseCost(start_time=time.monotonic())
     config = run.config.warmup
     trainer = run.config.trainer
@@ -130,7 +131,8 @@ def begin(
     """Run the warm-up, or evaluate what the run starts from where the warm-up has no steps.
 
     In the second case nothing is demonstrated, unless the method replays demonstrations and a
-    script plays some. `more_rows`: see `warm_up`."""
+    script plays some. `more_rows`: see `warm_up`.
+    """
     if run.config.warmup.steps or (replayed and _has_demonstrations(run)):
         return warm_up(run, more_rows)
 
@@ -170,7 +172,8 @@ def with_control(
 ) -> list[PhaseResult]:
     """Return the results of all phases, with the control if it is asked for.
 
-    `first` is the phase that ended with `state`, and `phases` are the method's own."""
+    `first` is the phase that ended with `state`, and `phases` are the method's own.
+    """
     if not run.config.eval.control:
         return [first, *phases]
 
@@ -234,7 +237,8 @@ def _scripted(run: Run) -> Played:
     """Play the demonstrations in their environments.
 
     A script that fails by a miss is kept, as the noise it is meant to be. One that cannot reach the
-    gold answer, or whose search failed, is left out."""
+    gold answer, or whose search failed, is left out.
+    """
     policy = ScriptedPolicy(
         run.tokenizer,
         miss_rate=run.config.warmup.miss_rate,
@@ -309,7 +313,8 @@ async def _play_scripts(run: Run, policy: ScriptedPolicy) -> tuple[list[Trajecto
 def _few_shot(run: Run) -> Played:
     """Sample with worked examples in the prompt until enough trajectories are right.
 
-    The examples are taken out of what is kept."""
+    The examples are taken out of what is kept.
+    """
     config = run.config
     name = f"{WARM_UP.name}: sampling with worked examples"
     run.preemption.enter(name, kept_text=sampling.KEPT_SHARDS)

@@ -30,7 +30,8 @@ HE_UNIFORM = jax.nn.initializers.he_uniform()
 def check_rank(config: DecoderConfig, rank: int) -> None:
     """Check that the rank is at most each matrix's smaller side. Raises UserError.
 
-    A higher one would train more numbers than the matrix has and express nothing more."""
+    A higher one would train more numbers than the matrix has and express nothing more.
+    """
     smallest = min(projections(config), key=lambda weight: min(weight.sides))
     inputs, outputs = smallest.sides
     if rank > min(inputs, outputs):
@@ -43,7 +44,8 @@ def check_rank(config: DecoderConfig, rank: int) -> None:
 def adapted(decoder: Decoder, *, rank: int, alpha: float, key: Array) -> Decoder:
     """Return the decoder with fresh adapters, which computes what it computed before.
 
-    It shares the weights of `decoder`."""
+    It shares the weights of `decoder`.
+    """
     check_rank(decoder.config, rank)
     adapted_decoder = nnx.clone(decoder)
     layers = adapted_decoder.layers

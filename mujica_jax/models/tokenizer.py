@@ -550,7 +550,8 @@ def _bytes_of(token: str | None, *, is_byte_level: bool) -> bytes:
     """Return a vocabulary entry as bytes.
 
     Byte-level vocabularies write every byte as one printable character (GPT-2). Others write a
-    space as U+2581 and bytes outside their alphabet as <0x0A>."""
+    space as U+2581 and bytes outside their alphabet as <0x0A>.
+    """
     if token is None:  # a gap in the ids
         return b""
     byte_of_character = _byte_of_character()

@@ -118,7 +118,8 @@ def table(result_rows: Sequence[dict[str, Any]]) -> Table:
 def draw(result_rows: Sequence[dict[str, Any]]) -> bytes:
     """Return a picture of each EM with its interval, as PNG.
 
-    Raises UserError if matplotlib is missing."""
+    Raises UserError if matplotlib is missing.
+    """
     figures = import_extra("matplotlib.figure", "--plot", extra="plots")
 
     labels = [f"{row['task']}\n{row['agent']}" for row in result_rows]
@@ -141,7 +142,8 @@ def draw(result_rows: Sequence[dict[str, Any]]) -> bytes:
 def read_scores(result: str) -> QuestionScores:
     """Return the scores of each question of an earlier result, by the predictions beside it.
 
-    Raises UserError if there are none, or they are none of `eval`."""
+    Raises UserError if there are none, or they are none of `eval`.
+    """
     file = Path(result).with_suffix(".predictions.jsonl")
     try:
         return scores_of_predictions(file.read_bytes())

@@ -80,7 +80,8 @@ class MetricsLog:
     def write(self, phase: str, step: int, values: Mapping[str, Any]) -> bool:
         """Append one line. Return False if an earlier run wrote it.
 
-        Values are strings, or what `float` takes."""
+        Values are strings, or what `float` takes.
+        """
         if step <= self._earlier_steps.get(phase, -1):
             return False
         last_step = self._last_step.get(phase, -1)
@@ -293,7 +294,8 @@ def _last_steps(path: RunPath) -> dict[str, int]:
 def _json_value(value: Any) -> int | float | str:
     """Return strings and integers as they are, and all else as a float.
 
-    NaN and infinity, which JSON lacks, become strings."""
+    NaN and infinity, which JSON lacks, become strings.
+    """
     if isinstance(value, str | int):
         return value
     number = float(value)

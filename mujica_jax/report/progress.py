@@ -155,7 +155,8 @@ class Progress:
 class NoConsole(io.StringIO):
     """Discards the progress of every process of a job but the first.
 
-    All processes do the same, and errors go to stderr."""
+    All processes do the same, and errors go to stderr.
+    """
 
     def write(self, s: str, /) -> int:
         return len(s)

@@ -88,7 +88,8 @@ def closing_table(phases: Sequence[PhaseRow]) -> Table:
 def score_table(greedy: Mapping[str, Any], sampled: Mapping[str, Any] | None = None) -> Table:
     """Return a table with a row for each question kind, and one for all questions.
 
-    `greedy` and `sampled` are the summaries of two evaluations of the same questions."""
+    `greedy` and `sampled` are the summaries of two evaluations of the same questions.
+    """
     headings = ["kind", "questions", "EM", "95% of EM", "F1"]
     if sampled:
         headings += ["EM\nsampled", "95% of EM\nsampled", "F1\nsampled"]

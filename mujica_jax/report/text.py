@@ -24,7 +24,8 @@ JOINERS = "\u200c\u200d"  # format characters that ordinary text needs
 def plain(renderable: RenderableType, *, encoding: str = "utf-8") -> str:
     """Return a table or tree as text without colours or trailing blanks.
 
-    Lines are drawn in ASCII if the encoding needs it."""
+    Lines are drawn in ASCII if the encoding needs it.
+    """
     file = io.TextIOWrapper(
         io.BytesIO(), encoding=encoding, errors="backslashreplace", newline="\n"
     )
@@ -52,7 +53,8 @@ def text_table(
 ) -> Table:
     """Return a table that is narrow enough for 80 columns.
 
-    The first `left_columns` columns are aligned left, and break if they may `wrap`."""
+    The first `left_columns` columns are aligned left, and break if they may `wrap`.
+    """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
     for index, heading in enumerate(headings):
         if index < left_columns:
@@ -67,7 +69,8 @@ def text_table(
 def visible(text: str) -> str:
     """Return text with control, direction and surrogate characters escaped.
 
-    So data cannot steer a terminal."""
+    So data cannot steer a terminal.
+    """
     if text.isprintable():
         return text
     characters = []

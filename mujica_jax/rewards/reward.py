@@ -73,7 +73,8 @@ def judged(answer: Score, trajectory: Trajectory) -> Reward:
 def is_well_formed(trajectory: Trajectory) -> bool:
     """Return whether every turn was well-formed.
 
-    Then no refused turn ended the episode, and the agent counted nothing malformed."""
+    Then no refused turn ended the episode, and the agent counted nothing malformed.
+    """
     malformed_turns = sum(
         count for name, count in trajectory.counts.items() if name.startswith(MALFORMED)
     )

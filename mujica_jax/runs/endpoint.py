@@ -1,6 +1,7 @@
 """A model behind an OpenAI-compatible endpoint in the place of a policy, such as GPT-4.1 or vLLM.
 
-It is evaluated by `eval`, judges, teaches, or writes trees."""
+It is evaluated by `eval`, judges, teaches, or writes trees.
+"""
 
 import dataclasses
 from typing import Any
@@ -15,7 +16,8 @@ from mujica_jax.storage.run_directory import RunPath
 class Endpoint:
     """A model that is evaluated, and the folder of its results.
 
-    It has no policy version, and its results name none."""
+    It has no policy version, and its results name none.
+    """
 
     remote: RemoteConfig
     tokenizer: Tokenizer

@@ -495,7 +495,8 @@ def _identity(
 def _read_or_play(parts: RunDirectory, name: str, play: Play) -> Sequence[Trajectory]:
     """Read a part that an earlier start has played, or play it and store it.
 
-    A part that is damaged, as by a full disk, is played again."""
+    A part that is damaged, as by a full disk, is played again.
+    """
     if parts.exists(name):
         try:
             return shards.decode(parts.read(name), name)
@@ -510,7 +511,8 @@ def _require_writable(folder: RunPath) -> None:
     """Check that results can be written into a folder.
 
     This is checked first, because an evaluation takes minutes. A bucket answers at the first
-    write."""
+    write.
+    """
     if not isinstance(folder, Path):
         return
     try:

@@ -145,7 +145,8 @@ class Scores:
         It holds the question, the greedy prediction with its scores and reward, and the sampled
         prediction, or the sampled predictions with the means of their scores. An episode whose
         search failed has null for its scores. An episode that could not be rewarded has null for
-        its reward."""
+        its reward.
+        """
         lines = []
         pairs = zip(self.questions, self.greedy.trajectories, strict=True)
         for place, (question, trajectory) in enumerate(pairs):
@@ -209,7 +210,8 @@ class PolicyEvaluator:
     """Scores the generator's policy on the held-out questions.
 
     Several processes share the questions. Each plays its own in parts, of which an earlier start
-    may have played some."""
+    may have played some.
+    """
 
     name: str  # shown with the progress
     agent: Agent
@@ -233,7 +235,8 @@ class PolicyEvaluator:
     def run(self) -> Scores:
         """Return the scores of the policy, greedy and, if it is sampled, at `eval.temperature`.
 
-        Several samples of the questions are drawn one after the other."""
+        Several samples of the questions are drawn one after the other.
+        """
         questions = held_out_questions(self.task, self.config)
         own_questions = distributed.shard_for_process(questions)
         configured = self.config.eval.questions
@@ -274,7 +277,8 @@ class PolicyEvaluator:
     ) -> Sequence[Trajectory]:
         """Play this process's questions once, and return what all processes played.
 
-        `number` counts the attempts at the same temperature."""
+        `number` counts the attempts at the same temperature.
+        """
         temperature = 0.0 if kind == "greedy" else self.config.eval.temperature
         stage_name = f"{self.name}: evaluating, {kind}"
         if number > 0:
@@ -388,7 +392,8 @@ def summarise(
 
     With several passes over the questions, one after the other, a question's score is the mean over
     its episodes. An episode that did not answer scores zero, and one whose search failed counts in no mean.
-    Raises UserError where all of them failed so."""
+    Raises UserError where all of them failed so.
+    """
     _check_any_scored(trajectories)
     num_passes = max(1, len(trajectories) // len(questions))
     asked_questions = [*questions] * num_passes
@@ -530,7 +535,8 @@ def finish(run: Run, phase: Phase, state: GetState, cost: PhaseCost) -> PhaseRes
     """Evaluate a phase on the held-out questions and write it down, or read it back.
 
     The evaluation is greedy and sampled. `state` is what the phase ends with, and `cost` is what
-    it took."""
+    it took.
+    """
     file = phase_file(phase.name)
     if not distributed.broadcast(file, lambda: run.store.exists(file)):
         use_policy(run, state, phase.step)
@@ -612,7 +618,8 @@ def _write_phase_metrics(run: Run, phase: Phase, scores: Scores) -> None:
 def _write_io_statistics(run: Run, phase: Phase) -> None:
     """Write what the run directory took since the phase before, in seconds and bytes.
 
-    This is done once for each phase."""
+    This is done once for each phase.
+    """
     if run.metrics.write(f"{phase.name}/store", 0, run.store.io_statistics.summary()):
         run.store.io_statistics.reset()
         run.metrics.flush()
@@ -629,7 +636,8 @@ def _write_scores(run: Run, phase: Phase, scores: Scores) -> None:
 def solved_question(run: Run, name: str) -> tuple[Question, Trajectory] | None:
     """Return a held-out question that the policy of a phase solved greedily, or None.
 
-    It is the one with most searches."""
+    It is the one with most searches.
+    """
     path = f"eval/{name.replace(' ', '-')}.parquet"
     trajectories = shards.decode(run.store.read(path), path)
     questions = {question.id: question for question in held_out_questions(run.task, run.config)}

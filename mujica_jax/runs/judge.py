@@ -118,7 +118,8 @@ class Judgement:
     """The verdicts on one evaluation.
 
     A prediction without a verdict, or whose search failed, is left out of the mean: the judge or
-    the retriever failed, not the policy."""
+    the retriever failed, not the policy.
+    """
 
     verdicts: tuple[bool | None, ...]  # None: the judge failed
     exact: tuple[bool, ...]
@@ -159,7 +160,8 @@ class Judge:
         """Make a judge of a model.
 
         `name` is the model's name, since another judge has other verdicts. `concurrency` bounds the
-        requests under way. `verdicts` keeps the replies (None: the user's cache folder)."""
+        requests under way. `verdicts` keeps the replies (None: the user's cache folder).
+        """
         self.name = name
         self._generator = generator
         self._tokenizer = tokenizer
@@ -177,7 +179,8 @@ class Judge:
     async def __call__(self, question: Question, answer: str | None) -> bool:
         """Return whether an answer is right.
 
-        No answer is wrong, and the judge is not asked. Raises NoVerdictError and JudgeLostError."""
+        No answer is wrong, and the judge is not asked. Raises NoVerdictError and JudgeLostError.
+        """
         if answer is None:
             return False
         text = self._message(question, answer)
@@ -238,7 +241,8 @@ class Judge:
     async def _find(self, key: str, text: str) -> bool:
         """Read the verdict, or ask for it and store it.
 
-        Stores are asked in a thread: one in a bucket is slow."""
+        Stores are asked in a thread: one in a bucket is slow.
+        """
         reply = await asyncio.to_thread(self._verdicts.read, key)
         if reply is None or not _is_verdict(reply):  # what is stored may be damaged
             async with self._running_semaphore():
@@ -293,7 +297,8 @@ class Judge:
         """Return the semaphore of the event loop that runs.
 
         Waiting for it does not count against a request's deadline, as there may be many more
-        answers than places."""
+        answers than places.
+        """
         loop = asyncio.get_running_loop()
         if self._semaphore is None or self._semaphore[0] is not loop:
             self._semaphore = (loop, asyncio.Semaphore(self._concurrency))
@@ -303,7 +308,8 @@ class Judge:
 def open_judge(config: Config, verdicts: VerdictStore | None, *, out: RunPath) -> Judge | None:
     """Return the judge that the reward of a configuration asks; None where it asks none.
 
-    Sends no request yet."""
+    Sends no request yet.
+    """
     if not needs_judge(config.reward, config.staged):
         return None
     return judge_behind(open_endpoint(config.judge, out), config, verdicts)
@@ -325,7 +331,8 @@ def judge_behind(endpoint: Endpoint, config: Config, verdicts: VerdictStore | No
 def _shown(answer: str) -> str:
     """Return an answer as the judge reads it: normalised.
 
-    Where nothing would be left of it, it stays as it is written."""
+    Where nothing would be left of it, it stays as it is written.
+    """
     return normalise_squad(answer) or " ".join(answer.split())
 
 

@@ -22,7 +22,8 @@ def trainer_lease(store: Store, preemption: Preemption) -> Iterator[None]:
     """Hold the lease of the run's trainer, so that no other trainer leads this run meanwhile.
 
     A trainer that was killed on another host is waited for until its lease is over. One that lives
-    is refused."""
+    is refused.
+    """
     if not distributed.is_primary() or store.exists(SUMMARY):  # a finished run changes nothing
         yield
         return

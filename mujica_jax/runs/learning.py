@@ -68,7 +68,8 @@ def train(
 
     A phase that was evaluated by an earlier start is over. Then nothing is read here: its
     checkpoint is read when its state is called for. Where that checkpoint is damaged, the phase is
-    learnt again."""
+    learnt again.
+    """
     file = phase_file(name)
     if distributed.broadcast(f"{name} is over", lambda: run.store.exists(file)):
         return PhaseState(functools.partial(train_phase, run, name, start, rows, plan=plan))
@@ -130,7 +131,8 @@ def train_phase(
 def finished_state(run: Run, name: str, *, plan: LearningPlan) -> TrainState | None:
     """Return the state that a phase ended with, from its checkpoint.
 
-    Returns None where that checkpoint is missing or damaged, or the phase is not over."""
+    Returns None where that checkpoint is missing or damaged, or the phase is not over.
+    """
     run.generator.release_weights()
     checkpoints = _checkpoints_of(run, name, plan)
     checkpoint = checkpoints.restore_latest(_trainer_of(run, plan).abstract_state())
@@ -255,7 +257,8 @@ def rows_that_fit(
     """Return the conversations that train anything and fit a row.
 
     A line says how many do not fit. `sequence_length` is the length of a row (None: the trainer's),
-    and `noun` is what the line calls the conversations."""
+    and `noun` is what the line calls the conversations.
+    """
     limit = sequence_length or run.config.trainer.sequence_length
     trained = [conversation for conversation in conversations if any(conversation.loss_mask)]
     fitting = [conversation for conversation in trained if len(conversation.token_ids) <= limit]
@@ -270,7 +273,8 @@ def rows_that_fit(
 def score_once(run: Run, file: str, score: Callable[[], np.ndarray]) -> np.ndarray:
     """Return what the trainer's policies say of rows.
 
-    It is computed once in the life of a run, and stored in `file`."""
+    It is computed once in the life of a run, and stored in `file`.
+    """
     if not distributed.broadcast(file, lambda: run.store.exists(file)):
         run.generator.release_weights()
         with run.clock.stage("scoring"):

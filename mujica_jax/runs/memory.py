@@ -85,7 +85,8 @@ def phases(
     """Return the memory of each phase.
 
     `step` and `calls` are the bytes of temporaries of the compiled training step and of the
-    engine's programs, `retrieval` those of embedder and index on a chip."""
+    engine's programs, `retrieval` those of embedder and index on a chip.
+    """
     state = trainer.abstract_state()
     compute_dtype = jnp.dtype(config.trainer.dtype)
     decoder = nnx.eval_shape(
@@ -117,7 +118,8 @@ def phases(
 def check_memory(config: Config, phase_memories: list[PhaseMemory], chip: Chip) -> None:
     """Check that each phase fits a chip.
 
-    Raises UserError naming the fullest phase, its largest part, and what to change."""
+    Raises UserError naming the fullest phase, its largest part, and what to change.
+    """
     fullest = max(phase_memories, key=lambda phase: phase.bytes)
     if fullest.bytes <= chip.memory_bytes:
         return
@@ -134,7 +136,8 @@ def cache_bytes(config: Config, model: DecoderConfig) -> int:
     """Return the bytes of keys and values on each chip.
 
     These are all slots at full length, or what `engine.cache_gigabytes` allows. Without that
-    setting it is 0: they take what the rest leaves."""
+    setting it is 0: they take what the rest leaves.
+    """
     engine = config.engine
     if not engine.cache_gigabytes:
         return 0

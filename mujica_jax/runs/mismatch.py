@@ -38,7 +38,8 @@ def compare(
     """Write how far the engine's log-probabilities are from the trainer's.
 
     `state` is what was sampled from; its policy has this version. If the state is not in memory,
-    load the committed policy instead."""
+    load the committed policy instead.
+    """
     num_conversations = run.config.metrics.compared_conversations
     is_written = distributed.broadcast(
         phases.MISMATCH, lambda: run.metrics.has(phases.MISMATCH, round_number)
@@ -71,7 +72,8 @@ def compared(
 ) -> dict[str, float | int]:
     """Return the differences over at most `conversations` conversations, drawn by the seed.
 
-    The result is empty if none can be compared."""
+    The result is empty if none can be compared.
+    """
     sequence_length = trainer.config.sequence_length
     comparable: list[Conversation] = []
     for trajectory in trajectories:
@@ -94,7 +96,8 @@ def differences(
 ) -> dict[str, float | int]:
     """Return how the conversations' own log-probabilities differ from the trainer's.
 
-    `scores` [rows, time] are the trainer's log-probabilities of the same tokens."""
+    `scores` [rows, time] are the trainer's log-probabilities of the same tokens.
+    """
     engine_log_probs = []
     trainer_log_probs = []
     for conversation, (row, start) in zip(conversations, rows.placements, strict=True):

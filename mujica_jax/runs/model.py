@@ -44,7 +44,8 @@ class StartingModel:
 def open_model(directory_or_file: str | Path, dtype: str) -> StartingModel:
     """Open a Hugging Face checkpoint or a GGUF file, which computes in `dtype`.
 
-    Raises UserError where its vocabulary lacks an id of the tokenizer."""
+    Raises UserError where its vocabulary lacks an id of the tokenizer.
+    """
     directory = distributed.primary_first(
         "the checkpoint", lambda: checkpoint_folder(directory_or_file)
     )
@@ -111,7 +112,8 @@ def new_decoder(config: Config, size: DecoderConfig) -> Decoder:
 def _trained_tokenizer(config: Config, task: Task, store: Store) -> Tokenizer:
     """Return the run's tokenizer, which is trained once.
 
-    It learns the task's training text and the words that our prompts and scripts use."""
+    It learns the task's training text and the words that our prompts and scripts use.
+    """
     if not store.exists(f"{TOKENIZER}/{COMMITTED}"):
         words = tuple(sample_text(config.agent.kind, contract_of(config.agent)))
         repeated_words = itertools.repeat(words, SCRIPT_REPEATS)

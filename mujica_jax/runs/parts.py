@@ -1,6 +1,7 @@
 """Make the parts that a configuration describes, for runs and `eval` alike.
 
-These are agent, reward, generator and retrieval statistics."""
+These are agent, reward, generator and retrieval statistics.
+"""
 
 import dataclasses
 import itertools
@@ -42,7 +43,8 @@ def check_prompts(
 ) -> None:
     """Check that a conversation has room behind its prompt, with worked examples.
 
-    This is checked in the agent's own mode of prompts and in `modes`. Raises UserError."""
+    This is checked in the agent's own mode of prompts and in `modes`. Raises UserError.
+    """
     # This refuses a chat template that cannot be used, before anything is played.
     tokenizer.open_conversation("", "")
     if not isinstance(agent, PromptedAgent):  # baselines have prompts of their own
@@ -81,7 +83,8 @@ def make_reward(config: Config, rule: Rule, judge: Correctness | None = None) ->
 def statistics_of(task: Task, questions: Sequence[Question]) -> RetrievalStatistics:
     """Return the sum over all environments that these questions are answered in.
 
-    Environments that share a retriever share its statistics, which are counted once."""
+    Environments that share a retriever share its statistics, which are counted once.
+    """
     all_statistics = [task.environment(question).statistics for question in questions]
     distinct_statistics = {id(statistics): statistics for statistics in all_statistics}
     total = RetrievalStatistics()
@@ -115,7 +118,8 @@ def open_generator(
 ) -> PolicyGenerator:
     """Return the generator that `engine.kind` names, for requests of up to `positions` tokens.
 
-    `queue_size` bounds how many streams wait for a slot. `reserved_bytes`: see `make_engine`."""
+    `queue_size` bounds how many streams wait for a slot. `reserved_bytes`: see `make_engine`.
+    """
     if engine.kind == "jetstream":
         # Imported here: JetStream's interface brings TensorFlow.
         from mujica_jax.inference.jetstream.factory import make_jetstream_generator
@@ -172,7 +176,8 @@ def check_engine_temperatures(
 def open_adapter(config: Config, decoder: Decoder) -> Adapter | None:
     """Return the adapter that training goes on from, if the configuration names one.
 
-    Raises UserError where it does not have the rank that is trained."""
+    Raises UserError where it does not have the rank that is trained.
+    """
     if config.adapter is None:
         return None
     trainer = config.trainer
@@ -192,6 +197,7 @@ def use_weights(
 ) -> None:
     """Let the engine sample from these weights of a model like `decoder`.
 
-    Returns when they are there. They are copied, because training reuses its buffers."""
+    Returns when they are there. They are copied, because training reuses its buffers.
+    """
     stored_weights = engine_weights(weights, decoder.config, storage, decoder.dtype)
     generator.set_weights(stored_weights, version)

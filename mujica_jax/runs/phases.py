@@ -62,7 +62,8 @@ class PhaseState:
     """The state that a phase ends with: in memory, or restored when it is called for.
 
     Training that goes on from it reuses its buffers. Called again after that, it is restored from
-    its checkpoint."""
+    its checkpoint.
+    """
 
     def __init__(self, restore: GetState, state: TrainState | None = None) -> None:
         self._restore = restore

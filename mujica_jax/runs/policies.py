@@ -71,7 +71,8 @@ class SavedPolicy:
     def trained_otherwise(self, agent: AgentConfig) -> list[str]:
         """Return how this agent differs from the one of the run that made the policy.
 
-        They may differ because a configuration beside a run replaces the run's own."""
+        They may differ because a configuration beside a run replaces the run's own.
+        """
         if self.run is None:
             return []
         trained_agent = read_object(self.run / "config.json")["config"]["agent"]
@@ -132,7 +133,8 @@ def init_as_checkpoint(words: Sequence[str]) -> list[str]:
 def find_policy(checkpoint: str, *, policy: int | None, adapter: str | None) -> SavedPolicy:
     """Find what `--checkpoint`, `--policy` and `--adapter` name.
 
-    The files of a run are compared with their checksums. Raises UserError."""
+    The files of a run are compared with their checksums. Raises UserError.
+    """
     folder = checkpoint_folder(checkpoint) if is_converted(checkpoint) else run_path(checkpoint)
     if not folder.is_dir():
         raise UserError(f"there is no directory {folder}: {WANTED}")
@@ -187,7 +189,8 @@ def _find_in_run(folder: RunPath, *, policy: int | None, adapter: str | None) ->
 def is_run(folder: RunPath) -> bool:
     """Return whether a folder is a run directory.
 
-    A run's config.json holds `config`; that of a Hugging Face directory is the model's own."""
+    A run's config.json holds `config`; that of a Hugging Face directory is the model's own.
+    """
     file = folder / "config.json"
     return file.exists() and isinstance(read_object(file).get("config"), dict)
 

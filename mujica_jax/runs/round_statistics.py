@@ -23,7 +23,8 @@ def round_statistics(
 
     Shares are of trajectories, unless they name something else; 0 where there is nothing.
     `trajectories` counts all that were sampled. Every other number leaves out those that could not
-    be rewarded, which `left_out` counts."""
+    be rewarded, which `left_out` counts.
+    """
     num_sampled = len(trajectories)
     trajectories = rewarded(trajectories)
     count = max(1, len(trajectories))
@@ -75,7 +76,8 @@ def round_statistics(
 def entropy(trajectories: Sequence[Trajectory]) -> float:
     """Return the mean of -log p of the sampled tokens, by the engine.
 
-    It estimates the entropy of the engine's policy at temperature 1."""
+    It estimates the entropy of the engine's policy at temperature 1.
+    """
     log_probs: list[float] = []
     for trajectory in trajectories:
         for conversation in trajectory.conversations:

@@ -119,7 +119,8 @@ class Run:
     def counted(self, kind: str, step: int) -> Iterator[None]:
         """Write one line of metrics about the engine's work in this block.
 
-        Its numbers are zero if everything was on disk already."""
+        Its numbers are zero if everything was on disk already.
+        """
         before = self.generator.statistics
         with self.clock.stage(kind.rpartition("/")[2]):
             yield
@@ -128,7 +129,8 @@ class Run:
     def poll(self) -> None:
         """Check whether to end; called some times a second while episodes are played.
 
-        Raises PreemptedError when asked to end."""
+        Raises PreemptedError when asked to end.
+        """
         self.preemption.check()
         self.on_poll()
 

@@ -54,7 +54,8 @@ def play_attempts(
     """Play a unit of work and write its shard, or read the shard that an earlier run left.
 
     `concurrency` is the number of episodes at a time, where another model than the engine's
-    writes."""
+    writes.
+    """
 
     def next_wave(played: Sequence[Trajectory]) -> Sequence[Attempt]:
         """Return all attempts, once."""
@@ -91,7 +92,8 @@ def play_waves(
     policy alone. For the same reason a preemption keeps nothing of the unit under way: its
     rest, played without the others, would be rounded differently. What is returned is what the
     store holds, because another process may have been first. The entry is None if there was
-    nothing to play."""
+    nothing to play.
+    """
 
     def play() -> list[Trajectory]:
         trajectories: list[Trajectory] = []
@@ -121,7 +123,8 @@ def read_or_play(
 ) -> tuple[ShardEntry | None, list[Trajectory]]:
     """Read the unit of work that an earlier run left, or play it and return what is stored.
 
-    Each trajectory that is read is passed to `on_read`."""
+    Each trajectory that is read is passed to `on_read`.
+    """
     entry = intact_shard(run, round_number, shard)
     if entry is not None:
         trajectories = run.store.read_shard(entry)
@@ -142,7 +145,8 @@ def await_shard(
 ) -> tuple[ShardEntry, list[Trajectory]]:
     """Wait for a unit of work that another program plays, and read it.
 
-    A damaged one is waited for again."""
+    A damaged one is waited for again.
+    """
     entry = intact_shard(run, round_number, shard)
     while entry is None:
         run.preemption.check()
@@ -157,7 +161,8 @@ def await_shard(
 def read_shards(run: Run, entries: Sequence[ShardEntry]) -> list[Trajectory] | None:
     """Return the trajectories of a finished round.
 
-    If a shard is damaged or missing, return None: the round is open again."""
+    If a shard is damaged or missing, return None: the round is open again.
+    """
     trajectories: list[Trajectory] = []
     is_intact = True
     for entry in entries:
@@ -191,7 +196,8 @@ def _set_aside(run: Run, name: str, damage: StoreError) -> None:
 def play_share(progress: Progress, name: str, units: Sequence[Unit]) -> None:
     """Play this process's part of the units, and wait for the parts of the others.
 
-    All units are in the store then. With one process nothing is played here."""
+    All units are in the store then. With one process nothing is played here.
+    """
     if distributed.processes() == 1:
         return
     own_units = distributed.shard_for_process(units)
@@ -209,7 +215,8 @@ def gather(
 ) -> Sequence[Trajectory]:
     """Return the trajectories of all processes.
 
-    They come in the order in which `distributed.shard_for_process` dealt them out."""
+    They come in the order in which `distributed.shard_for_process` dealt them out.
+    """
     num_processes = distributed.processes()
     if num_processes == 1:
         return own_trajectories
@@ -252,7 +259,8 @@ def questions_a_round(run: Run, name: str) -> int:
     """Return how many questions a round samples.
 
     It is the configured number. Where there are fewer training questions, it is all of them, and a
-    line says so."""
+    line says so.
+    """
     configured = run.config.sampling.questions_per_round
     available = len(run.task.questions("train"))
     if available < configured:

@@ -79,7 +79,8 @@ def open_training(config: Config, directory: RunPath, preemption: Preemption) ->
     """Open the run in `directory`, new or begun before. Its metrics files are closed at the end.
 
     What can be refused is refused before the directory is made, which remembers the configuration
-    it was begun with."""
+    it was begun with.
+    """
     start = _check(config, directory)
     store, progress = _open_directory(config, start.task, directory)
     with (
@@ -168,7 +169,8 @@ def _build(
 def _check_machine(config: Config) -> None:
     """Check that the devices run the attention kernel and compute in the configured types.
 
-    This comes before a checkpoint is read."""
+    This comes before a checkpoint is read.
+    """
     check_platform(config.trainer.attention)
     check_dtypes(config)
 
@@ -189,7 +191,8 @@ def _open_checkpoint(config: Config, task: Task) -> StartingModel:
 def _check_size(config: Config, size: DecoderConfig, mesh: Mesh) -> int:
     """Check that trainer and engine can hold a model of this size.
 
-    Returns the bytes of each chip that are for all but keys and values."""
+    Returns the bytes of each chip that are for all but keys and values.
+    """
     if mesh.size > 1:  # the model can be split over it
         shardings_of(nnx.eval_shape(lambda: Decoder(size, rngs=nnx.Rngs(0))), mesh)
     check_rank(size, config.trainer.lora_rank)
@@ -219,7 +222,8 @@ def open_sampling(config: Config, store: Store, preemption: Preemption, progress
     """Open a run as a sampling worker needs it.
 
     Its engine is on this host's devices, and its policies come from the run directory, of which at
-    least one is committed."""
+    least one is committed.
+    """
     use_compilation_cache()
     own_devices = dataclasses.replace(
         config.trainer,
@@ -250,7 +254,8 @@ def _check_memory(config: Config, size: DecoderConfig) -> int:
     """Return the bytes that the run keeps on each chip beside keys and values.
 
     Raises UserError where they exceed a chip. For devices whose memory nobody has published it is
-    0. The step is compiled for it, and stands in the cache later."""
+    0. The step is compiled for it, and stands in the cache later.
+    """
     chip = chip_of(jax.devices()[0].device_kind)
     if chip is None:
         return 0
@@ -273,7 +278,8 @@ def _check_memory(config: Config, size: DecoderConfig) -> int:
 def _check_reward(config: Config, task: Task, directory: RunPath) -> None:
     """Check that the reward's embedder is there and that its judge answers.
 
-    The judge of a finished run is not asked: it gives no more rewards."""
+    The judge of a finished run is not asked: it gives no more rewards.
+    """
     judge = open_judge(config, None, out=directory)
     make_reward(config, task.rule, judge)
     if judge is not None and not (directory / SUMMARY).exists():
@@ -314,7 +320,8 @@ def _check_start(config: Config, task: Task) -> None:
 def _open_shared(directory: RunPath, sections: dict[str, Any]) -> Store:
     """Open the run as its first process began it.
 
-    A process that does not see it would train on a disk of its own, and is refused."""
+    A process that does not see it would train on a disk of its own, and is refused.
+    """
     if not distributed.is_primary() and not Store(directory).exists(CONFIG):
         raise UserError(
             f"process {distributed.process()} on {distributed.host()} sees no run in {directory}, "
@@ -364,7 +371,8 @@ def check_content(store: Store, config: Config, task: Task) -> None:
 def _reads_own_paragraphs(config: Config) -> bool:
     """Return whether training reads the paragraphs that come with its questions.
 
-    They are what is searched, or EviPath's pool."""
+    They are what is searched, or EviPath's pool.
+    """
     is_distractor = getattr(config.task, "setting", None) == "distractor"
     return is_distractor or getattr(config.method, "distractors", None) == "own"
 
@@ -386,7 +394,8 @@ def _served(run: Run) -> Iterator[None]:
 def build_task(config: Config, *, learns: bool = True) -> Task:
     """Build the configured task, and check that it has questions.
 
-    The split that is evaluated has some, and where a run `learns` the training split has some."""
+    The split that is evaluated has some, and where a run `learns` the training split has some.
+    """
     task = implementation(config.task)(config.task)
     eval_split = config.eval.split
     check_task(task, config.task.kind, ("train", eval_split) if learns else (eval_split,))
@@ -420,7 +429,8 @@ def without_training(task: Task) -> str:
 def about_questions(task: Task) -> list[str]:
     """Return sentences to show before questions are asked.
 
-    They say which questions are left out, and what is special about the others."""
+    They say which questions are left out, and what is special about the others.
+    """
     sentences = []
     if left_out(task):
         sentences.append(left_out(task))
@@ -456,7 +466,8 @@ def require_packages(config: Config) -> None:
 def check_dtypes(config: Config) -> None:
     """Check that this platform computes in the configured types.
 
-    Each type is tried, as a table of platforms would grow stale."""
+    Each type is tried, as a table of platforms would grow stale.
+    """
     type_of_field = {
         "trainer.dtype": config.trainer.dtype,
         "engine.cache_dtype": CACHE_DTYPES.get(config.engine.cache_dtype, config.trainer.dtype),

@@ -32,7 +32,8 @@ from mujica_jax.trajectories.store import CONFIG
 def use_policy(run: Run, state: GetState, version: int) -> None:
     """Sample from this state, whose policy has this version.
 
-    If the state is not in memory, load the committed policy instead."""
+    If the state is not in memory, load the committed policy instead.
+    """
     reads_committed = reads_committed_policy(run, state, version)
     with run.clock.stage("weight_sync"):
         run.generator.release_weights()
@@ -52,7 +53,8 @@ def use_policy(run: Run, state: GetState, version: int) -> None:
 def reads_committed_policy(run: Run, state: GetState, version: int) -> bool:
     """Return whether the committed policy is loaded in place of this state.
 
-    That is so if the state would have to be restored, and its policy is committed."""
+    That is so if the state would have to be restored, and its policy is committed.
+    """
     is_absent = isinstance(state, PhaseState) and not state.is_here
     return is_absent and distributed.broadcast(
         f"policy {version}", lambda: version in run.store.policies()
@@ -77,7 +79,8 @@ def commit_policy(run: Run, state: GetState, version: int) -> None:
 
     Where adapters are trained, the adapter stands beside it, with the configuration. The first
     process writes; the others help to gather the policy. Checkpoints of the phases before are
-    removed, and so are policies beyond `keep_policies`."""
+    removed, and so are policies beyond `keep_policies`.
+    """
     run.preemption.enter(f"committing policy {version}")
     name = f"policy {version}"
     if distributed.broadcast(name, lambda: version <= max(run.store.policies(), default=-1)):
@@ -131,7 +134,8 @@ def remove_past_checkpoints(run: Run) -> None:
     """Remove the checkpoints of all phases before the newest.
 
     Those of the warm-up stay for the control, which begins with them. Called by the first process,
-    when the newest phase is whole."""
+    when the newest phase is whole.
+    """
     phase_names = {run.newest_phase}
     if run.config.eval.control:
         phase_names.add(phases.WARM_UP.name)

@@ -89,7 +89,8 @@ def measured_flops_per_second(platform: str, dtype: str) -> float:
 def fastest_seconds(call: Callable[[], Any], *, spend_seconds: float = MEASURED_SECONDS) -> float:
     """Return the seconds of the fastest call among those that fit into `spend_seconds`.
 
-    At least one call is measured. A first one, which may compile, is not."""
+    At least one call is measured. A first one, which may compile, is not.
+    """
     call()
     end_time = time.perf_counter() + spend_seconds
     fastest = float("inf")

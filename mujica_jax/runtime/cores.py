@@ -8,7 +8,8 @@ def usable_cores(limit: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """Return the number of cores that the process is bound to, and that its container may use.
 
     `limit` is the file in which Linux states a container's share: microseconds of computing time,
-    or "max", and the period in microseconds in which they may be spent."""
+    or "max", and the period in microseconds in which they may be spent.
+    """
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     else:

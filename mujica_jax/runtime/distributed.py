@@ -171,7 +171,8 @@ def shard_for_process(items: Iterable[Result]) -> list[Result]:
 def barrier(name: str) -> None:
     """Wait until every process is here.
 
-    Raises HostMissingError if one does not come within `barrier_seconds`."""
+    Raises HostMissingError if one does not come within `barrier_seconds`.
+    """
     if processes() == 1:
         return
     with _bounded(name):
@@ -181,7 +182,8 @@ def barrier(name: str) -> None:
 def broadcast(name: str, decide: Callable[[], Any]) -> Any:
     """Return what `decide` returns in process 0, a value that JSON holds.
 
-    The others wait for it."""
+    The others wait for it.
+    """
     if processes() == 1:
         return decide()
     key = f"broadcast/{_key(name)}"
@@ -218,7 +220,8 @@ def finish() -> None:
 def announce_preemption(signal: int) -> None:
     """Tell the other processes that this one was asked to end.
 
-    Returns at once, also if the store hangs."""
+    Returns at once, also if the store hangs.
+    """
     if processes() > 1:
         threading.Thread(target=_announce, args=(PREEMPTED, signal), daemon=True).start()
 
@@ -226,7 +229,8 @@ def announce_preemption(signal: int) -> None:
 def abort(sentence: str, status: int) -> None:
     """End this process and the others, which are told why.
 
-    Returns only if there are no others."""
+    Returns only if there are no others.
+    """
     if processes() > 1:
         with _job.ending:
             _announce(SHUTDOWN, [host(), status, sentence])
@@ -236,7 +240,8 @@ def abort(sentence: str, status: int) -> None:
 def abort_with_traceback() -> None:
     """End all processes as `abort` does, because of the error that is handled.
 
-    The error may only show that another process has ended. Then its notice is the reason."""
+    The error may only show that another process has ended. Then its notice is the reason.
+    """
     if processes() > 1:
         # If a shutdown notice came, another thread has this lock and ends this process.
         with _job.ending:
@@ -252,7 +257,8 @@ def abort_with_traceback() -> None:
 def _place(config: DistributedConfig) -> tuple[str, int, int] | None:
     """Return the coordinator, the number of processes, and the number of this one.
 
-    JAX is asked about a pod only if there is a TPU."""
+    JAX is asked about a pod only if there is a TPU.
+    """
     if config.coordinator is not None:
         return config.coordinator, config.num_processes, config.process_id
 
@@ -301,7 +307,8 @@ def _on_shutdown(sender: int, notice: tuple[str, int, str]) -> None:
 def _exit_together(status: int) -> None:
     """End this process when all have read the notice.
 
-    Process 0, which holds the store, ends last."""
+    Process 0, which holds the store, ends last.
+    """
     import jax
 
     with contextlib.suppress(OSError):  # the reader may be gone

@@ -43,7 +43,8 @@ def keep_freed_memory() -> bool:
 def available_bytes() -> int:
     """Return the memory that a process can still have without swapping.
 
-    Return all memory if the system does not say."""
+    Return all memory if the system does not say.
+    """
     file = pathlib.Path("/proc/meminfo")
     if file.exists():
         for line in file.read_text().splitlines():

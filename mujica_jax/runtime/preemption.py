@@ -89,14 +89,16 @@ class Preemption:
     def requested(self) -> bool:
         """Whether the program was asked to end. Loops poll it, and end on True.
 
-        From then on the process is not ended in the middle."""
+        From then on the process is not ended in the middle.
+        """
         self._answered = self._answered or self._asked
         return self._answered
 
     def at_step(self) -> bool:
         """Return whether to end, as `requested`, before every training step.
 
-        All processes of a job get the same answer."""
+        All processes of a job get the same answer.
+        """
         is_asked, status = distributed.broadcast(
             "a training step", lambda: [self._asked, self.status]
         )
@@ -132,7 +134,8 @@ class Preemption:
         """Run the program of an entry point and return its exit status.
 
         0: done; 2: a mistake of the user's, in one sentence; otherwise as it was asked to end. The
-        other processes of its job are told."""
+        other processes of its job are told.
+        """
         with self:
             try:
                 program()
@@ -174,7 +177,8 @@ class Preemption:
     def _listen(self) -> None:
         """Read the numbers of signals from the pipe, until END comes.
 
-        The interpreter writes them there, from inside whatever the signal interrupts."""
+        The interpreter writes them there, from inside whatever the signal interrupts.
+        """
         deadline = None
         while True:
             wait_seconds = None if deadline is None else max(0.0, deadline - time.monotonic())

@@ -47,7 +47,8 @@ def differences(
 ) -> list[str]:
     """Return a phrase for every dotted key whose values differ.
 
-    `ignore` names keys, or the beginnings of dotted ones."""
+    `ignore` names keys, or the beginnings of dotted ones.
+    """
     old_values = dict(_leaves(old))
     new_values = dict(_leaves(new))
     phrases = []

@@ -128,7 +128,8 @@ class Bucket:
     def create(self, name: str, data: bytes | Path) -> bool:
         """Create an object from bytes or a local file.
 
-        Return False, and change nothing, if the object exists already."""
+        Return False, and change nothing, if the object exists already.
+        """
         while self._upload(name, data, generation=0, token=uuid.uuid4().hex) is None:
             # An object that another process removed in between is created after all.
             if self.find(name) is not None:
@@ -138,7 +139,8 @@ class Bucket:
     def replace(self, name: str, data: bytes | Path) -> None:
         """Write an object that may exist already.
 
-        Of several writers the last one's content stays, whole."""
+        Of several writers the last one's content stays, whole.
+        """
         self._upload(name, data, generation=None, token=uuid.uuid4().hex)
 
     def append(self, name: str, data: bytes, generation: int, token: str) -> int | None:
@@ -177,7 +179,8 @@ class Bucket:
     def move(self, name: str, target: str) -> bool:
         """Copy a small object, then delete exactly what was copied.
 
-        Return False if the object is gone, or the target exists."""
+        Return False if the object is gone, or the target exists.
+        """
         info = self.find(name)
         if info is None or not self.create(target, self.read(name)):
             return False
@@ -189,7 +192,8 @@ class Bucket:
     ) -> int | None:
         """Upload an object and return its new generation.
 
-        Return None if the object has another generation than given."""
+        Return None if the object has another generation than given.
+        """
         blob = self._bucket.blob(name)
         source: str | bytes
         if isinstance(data, Path):
@@ -217,7 +221,8 @@ class Bucket:
         """Write under a precondition and return the object's new generation; None if it failed.
 
         A precondition also fails if only the answer to an earlier attempt was lost. The token then
-        shows that the object there is our own."""
+        shows that the object there is our own.
+        """
         name = str(blob.name)
         blob.metadata = {WRITER: token}
         try:

@@ -136,7 +136,8 @@ class BucketPath(gpath.PosixGPath):
     def objects(self, prefix: str = "") -> dict[str, ObjectInfo]:
         """Return the objects below this path by their relative names, sorted.
 
-        With `prefix`, only those whose relative names begin with it."""
+        With `prefix`, only those whose relative names begin with it.
+        """
         folder = f"{self.key}/" if self.key else ""
         return {info.name.removeprefix(folder): info for info in self.bucket.list(folder + prefix)}
 

@@ -150,7 +150,8 @@ class Leases:
 class Lease:
     """A lease that this process has.
 
-    `renew` may be called at any rate: it writes when a quarter of the time is over."""
+    `renew` may be called at any rate: it writes when a quarter of the time is over.
+    """
 
     def __init__(self, leases: Leases, name: str, number: int) -> None:
         self._leases = leases

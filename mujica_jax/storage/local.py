@@ -117,7 +117,8 @@ def write_folder(folder: Path, write: Callable[[Path], None]) -> None:
 def names(root: Path, prefix: str) -> list[str]:
     """Return the files below `root` whose relative names begin with `prefix`, sorted.
 
-    Temporary files are left out."""
+    Temporary files are left out.
+    """
     folder = root / prefix.rpartition("/")[0]
     names = []
     for path in folder.rglob("*"):
@@ -168,7 +169,8 @@ def sync(path: Path) -> None:
 def require_space(path: Path, needed_bytes: int) -> None:
     """Raise UserError if fewer bytes are free than needed.
 
-    Call it before a library writes that would report a full disk from every thread of its own."""
+    Call it before a library writes that would report a full disk from every thread of its own.
+    """
     free_bytes = shutil.disk_usage(path).free
     if free_bytes < needed_bytes:
         raise UserError(

@@ -105,7 +105,8 @@ class RunDirectory:
     def names(self, prefix: str) -> list[str]:
         """Return all objects whose names begin with `prefix`, sorted.
 
-        `prefix` ends a folder's name with its slash."""
+        `prefix` ends a folder's name with its slash.
+        """
         if isinstance(self.root, Path):
             return local.names(self.root, prefix)
         return list(self.root.objects(prefix))
@@ -200,7 +201,8 @@ class RunDirectory:
 def _upload(folder: "BucketPath", write: Callable[[Path], None]) -> list[dict[str, Any]]:
     """Upload what `write` leaves in an empty local folder, and return its entries.
 
-    The objects replace those of a torn folder. A committed folder stays as it is."""
+    The objects replace those of a torn folder. A committed folder stays as it is.
+    """
     with tempfile.TemporaryDirectory(prefix="mujica-upload-") as name:
         source = Path(name)
         with as_user_error(source):

@@ -41,7 +41,8 @@ MAPS = ("rewards_by_part", "counts")  # from names to numbers
 def encode(trajectories: Sequence[Trajectory]) -> bytes:
     """Return trajectories as a Parquet file.
 
-    Log-probabilities are stored as float32, which is exact for those that an engine made."""
+    Log-probabilities are stored as float32, which is exact for those that an engine made.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -70,7 +71,8 @@ def encode(trajectories: Sequence[Trajectory]) -> bytes:
 def decode(data: bytes, name: str) -> list[Trajectory]:
     """Return the trajectories of a file that `encode` made.
 
-    Raises StoreError, beginning with `name`, for anything else."""
+    Raises StoreError, beginning with `name`, for anything else.
+    """
     import pyarrow
     import pyarrow.parquet
 
@@ -136,7 +138,8 @@ def content_sha256(trajectories: Sequence[Trajectory]) -> str:
 def _turn_content(turn: Turn) -> tuple[str | bool | int, ...]:
     """Return what the digest of a turn covers beside its numbers.
 
-    A turn that is not cut has the digest that earlier versions gave it."""
+    A turn that is not cut has the digest that earlier versions gave it.
+    """
     content = (turn.role, turn.text, turn.trained, len(turn.token_ids), turn.logprobs is None)
     return (*content, "cut") if turn.cut else content
 
@@ -194,7 +197,8 @@ def _trajectories(table: "pyarrow.Table") -> list[Trajectory]:
     """Return the trajectories of a table.
 
     Nested columns go by way of numpy: `to_pylist` makes a Python object of each number, and is five
-    times slower."""
+    times slower.
+    """
     rows = table.drop_columns(["conversations", "searches", "search_count"]).to_pylist()
     conversation_column = table.column("conversations").to_numpy()
     search_column = table.column("searches").to_numpy()

@@ -113,7 +113,8 @@ class Store(RunDirectory):
     def find_shard(self, round_number: int, shard: int) -> ShardEntry | None:
         """Return the entry of a shard, read and checked as a whole, or None if there is none.
 
-        Raises StoreError if it is damaged."""
+        Raises StoreError if it is damaged.
+        """
         name = shard_name(round_number, shard)
         if not self.exists(name):
             return None
@@ -185,7 +186,8 @@ class Store(RunDirectory):
     ) -> RoundSummary:
         """Close a round over these shards and return its summary.
 
-        If the round is closed already, its summary stays and is returned."""
+        If the round is closed already, its summary stays and is returned.
+        """
         summary = RoundSummary(
             round_number=round_number,
             trajectories=sum(entry.rows for entry in entries),
@@ -232,7 +234,8 @@ class Store(RunDirectory):
     def policy_path(self, version: int) -> Path:
         """Return a local directory with a committed policy, each file checked against COMMITTED.
 
-        Raises StoreError."""
+        Raises StoreError.
+        """
         name = _policy_name(version)
         if not self.exists(f"{name}/{COMMITTED}"):
             raise StoreError(

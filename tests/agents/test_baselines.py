@@ -1,5 +1,6 @@
 """The agents beside Mujica: what they ask, search and read, worked out by hand in a world of three
-passages."""
+passages.
+"""
 
 import asyncio
 import dataclasses
@@ -394,7 +395,8 @@ def test_what_shapes_a_turn_may_have(style, texts, well_formed):
 
 def test_what_was_found_is_sent_between_information_tags():
     """The tags are those that the prompt shows, and the model's own tag, which ends a turn of the
-    model."""
+    model.
+    """
     policy = Told([SEARCHING, f"<reflect> Ghent. </reflect>{GHENT}"])
     trajectory = play("single", policy)
     turn = trajectory.conversations[0].turns[2]

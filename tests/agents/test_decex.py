@@ -1,5 +1,6 @@
 """The DecEx agent: an episode by hand, parser and writer, bad turns, pieces, forks, hostile
-passages, demonstrations."""
+passages, demonstrations.
+"""
 
 import asyncio
 import dataclasses
@@ -219,7 +220,8 @@ def test_a_search_that_fails_ends_the_episode():
 
 async def test_pieces_are_the_tokens_of_the_turn():
     """A conversation that is cut after each piece and continued there equals the one written turn
-    by turn."""
+    by turn.
+    """
     at_once = await agent().run(attempt(QUESTION), world(), Told(TURNS))
     begun = "I need to look this up. </think>\n<search>"
     told = Told(

@@ -1,5 +1,6 @@
 """A second model that writes DecEx-RAG's trees: its prompts, and how its replies become pieces of
-the policy."""
+the policy.
+"""
 
 import asyncio
 import dataclasses
@@ -156,7 +157,8 @@ async def test_a_reply_that_cannot_be_used_is_no_branch(reply):
 
 async def test_a_reply_cannot_write_more_than_its_fields():
     """Tags in a reply's reasons or fields, and the thoughts of a reasoning model, do not reach the
-    policy."""
+    policy.
+    """
     begun, *_ = chain(
         [
             "<think> secret </think> Why </think><search>y</search> not. <question> Who <b> "

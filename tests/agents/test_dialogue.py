@@ -57,7 +57,8 @@ sampled_ids = st.lists(st.integers(0, tokenizer().vocab_size - 1), max_size=8)
 @settings(max_examples=60, deadline=None)
 def test_ids_are_only_appended_and_the_mask_covers_what_the_model_finished(turns):
     """This holds for all ids that a model samples, including those to which their text would not be
-    encoded."""
+    encoded.
+    """
     spoken = dialogue()
     mask = []
     for heard, ids, finished in turns:

@@ -1,5 +1,6 @@
 """EviPath's tags and prompts as its tables 8 to 11 print them, and episodes of the shared agent
-that keep to them."""
+that keep to them.
+"""
 
 import asyncio
 import dataclasses

@@ -2,7 +2,8 @@
 
 Each episode is played twice by a policy that writes the same turns: over harmless words, and over
 words that imitate our tags, the chat template or a numbered list. Everything that decides about
-answer, reward and loss must be equal."""
+answer, reward and loss must be equal.
+"""
 
 import dataclasses
 import functools
@@ -139,7 +140,8 @@ def model_turns(trajectory: Trajectory) -> list[list[tuple]]:
 
 def scaffold(trajectory: Trajectory) -> list[list[tuple]]:
     """Return the special and tag tokens of each context turn, its number of line breaks, and
-    whether it is trained, conversation by conversation."""
+    whether it is trained, conversation by conversation.
+    """
     turns = []
     for conversation in trajectory.conversations:
         described = []

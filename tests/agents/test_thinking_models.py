@@ -1,5 +1,6 @@
 """Every agent, played by a model that thinks: over an endpoint, and by an engine that stops while
-it samples, under chat templates with and without an opened thought."""
+it samples, under chat templates with and without an opened thought.
+"""
 
 import asyncio
 from collections.abc import Sequence

@@ -147,7 +147,8 @@ def changed(config: Config, section: str, **fields: Any) -> Config:
 
 def reads() -> Iterator[tuple[str, str]]:
     """Return (last name of the expression, field) of every attribute that the package reads outside
-    of its own package for configurations."""
+    of its own package for configurations.
+    """
     for path in PACKAGE.rglob("*.py"):
         if path.parent.name == "config":
             continue
@@ -492,7 +493,8 @@ def test_a_phase_keeps_as_many_checkpoints_as_configured(smoke, monkeypatch, tmp
 
 def test_help_texts_stand_where_they_are_looked_for():
     """A help text stands behind a field on its own line, or on whole lines above it: the formatter
-    moves a comment that makes a line too long."""
+    moves a comment that makes a line too long.
+    """
     lines = Path(config_module.__file__).read_text().splitlines()
     wrapped = [line for line in lines if re.match(r"    (\w+: .*\($|\).*#)", line)]
     assert wrapped == []

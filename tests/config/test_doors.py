@@ -1,5 +1,6 @@
 """Sections of several kinds: how a command line and a config.json choose one, and which code each
-kind leads to."""
+kind leads to.
+"""
 
 import dataclasses
 import json

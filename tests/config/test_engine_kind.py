@@ -1,5 +1,6 @@
 """`engine.kind` and `engine.factory`: which engine generates, and what is refused before anything
-is loaded."""
+is loaded.
+"""
 
 import dataclasses
 
@@ -71,7 +72,8 @@ def test_a_check_of_a_configuration_refuses_flare_without_log_probabilities():
 
 def test_an_endpoint_has_an_engine_of_its_own():
     """FLARE on an endpoint that gives log-probabilities is not refused because of the configured
-    engine."""
+    engine.
+    """
     words = [
         "hotpotqa_v5e",
         "--remote.base-url",

@@ -1,5 +1,6 @@
 """Scripted demonstrations are right, follow the gold chain, and are read by the parser as they were
-meant."""
+meant.
+"""
 
 import asyncio
 import dataclasses
@@ -224,7 +225,8 @@ def test_a_worker_that_is_cut_off_leaves_the_demonstration_unanswered(world):
 
 def test_names_with_commas_and_quotation_marks_are_read_right():
     """In a triple with a title such as "Weird Al", Live, the searched entity shows where a field
-    ends."""
+    ends.
+    """
     film = Entity(id="Q1", label='"Weird Al", Live')
     person = Entity(id="Q2", label="Vand, Ilse")
     evidence = Evidence(

@@ -1,5 +1,6 @@
 """Demonstrations of the agent that decides itself whether to search: common knowledge from memory,
-all else by keywords."""
+all else by keywords.
+"""
 
 import asyncio
 import dataclasses

@@ -1,5 +1,6 @@
 """The files in configs/: checkpoints and chips of those for published models, and which of them
-compile the same programs."""
+compile the same programs.
+"""
 
 import ast
 import dataclasses
@@ -21,7 +22,8 @@ def docstring(name: str) -> str:
 
 def topology_of(name: str) -> str | None:
     """Return the chips that the first paragraph of a configuration's docstring names, such as
-    `v5e:4x8`, or None."""
+    `v5e:4x8`, or None.
+    """
     match = TOPOLOGY.search(docstring(name).partition("\n\n")[0])
     return match and match[1]
 
@@ -49,7 +51,8 @@ def checkpoint_of(config: Config) -> str | None:
 def programs_of(name: str) -> Hashable:
     """What its training step, its engine and their memory follow from.
 
-    The engine behind JetStream's interface runs the programs of the native one."""
+    The engine behind JetStream's interface runs the programs of the native one.
+    """
     config = CONFIGS[name]
     engine = dataclasses.replace(config.engine, kind="native")
     return (

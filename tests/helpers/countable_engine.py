@@ -145,7 +145,8 @@ class CountableEngine(Engine):
         self, prompt: Sequence[int], params: SamplingParams, policy: int | None = None
     ) -> tuple[list[int], list[float]]:
         """Return the tokens and log-probabilities that answer a request alone, if it has no stop
-        strings."""
+        strings.
+        """
         tokens = []
         logprobs = []
         stops = self.stop_token_ids.union(params.stop_token_ids)

@@ -244,7 +244,8 @@ def started(chosen: dict[str, Any]) -> int | None:
 
 def wait_for_the_job(folder: Path, processes: int) -> None:
     """Wait until the other processes of a job are here too: on a busy machine one may need much
-    longer to import."""
+    longer to import.
+    """
     (folder / str(os.getpid())).touch()
     until = time.monotonic() + SECONDS_TO_WAIT
     while len(list(folder.iterdir())) < processes and time.monotonic() < until:

@@ -7,7 +7,8 @@ from mujica_jax.records import Conversation, StopReason, Trajectory
 
 def episode(*conversations: Conversation, **changes: Any) -> Trajectory:
     """Return a trajectory that ended with the answer "" and without a search, except for the given
-    fields."""
+    fields.
+    """
     fields: dict[str, Any] = {
         "question_id": "q",
         "attempt": 0,

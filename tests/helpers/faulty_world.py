@@ -1,6 +1,7 @@
 """The tiny world with a retriever that fails: at some questions for good, or at all of them.
 
-A question is known by its id, so the same attempts fail in every start of a run."""
+A question is known by its id, so the same attempts fail in every start of a run.
+"""
 
 import dataclasses
 import os

@@ -5,7 +5,8 @@
 kills it before the second call of `mujica_jax.retrieval.text.vectors.write_json`.
 
 As a program it is the build: it says when the moment has come and waits there for its end. Chunks
-are small ones."""
+are small ones.
+"""
 
 import importlib
 import itertools

@@ -19,7 +19,8 @@ from tests.models.test_families import PUBLISHED
 
 def planned(name: str, model: str) -> dict[str, dict[str, int]]:
     """Return the planned bytes without those that only a compiler knows (temporaries) and without
-    the search index."""
+    the search index.
+    """
     config = load_config(name)
     size = from_hugging_face(PUBLISHED[model])
     phases_of_run = phases(config, size, Trainer(size, config.trainer), step=0, calls=0)

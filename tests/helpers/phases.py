@@ -1,5 +1,6 @@
 """Every phase of the smoke run in its order, each with the progress report at which a test acts (0:
-as it begins)."""
+as it begins).
+"""
 
 PHASES = {
     "warm-up: playing the demonstrations": 0,

@@ -1,5 +1,6 @@
 """Traffic that hypothesis draws, for any generator on an engine whose completions are computed by
-hand."""
+hand.
+"""
 
 import asyncio
 from typing import Any

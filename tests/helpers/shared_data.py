@@ -1,5 +1,6 @@
 """Where the samples of public benchmarks lie. Tests that read them skip, with this reason, where
-they are missing."""
+they are missing.
+"""
 
 import os
 from pathlib import Path

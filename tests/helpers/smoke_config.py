@@ -1,5 +1,6 @@
 """A whole run in seconds: every phase of the tiny world, too small to learn anything.
-`test_train.py` starts it as users start a run."""
+`test_train.py` starts it as users start a run.
+"""
 
 from mujica_jax.config.schema import (
     Config,

@@ -1,5 +1,6 @@
 """The smoke run by DecEx-RAG: over passages, with search trees, SFT and DPO in the place of MyGO's
-rounds."""
+rounds.
+"""
 
 import dataclasses
 

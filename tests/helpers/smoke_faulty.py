@@ -1,5 +1,6 @@
 """A whole run in seconds whose retriever fails at half of the questions. Its agent searches in
-every episode, whatever the policy writes."""
+every episode, whatever the policy writes.
+"""
 
 import dataclasses
 import sys

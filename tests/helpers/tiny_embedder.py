@@ -1,5 +1,6 @@
 """A random BERT embedder of a few thousand parameters in the sentence-transformers layout, and a
-corpus over its words."""
+corpus over its words.
+"""
 
 import json
 from pathlib import Path

@@ -89,7 +89,8 @@ def random_tokens(count: int, seed: int = 0) -> list[int]:
 
 def next_token_logits(model: Decoder, tokens: Sequence[int]) -> np.ndarray:
     """Return the logits [time, vocab] of the token after each position, from one pass over the
-    whole sequence."""
+    whole sequence.
+    """
     padded = np.zeros((1, POSITIONS), np.int32)
     padded[0, : len(tokens)] = tokens
     return np.asarray(_forward(*nnx.split(model), padded))[0, : len(tokens)]

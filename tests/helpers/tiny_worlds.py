@@ -10,7 +10,8 @@ def small_world(
     train: int, demonstrations: int, held_out: int, *, facts: int, **changes
 ) -> TinyWorld:
     """Return a world with this many questions to train on, demonstrations, questions of each
-    held-out split, and facts an entity."""
+    held-out split, and facts an entity.
+    """
     config = TinyWorldConfig(
         train_questions=train,
         demonstrations=demonstrations,

@@ -1,5 +1,6 @@
 """The allocator of pages, compared with a memory that records each write and with a search through
-all of it."""
+all of it.
+"""
 
 import collections
 import dataclasses

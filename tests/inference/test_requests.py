@@ -31,7 +31,8 @@ def by_hand(
     texts: list[bytes], stops: list[str], *, is_open: bool = False
 ) -> tuple[int, str] | None:
     """Return how many tokens are read until a stop string is complete outside of thoughts, and that
-    stop string. The text grows by one byte at a time."""
+    stop string. The text grows by one byte at a time.
+    """
     text = b"".join(texts)
     for end in range(1, len(text) + 1):
         if text[:end].lower().endswith(b"<think>"):

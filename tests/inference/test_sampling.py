@@ -1,5 +1,6 @@
 """The drawing of a token, compared with numpy's softmax in float64 and the logits warpers of
-transformers."""
+transformers.
+"""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,6 @@
 """Scheduling on an engine whose completions are computed by hand, and on a real engine where only
-that shows a fault."""
+that shows a fault.
+"""
 
 import asyncio
 import contextlib
@@ -217,7 +218,8 @@ async def test_a_cancelled_request_leaves_the_others_alone(wait_calls):
 @settings(max_examples=40, deadline=None)
 def test_requests_that_begin_alike_and_are_read_in_chunks_do_not_touch_each_others_pages(seed):
     """One may end, and leave its pages to others, while another that begins alike is still being
-    read."""
+    read.
+    """
     draw = np.random.default_rng(seed)
     engine = CountableEngine(
         slots=int(draw.integers(2, 4)),

@@ -1,5 +1,6 @@
 """The answer to a request depends on the request alone: not on the batch, on chunks, on pages, or
-on the faults of others."""
+on the faults of others.
+"""
 
 import asyncio
 import dataclasses
@@ -122,7 +123,8 @@ def test_prompts_computed_in_chunks_give_what_whole_prompts_give(alone):
 
 def test_pages_that_are_shared_evicted_and_filled_again_give_what_fresh_memory_gives(alone):
     """Every request comes three times, in another order each time, with pages for little more than
-    one."""
+    one.
+    """
     generator = make_generator(engine_of(decoder()))
     for round in range(3):
         order = np.random.default_rng(round).permutation(len(MIXED))
@@ -183,7 +185,8 @@ def beside_a_lost_one(
     fragile: Decoder, prompt: list[int], cancelled_at: int | None = None
 ) -> tuple[Any, Completion]:
     """Return the outcome of a request whose prompt is not finite, and the completion of the good
-    request that took its slot."""
+    request that took its slot.
+    """
     generator = make_generator(
         engine_of(fragile, slots=2, prefill_tokens=16, num_pages=2 * PAGES_A_SLOT)
     )
@@ -237,7 +240,8 @@ def test_a_prompt_that_is_not_finite_and_is_cancelled_before_anybody_knows_leave
 
 def test_a_request_that_is_cancelled_before_its_prompt_is_read_takes_nobodys_row(monkeypatch):
     """The second prompt takes the whole call, so the third is cancelled while it has a slot and no
-    row."""
+    row.
+    """
     without_kernels(monkeypatch)
     requests = [
         (random_tokens(5, seed=1), params(40, deadline_seconds=FAR)),
@@ -300,7 +304,8 @@ def busy_engine() -> Engine:
 @settings(max_examples=12, deadline=None)
 def test_random_traffic_on_rows_and_groups_gives_everyone_the_numbers_of_a_full_forward_pass(waves):
     """There are few pages, prompts in chunks, conversations that come back, and requests that are
-    cancelled after some turns of the loop. With kernels all of it takes at most 11 programs."""
+    cancelled after some turns of the loop. With kernels all of it takes at most 11 programs.
+    """
     generator = make_generator(busy_engine())
     generator.reset_cache()
 

@@ -1,5 +1,6 @@
 """Two thousand requests of all kinds on a real engine: all are answered, nothing is left behind,
-and a sample is right."""
+and a sample is right.
+"""
 
 import asyncio
 import gc

@@ -1,5 +1,6 @@
 """Traffic that comes, goes and changes its mind, on an engine whose completions are computed by
-hand and whose memory is short."""
+hand and whose memory is short.
+"""
 
 import asyncio
 import dataclasses
@@ -251,7 +252,8 @@ def test_stop_tokens_of_one_request_end_no_other():
 def test_a_conversation_goes_on_from_a_turn_that_a_stop_string_ended(decode_steps, computed):
     """There are one prompt token, 9 generated ones and 3 new ones, the last of which is left to
     decoding. Of these 12 tokens the first 10 are in memory where the engine decoded beyond the
-    ninth, and the first 9 where its call ended there."""
+    ninth, and the first 9 where its call ended there.
+    """
     engine = CountableEngine(decode_steps=decode_steps)
     generator = make_generator(engine)
     prompt, tokens = long_completion(engine)
@@ -571,7 +573,8 @@ async def test_a_batch_reads_prompts_first_and_a_watched_request_goes_on_between
 
 class TiledEngine(CountableEngine):
     """Reads prompts in tiles. Records for each prefill how many calls decoded before it, and how
-    many tokens it reads."""
+    many tokens it reads.
+    """
 
     tile_tokens = 4
     min_call_tokens = 16

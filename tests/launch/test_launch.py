@@ -1,5 +1,6 @@
 """The scripts of launch/ against a gcloud that answers as it is told and writes every call down:
-`helpers/launch/gcloud.py`."""
+`helpers/launch/gcloud.py`.
+"""
 
 import json
 import os

@@ -1,5 +1,6 @@
 """The order of batches: a function of the seed, resumable, and the same for any number of
-processes."""
+processes.
+"""
 
 import itertools
 import json

@@ -194,7 +194,8 @@ def test_a_process_that_is_lost_ends_the_other_which_has_said_what_to_do(loss, t
 @pytest.mark.slow
 def test_every_mesh_computes_what_one_device_does():
     """The program trains on three meshes, with LoRA, with Muon and with a z-loss in parts of a
-    batch, and runs splash attention, embedder and engine."""
+    batch, and runs splash attention, embedder and engine.
+    """
     command = [sys.executable, "-m", "tests.helpers.differences_on_devices"]
     shown = subprocess.run(
         command, env=ENVIRONMENT, capture_output=True, text=True, timeout=HANG_SECONDS

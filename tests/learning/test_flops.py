@@ -24,7 +24,8 @@ def test_operations_are_counted_by_the_formula():
 
 def test_with_adapters_frozen_weights_have_no_gradient_of_their_own():
     """At rank 2 there are 2 x (inputs + outputs) numbers beside each matrix, of 16 + 16 four times
-    and of 16 + 24 three times."""
+    and of 16 + 24 three times.
+    """
     adapters = 2 * (4 * 32 + 3 * 40)
     expected = 8 * (4 * IN_LAYER + 6 * adapters) + 4 * 4 * 48 * 16
     assert training_flops(MODEL, slots=8, trained_tokens=4, pairs=0, lora_rank=2) == expected

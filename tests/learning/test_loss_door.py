@@ -1,5 +1,6 @@
 """The trainer under every loss but maximum likelihood (`test_trainer.py`), on trajectories of the
-tiny world: its metric moves, parts add up, and a resume is exact."""
+tiny world: its metric moves, parts add up, and a resume is exact.
+"""
 
 import asyncio
 import dataclasses
@@ -136,7 +137,8 @@ def test_a_loss_moves_its_own_metric_and_resumes_exactly(name, decoder, rows, tm
 def test_parts_of_a_batch_add_up_to_the_whole(name, decoder, rows):
     """Conversations, pairs and trained tokens of the parts differ, so a mean over parts would weigh
     them alike. The second step is compared: before it the margins are rounding, and Adam makes
-    much of the rounding of gradients near zero."""
+    much of the rounding of gradients near zero.
+    """
 
     def two_steps(parts: int) -> tuple[TrainState, list[StepMetrics], Any]:
         config = dataclasses.replace(TRAINER, accumulation_steps=parts)

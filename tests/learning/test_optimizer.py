@@ -1,5 +1,6 @@
 """The optimizer, its schedule and its rounding, compared with optax and with numbers worked out by
-hand."""
+hand.
+"""
 
 import dataclasses
 import math

@@ -1,5 +1,6 @@
 """Packing: every conversation whole in its own segment, full rows, columns at their tokens, pairs
-side by side."""
+side by side.
+"""
 
 import dataclasses
 
@@ -87,7 +88,8 @@ def test_rows_of_mixed_lengths_are_nearly_full():
 
 def test_rows_are_95_percent_full_at_realistic_lengths():
     """Lengths are lognormal with median 350 and at most 2,048 tokens, in rows of 2,048, as in
-    `benchmarks/train_tokens.py`."""
+    `benchmarks/train_tokens.py`.
+    """
     lengths = np.random.default_rng(0).lognormal(np.log(350), 0.7, 2000)
     lengths = lengths[(lengths >= 1) & (lengths <= 2048)].astype(int)
     assert 300 < np.median(lengths) < 400

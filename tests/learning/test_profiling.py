@@ -20,7 +20,8 @@ from mujica_jax.learning.profiling import ProfileWindow
 
 class Told:
     """A window whose profiler only records when it begins and ends, and a loop that trains through
-    it in stretches of 25."""
+    it in stretches of 25.
+    """
 
     def __init__(self, config: ProfileConfig, directory: Path) -> None:
         self.messages: list[str] = []

@@ -1,5 +1,6 @@
 """A run killed by SIGKILL and started again sees the samples of an undisturbed run and ends with
-its numbers, also on other devices."""
+its numbers, also on other devices.
+"""
 
 import json
 import os

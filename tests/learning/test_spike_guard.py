@@ -128,7 +128,8 @@ def test_the_compiled_step_differs_by_rounding_alone(trainer, decoder):
 
 def spiking(trainer: Trainer, after_step: int):
     """Return a training step with the trainer's own gradients whose guard takes every update after
-    `after_step` for a spike."""
+    `after_step` for a spike.
+    """
     step = trainer.train_step
 
     def told(state, batch, schedule):

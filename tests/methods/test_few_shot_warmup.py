@@ -57,7 +57,8 @@ def shows_examples(tokenizer: Tokenizer, prompt, role: protocol.Role) -> bool:
 @pytest.fixture
 def checkpoint(tmp_path) -> Path:
     """A chat checkpoint with fresh weights, whose tokenizer knows the words of the world and of the
-    prompts."""
+    prompts.
+    """
     config = load_config(SMOKE)
     texts = list(build_task(config).tokenizer_text())
     for role in ("planner", "worker"):

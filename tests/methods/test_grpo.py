@@ -1,5 +1,6 @@
 """Rounds of GRPO and DAPO, played by hand: questions whose rewards stand in a table, and what is
-learnt of them."""
+learnt of them.
+"""
 
 import contextlib
 import dataclasses

@@ -1,5 +1,6 @@
 """Every field of PEFT's adapter_config.json: applied as PEFT's formula has it, or refused by
-name."""
+name.
+"""
 
 import json
 import math

@@ -1,5 +1,6 @@
 """Adapter folders in PEFT's format: what is read is what was trained, and on another base
-nothing."""
+nothing.
+"""
 
 import dataclasses
 import json

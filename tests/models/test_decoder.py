@@ -1,5 +1,6 @@
 """Facts about the decoder that hold for any weights; that the mathematics is the right one is shown
-in `parity/`."""
+in `parity/`.
+"""
 
 import dataclasses
 

@@ -1,5 +1,6 @@
 """Configurations of published models are read, written back unchanged, and refused where our
-mathematics would differ."""
+mathematics would differ.
+"""
 
 import math
 

@@ -1,5 +1,6 @@
 """Adapters against the same computation with the products written out, and the merged model against
-transformers."""
+transformers.
+"""
 
 import dataclasses
 import functools

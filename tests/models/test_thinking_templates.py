@@ -1,5 +1,6 @@
 """Chat templates that open, strip or empty thoughts, against `apply_chat_template`. Written by hand
-after the lines of the published templates that decide about thoughts."""
+after the lines of the published templates that decide about thoughts.
+"""
 
 import pytest
 from hypothesis import given, settings

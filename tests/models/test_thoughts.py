@@ -1,5 +1,6 @@
 """What a model says is what stands outside of its thoughts: worked out by hand, and for any
-text."""
+text.
+"""
 
 import re
 

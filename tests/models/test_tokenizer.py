@@ -1,5 +1,6 @@
 """Conversations are token-true to the chat templates of three families, and no text can smuggle a
-token in."""
+token in.
+"""
 
 import functools
 

@@ -1,5 +1,6 @@
 """The decoder against transformers: the same weights give the same logits and gradients, in both
-directions."""
+directions.
+"""
 
 import json
 import shutil

@@ -1,5 +1,6 @@
 """Agents side by side: what is written and shown, and by how much one is better on the same
-questions."""
+questions.
+"""
 
 import dataclasses
 import json

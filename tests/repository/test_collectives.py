@@ -1,5 +1,6 @@
 """Collectives are read from a program's text: kinds, bytes, loops, and pieces of one that count
-once."""
+once.
+"""
 
 import jax
 import jax.numpy as jnp

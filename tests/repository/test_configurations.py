@@ -1,5 +1,6 @@
 """Every file in configs/ loads and agrees with itself; its commands are taken; the published models
-fit their chips."""
+fit their chips.
+"""
 
 import dataclasses
 import json

@@ -1,5 +1,6 @@
 """The examples of docs/extending.md, as they stand there: put into a copy of the package, each with
-its name in a union, and trained."""
+its name in a union, and trained.
+"""
 
 import re
 import shutil

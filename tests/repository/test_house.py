@@ -1,5 +1,6 @@
 """Rules of the house: imports go down, heavy packages load late, no large files, every config
-loads, entry points start fast."""
+loads, entry points start fast.
+"""
 
 import ast
 import functools
@@ -131,7 +132,8 @@ def modules_among(names: Iterable[str]) -> set[str]:
     """Return the modules of the package among what is imported.
 
     What is imported is a module, or a name of one: `from package import module` takes no name that
-    the package's __init__ lists."""
+    the package's __init__ lists.
+    """
     return {name if name in MODULES else name.rpartition(".")[0] for name in names} & set(MODULES)
 
 

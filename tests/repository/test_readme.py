@@ -1,7 +1,8 @@
 """The commands that the documents print are commands that work: make's targets exist, arguments are
 taken, links lead somewhere.
 
-`tests/runs` runs the two programs for real."""
+`tests/runs` runs the two programs for real.
+"""
 
 import functools
 import itertools

@@ -1,5 +1,6 @@
 """Rules of style that no linter has: names say what they hold, one statement does one thing, and
-MyGO's loop stands on one page."""
+MyGO's loop stands on one page.
+"""
 
 import ast
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
 """The retriever over an index: queries together, the same one once, results kept, faults typed,
-deadlines held."""
+deadlines held.
+"""
 
 import asyncio
 import threading

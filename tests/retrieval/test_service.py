@@ -1,5 +1,6 @@
 """The retrieval service and its client: over a real socket, under overload, and against a server
-that misbehaves."""
+that misbehaves.
+"""
 
 import asyncio
 import contextlib

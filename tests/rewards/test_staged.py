@@ -1,5 +1,6 @@
 """The rewards of "Learning When to Search" against numbers worked out by hand from its
-equations."""
+equations.
+"""
 
 import dataclasses
 import math

@@ -1,5 +1,6 @@
 """One undisturbed run, the measure of the others. Whichever worker needs it first makes it, and all
-of them read it."""
+of them read it.
+"""
 
 import fcntl
 import os

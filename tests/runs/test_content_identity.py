@@ -1,5 +1,6 @@
 """What was played of some questions counts for these questions alone, whatever their files are
-called."""
+called.
+"""
 
 import dataclasses
 import json

@@ -1,5 +1,6 @@
 """DecEx-RAG killed while it expands trees, learns chains and learns pairs: started again, it ends
-as if nothing had been. Its rewards are those of `disturbed_train.py`."""
+as if nothing had been. Its rewards are those of `disturbed_train.py`.
+"""
 
 import signal
 

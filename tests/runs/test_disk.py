@@ -1,5 +1,6 @@
 """A disk that takes nothing more, or nothing at all: one sentence, exit status 2; with room again
-the run ends as if nothing had been."""
+the run ends as if nothing had been.
+"""
 
 import ctypes
 import os

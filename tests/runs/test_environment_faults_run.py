@@ -1,5 +1,6 @@
 """Whole runs whose retriever fails: what they print, that a killed one ends with the same numbers,
-and the end of one whose retriever is down for good."""
+and the end of one whose retriever is down for good.
+"""
 
 import json
 from pathlib import Path

@@ -1,5 +1,6 @@
 """Whole runs of EviPath: killed in synthesis and in learning, and with planner and worker as two
-models."""
+models.
+"""
 
 import signal
 from pathlib import Path

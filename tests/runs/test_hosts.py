@@ -1,5 +1,6 @@
 """Whole runs by a job of two processes: it ends as one process on the same mesh does, and where one
-host fails the others end, and the same command continues."""
+host fails the others end, and the same command continues.
+"""
 
 import contextlib
 import importlib.util

@@ -1,5 +1,6 @@
 """A judge behind a scripted endpoint: strict words, failures, disagreement, nothing asked twice,
-and its rewards."""
+and its rewards.
+"""
 
 import asyncio
 import dataclasses

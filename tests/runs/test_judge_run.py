@@ -1,5 +1,6 @@
 """A whole run that a judge rewards. The judge changes its mind when it is asked again, so only kept
-verdicts give a killed run the numbers of an undisturbed one."""
+verdicts give a killed run the numbers of an undisturbed one.
+"""
 
 import signal
 import zlib

@@ -1,5 +1,6 @@
 """Killed in any phase, between any two writes, or with damaged files: started again, a run ends as
-if nothing had been."""
+if nothing had been.
+"""
 
 import json
 import signal

@@ -1,6 +1,7 @@
 """A configuration for pods, cut small, by the scripts of launch/: the index is built on one slice,
 the run trains on another one, and both are deleted. The machines are folders here, as in
-test_launch_rehearsal.py."""
+test_launch_rehearsal.py.
+"""
 
 import dataclasses
 import json
@@ -31,7 +32,8 @@ WORDS_OF_THE_RUN = """configs/two_wiki_text_v5e.py --init models/nano --task.dat
 
 def write_data(folder: Path) -> None:
     """Write a few questions as the official files have them, and the passages that all of them
-    search."""
+    search.
+    """
     folder.mkdir()
     passages = [
         {"title": f"film {number}", "text": f"A film of {WORDS[number]}."}
@@ -55,7 +57,8 @@ def write_data(folder: Path) -> None:
 
 def write_checkpoint(folder: Path) -> None:
     """Write a decoder of a few thousand parameters that reads conversations as long as the
-    configuration's."""
+    configuration's.
+    """
     tokenizer = Tokenizer.train(
         [" ".join(WORDS), "Who directed film 1? <think> <search> <answer>"] * 50, 600
     )

@@ -1,5 +1,6 @@
 """From nothing to a trained policy and back, by the scripts as a user calls them: the machines are
-folders here, ssh runs a shell, and the slice is lost in the middle."""
+folders here, ssh runs a shell, and the slice is lost in the middle.
+"""
 
 import contextlib
 import json

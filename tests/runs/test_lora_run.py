@@ -1,5 +1,6 @@
 """The parts of a run with adapters and eight-bit weights: what is learnt from a checkpoint is what
-is sampled from and what is written."""
+is sampled from and what is written.
+"""
 
 import dataclasses
 import functools

@@ -1,5 +1,6 @@
 """Engine and trainer are compared token by token: against hand numbers, and with numbers that are
-right or wrong on purpose."""
+right or wrong on purpose.
+"""
 
 import dataclasses
 import math

@@ -1,5 +1,6 @@
 """Whole runs of DAPO with staged rewards and of GRPO with a reference: what they print and leave,
-and that a killed one ends with the same numbers."""
+and that a killed one ends with the same numbers.
+"""
 
 import json
 import signal

@@ -1,5 +1,6 @@
 """SIGTERM in any phase: the run saves, says how to go on, exits 0 in time, and ends as if it had
-not been preempted."""
+not been preempted.
+"""
 
 import json
 import shlex

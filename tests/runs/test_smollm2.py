@@ -1,5 +1,6 @@
 """A pretrained language model: README's commands as they stand there over real passages, and both
-kinds of engine."""
+kinds of engine.
+"""
 
 import dataclasses
 import importlib.util

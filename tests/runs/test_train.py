@@ -2,7 +2,8 @@
 themselves, and what Ctrl-C leaves.
 
 One file: the run that its default tests look at is waited for by one worker, while the other one
-does other tests."""
+does other tests.
+"""
 
 import json
 import re

@@ -1,5 +1,6 @@
 """Whole runs in a bucket that fails now and then: what they leave is what a run on local disk
-leaves."""
+leaves.
+"""
 
 import json
 import signal

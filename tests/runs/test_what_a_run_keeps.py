@@ -1,5 +1,6 @@
 """What a run leaves on disk while it goes on: checkpoints of the phase it is in, the newest
-policies, in the compute type; and how often it saves."""
+policies, in the compute type; and how often it saves.
+"""
 
 import dataclasses
 import itertools

@@ -1,6 +1,7 @@
 """What is kept of compiled programs: a second start finds it, and half a file, as a kill leaves it,
 is compiled again. Compilations are counted as JAX reports them; spans that lie in one another count
-once."""
+once.
+"""
 
 import os
 import subprocess

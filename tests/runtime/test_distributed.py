@@ -1,5 +1,6 @@
 """Start, notices, and what one process makes of a job. Jobs of several also in `test_devices.py`
-and `runs/test_hosts.py`."""
+and `runs/test_hosts.py`.
+"""
 
 import json
 import os

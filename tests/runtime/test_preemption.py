@@ -1,5 +1,6 @@
 """Asked to end: heard from anywhere, told to whoever polls, and carried out by force where nobody
-does."""
+does.
+"""
 
 import os
 import select

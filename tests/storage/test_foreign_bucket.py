@@ -2,7 +2,8 @@
 preconditions, so nothing here races.
 
 Nor does it say the generation of what is downloaded, as Cloud Storage does and TensorStore asks for
-before it changes an object."""
+before it changes an object.
+"""
 
 import contextlib
 import functools

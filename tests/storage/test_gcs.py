@@ -1,5 +1,6 @@
 """A bucket that answers 503, hangs, cuts what is sent and loses answers: what is in it at the end
-is what an undisturbed one holds."""
+is what an undisturbed one holds.
+"""
 
 import dataclasses
 import functools

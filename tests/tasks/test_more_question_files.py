@@ -1,5 +1,6 @@
 """Question files that look right and are not: aliases that are no list, stray quotation marks,
-QALD's ids."""
+QALD's ids.
+"""
 
 import json
 from pathlib import Path

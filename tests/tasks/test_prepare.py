@@ -1,5 +1,6 @@
 """Question sets are prepared for TensorFlow Datasets by one command, and load as from their
-official files."""
+official files.
+"""
 
 import dataclasses
 import fcntl
@@ -210,7 +211,8 @@ def write_lines(file: Path, values: list[dict[str, Any]]) -> None:
 
 def run(words: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python in a folder, with the data sets of TensorFlow Datasets and the cache of questions
-    below it."""
+    below it.
+    """
     variables = os.environ | {
         "TFDS_DATA_DIR": str(folder / "sets"),
         "XDG_CACHE_HOME": str(folder / "cache"),
@@ -617,7 +619,8 @@ def test_a_plain_folder_is_read_without_tensorflow(prepared, tmp_path):
 @pytest.mark.slow
 def test_a_full_disk_is_one_sentence_and_leaves_nothing(tmp_path):
     """The limit of a file's size stands in for a full disk: TensorFlow reports both in its own
-    way."""
+    way.
+    """
     official = tmp_path / "official"
     official.mkdir()
     paragraphs = [{"title": "Lisma", "paragraph_text": "A mill. " * 40_000, "is_supporting": True}]

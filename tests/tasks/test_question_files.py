@@ -1,5 +1,6 @@
 """Files of questions as people have them: read in the one way that they can mean, or refused with
-file and line."""
+file and line.
+"""
 
 import csv
 import dataclasses

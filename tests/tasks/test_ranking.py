@@ -1,5 +1,6 @@
 """Which triples of a crowded entity are shown: those with the rarest words of the query, or those
-nearest to it."""
+nearest to it.
+"""
 
 import asyncio
 

@@ -156,7 +156,8 @@ def first_sentence(text: str) -> str:
     """Return the first line outside of thoughts that says something.
 
     An answer over several lines is one line. A turn is not cut at its first line, because it may
-    begin with a thought."""
+    begin with a thought.
+    """
     turn = protocol.on_one_line("answer", outside_thoughts(text))
     for line in turn.splitlines():
         if without_tags(line).strip():

@@ -81,7 +81,8 @@ def _likely_words(
     """Return the query of FLARE: the sentence without the tokens below `min_probability`.
 
     The query is empty if all tokens of the sentence are likely, and the question if none is.
-    Raises UserError where the turn has no log-probabilities."""
+    Raises UserError where the turn has no log-probabilities.
+    """
     assert written.completion is not None, "a turn that is not cut was written"
     ids = written.completion.token_ids
     logprobs = written.completion.logprobs

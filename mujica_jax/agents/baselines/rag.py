@@ -24,6 +24,7 @@ class Rag(Baseline):
 async def answer_from_one_search(episode: BaselineEpisode) -> Outcome:
     """Search for the question of an episode, and answer from the passages.
 
-    Raises RetrievalError."""
+    Raises RetrievalError.
+    """
     passages = await episode.search_passages(episode.question, 0)
     return outcome_of(await episode.ask(_PROMPT, episode.message(passages)))

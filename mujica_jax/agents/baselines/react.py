@@ -66,7 +66,8 @@ class React(Baseline):
 def _first_action(text: str) -> re.Match[str] | None:
     """Return the first action that begins a line outside of thoughts.
 
-    Where none does, return the last action: a line may think before it acts."""
+    Where none does, return the last action: a line may think before it acts.
+    """
     turn = outside_thoughts(text)
     actions = list(_ACTION.finditer(turn))
     for action in actions:

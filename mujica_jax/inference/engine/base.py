@@ -233,7 +233,8 @@ def advance(
 ) -> tuple[SlotState, Decoded]:
     """Draw the next token of every running slot.
 
-    The arrays of the result are [slots], those of one step."""
+    The arrays of the result are [slots], those of one step.
+    """
     running = state.remaining > 0
     uniform = sampling.uniforms(state.seed, state.position)
     drawn = sampling.sample(logits, state.temperature, uniform, filters)
@@ -261,7 +262,8 @@ def filtered(state: SlotState) -> bool:
 def narrowed(values: Float[Array, "*shape"], dtype: DTypeLike) -> Num[Array, "*shape"]:
     """Return keys or values in the type of the KV cache, clipped to its range.
 
-    float8 has no infinity, so a number beyond its range would become NaN. int8 would wrap round."""
+    float8 has no infinity, so a number beyond its range would become NaN. int8 would wrap round.
+    """
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.clip(jnp.round(values), -LEVELS, LEVELS).astype(dtype)
     if jnp.dtype(dtype).itemsize == 1:
@@ -285,7 +287,8 @@ def bucket(needed: int, smallest: int, largest: int) -> int:
 def lots(moves: Sequence[tuple[int, ...]]) -> Iterator[list[np.ndarray]]:
     """Yield the columns of moves of pages, in lots of LOT_SIZE: one shape, so one program.
 
-    The last lot is filled up with its last move, which changes nothing when it is repeated."""
+    The last lot is filled up with its last move, which changes nothing when it is repeated.
+    """
     for first in range(0, len(moves), LOT_SIZE):
         lot = list(moves[first : first + LOT_SIZE])
         padding = [lot[-1]] * (LOT_SIZE - len(lot))

@@ -67,7 +67,8 @@ def scaled(attend: Callable[..., Any], scales: KVScales | None) -> Callable[...,
 
     Keys and values are divided by their scales, and the mixed values multiplied again. `attend`
     returns the mixed values, or a tuple that begins with them. Without scales it is returned as it
-    is."""
+    is.
+    """
     if scales is None:
         return attend
 

@@ -65,7 +65,8 @@ ROUNDING = 1e-3  # a logarithm of a probability may come out above 0 by this
 class NoChoiceError(UnusableReplyError):
     """The endpoint's answer holds no reply.
 
-    An endpoint that always answers so does not implement this interface."""
+    An endpoint that always answers so does not implement this interface.
+    """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -271,7 +272,8 @@ class ChatFormat:
     ) -> Reply:
         """Read an answer.
 
-        If it closes a thought that it does not open, the server's template opened that thought."""
+        If it closes a thought that it does not open, the server's template opened that thought.
+        """
         assert before is None, "no reply of a chat endpoint is unfinished"
         choice = _choice(answer)
         finish: FinishReason = _finish_reason(choice)

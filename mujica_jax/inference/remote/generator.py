@@ -244,7 +244,8 @@ class RemoteGenerator:
     ) -> dict[str, Any]:
         """Wait until a request may be sent, then try until there is an answer.
 
-        The deadline counts from `submit_time`. Raises HttpError."""
+        The deadline counts from `submit_time`. Raises HttpError.
+        """
 
         def count_retry(_: Exception) -> None:
             self._counts["retries"] += 1

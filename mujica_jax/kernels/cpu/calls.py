@@ -88,7 +88,8 @@ def products(
 ) -> Sequence[Float[Array, "rows _"]]:
     """Return rows @ matrix.T in float32 for each matrix, of shapes that `can_multiply` admits.
 
-    Other shapes are not computed whole."""
+    Other shapes are not computed whole.
+    """
     shapes = [_float32((rows.shape[0], matrix.shape[0])) for matrix in matrices]
     return jax.ffi.ffi_call(_registered("products"), shapes)(rows, *matrices)
 
@@ -121,7 +122,8 @@ def matrix_first_products(
     Of two matrices XLA on a CPU first packs the second one, in every call. With few rows that takes
     longer than the product, so here the matrix is the first one (docs/LOG.md). One barrier keeps
     XLA from turning the product round again. The other one lets later operations read the result
-    row by row."""
+    row by row.
+    """
     last_axes = (((1,), (1,)), ((), ()))
     results = []
     for matrix in matrices:
@@ -158,7 +160,8 @@ def _packed_attention_forward(
     """Return the mixed values and the residuals.
 
     To the kernel all rows are one, in which a segment ends where its row does. The results have a
-    name, by which `Decoder` keeps them for the backward pass."""
+    name, by which `Decoder` keeps them for the backward pass.
+    """
     is_start = segment_ids != jnp.roll(segment_ids, 1, axis=1)
     is_start = is_start.at[:, 0].set(True).reshape(1, -1)
     tokens = is_start.size
@@ -179,7 +182,8 @@ def _packed_attention_backward(
     """Return the gradients of query, key and value.
 
     The kernel gives keys and values one gradient for each head of queries. The heads that share a
-    head of keys are summed here."""
+    head of keys are summed here.
+    """
     shape = _float32(residuals.query.shape)
     kernel = jax.ffi.ffi_call(_registered("packed_attention_gradient"), (shape, shape, shape))
     by_query, by_key, by_value = kernel(*residuals, _as_one_row(gradient))
@@ -215,7 +219,8 @@ def _float32(shape: Sequence[int]) -> jax.ShapeDtypeStruct:
 def _registered(kernel: str) -> str:
     """Return the name by which XLA knows a kernel of `compiled.py`, and register it if it is new.
 
-    At the first use on a machine numba compiles for ten seconds and keeps the result on disk."""
+    At the first use on a machine numba compiles for ten seconds and keeps the result on disk.
+    """
     # numba takes a second to import
     compiled = importlib.import_module("mujica_jax.kernels.cpu.compiled")
     name = f"mujica_jax_{kernel}"

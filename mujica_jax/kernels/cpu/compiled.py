@@ -152,7 +152,8 @@ def compiled(**options) -> Callable[[Callable], Callable]:
 def instruction(result, *arguments) -> Callable[[Callable], Any]:
     """Return a decorator for `emit(builder, *values)`, which emits LLVM.
 
-    numba's code calls the decorated function like one with these types of result and arguments."""
+    numba's code calls the decorated function like one with these types of result and arguments.
+    """
 
     def decorate(emit: Callable) -> Any:
         @functools.wraps(emit)  # numba looks at the parameters
@@ -216,7 +217,8 @@ def _call_part(builder, function, frame_address, array_address, extra, part):
 def _take_parts():
     """Compute parts of the work on the board until none is left.
 
-    A thread that comes too late gets a number below 0."""
+    A thread that comes too late gets a number below 0.
+    """
     while _read_board(PARTS_LEFT) > 0:
         part = _add_to_board(PARTS_LEFT, -1) - 1
         if part >= 0:
@@ -235,7 +237,8 @@ def _run_parts(function_number, parts, frame_address, array, extra):
     """Compute all parts of a kernel.
 
     The threads that wait help, unless another caller has them. Each part gets the call frame, the
-    address of `array` and `extra`."""
+    address of `array` and `extra`.
+    """
     function = _read_board(PART_FUNCTIONS + function_number)
     if _add_to_board(CALLERS, 1) == 0:
         _write_board(PART_FUNCTION, function)
@@ -256,7 +259,8 @@ def _run_parts(function_number, parts, frame_address, array, extra):
 def _work_until_end():
     """Take parts until the program ends: the life of a thread.
 
-    It gives its core to whoever wants it, at each look for work."""
+    It gives its core to whoever wants it, at each look for work.
+    """
     idle_looks = 0
     while not _read_board(HAS_ENDED):
         if _read_board(PARTS_LEFT) > 0:
@@ -357,7 +361,8 @@ def _make_dots(rows: int) -> Any:
 
     m runs over DOT_OUTPUTS outputs and r over `rows` rows. The vectors have `count` floats and lie
     `stride` bytes apart. The other arguments are addresses. It is written in vectors, as the next
-    one is: LLVM finds neither the form nor the prefetching itself."""
+    one is: LLVM finds neither the form nor the prefetching itself.
+    """
 
     @instruction(types.void, *[types.int64] * 5)
     def compute_dots(builder, matrix, activations, sums, count, stride):
@@ -398,7 +403,8 @@ def _make_tile(rows: int, vectors: int) -> Any:
 
     r runs over `rows` rows and c over `vectors` vectors. All arguments are addresses and distances
     in bytes: on the left `row_bytes` from r to r and `step_bytes` from s to s. The rows of the left
-    side after the next ones are prefetched. `steps` is a multiple of TILE_STEPS."""
+    side after the next ones are prefetched. `steps` is a multiple of TILE_STEPS.
+    """
 
     @instruction(types.void, *[types.int64] * 8)
     def add_tile(builder, left, row_bytes, step_bytes, right, right_bytes, steps, sums, sum_bytes):
@@ -756,7 +762,8 @@ def _attend_requests(
     """Compute one head of keys of the requests from `first` to before `stop`.
 
     They all see the same part of the same prefix. Scores are [queries, prefix and row]. A tile may
-    reach beyond a request's scores, into what is written later."""
+    reach beyond a request's scores, into what is written later.
+    """
     time, heads, head_dim = query.shape[1:]
     width = keys.shape[3]
     sharing = heads // keys.shape[1]
@@ -978,7 +985,8 @@ def _add_segment_gradient(
     """Compute the gradients of one head of the tokens from `start` to before `stop`.
 
     With upstream gradient g of a query's mixed values m, weight w and score s of a key k with value
-    v: d v = w g, d s = w (g . v - g . m), d q = scale * sum of d s k, d k = d s (scale q)."""
+    v: d v = w g, d s = w (g . v - g . m), d q = scale * sum of d s k, d k = d s (scale q).
+    """
     head_dim = query.shape[2]
     kv_head = head * key.shape[1] // query.shape[1]
     scale = np.float32(1) / np.sqrt(np.float32(head_dim))
@@ -1134,7 +1142,8 @@ def address(kernel: Callable) -> int:
     """Return the address of what XLA calls.
 
     A kernel is compiled when it is asked for: a run that only samples need not wait for what
-    trains."""
+    trains.
+    """
     _start_threads()
     for number, part in PARTS_OF_KERNEL[kernel].items():
         BOARD[PART_FUNCTIONS + number] = _compiled_for_c(types.void(*[types.int64] * 4), part)

@@ -62,7 +62,8 @@ class Loss:
     ) -> LossAndMetrics:
         """Return loss and metrics of a decoder on `batch`.
 
-        `counts` are those of the whole batch, of which `batch` may be a part (None: of `batch`)."""
+        `counts` are those of the whole batch, of which `batch` may be a part (None: of `batch`).
+        """
         log_probs = token_log_probs(
             decoder, batch, jnp.asarray(batch.loss_mask), attention=attention, remat=remat
         )

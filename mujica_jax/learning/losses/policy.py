@@ -99,7 +99,8 @@ class _Clipped(Loss):
     ) -> tuple[Float[Array, "rows time"], Metrics]:
         """Return the objective of each trained token, 0 elsewhere, and the metrics.
 
-        A ratio on a bound counts as inside: its gradient is the ratio's own."""
+        A ratio on a bound counts as inside: its gradient is the ratio's own.
+        """
         trained = jnp.asarray(batch.loss_mask)
         advantages = jnp.asarray(batch.columns["advantages"])
 

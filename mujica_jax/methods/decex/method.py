@@ -67,7 +67,8 @@ REFERENCE = "phases/dpo-reference.npy"
 def decex(run: Run) -> list[PhaseResult]:
     """Run the warm-up, SFT and DPO, and the control if it is asked for.
 
-    Finished phases are read from the run directory."""
+    Finished phases are read from the run directory.
+    """
     config = method_of(run, DecexTreeConfig)
     start, first_result, demonstrations = begin(run)
 
@@ -191,7 +192,8 @@ def _grow_shard(
     """Grow the trees of a shard, which share the engine, and return their records.
 
     Their nodes are written before the shard is. Raises UserError where all of them are lost to the
-    retriever: nothing of the shard is stored then."""
+    retriever: nothing of the shard is stored then.
+    """
     config = method_of(run, DecexTreeConfig)
     agent = run.agent
     assert isinstance(agent, Decex), "checked with the configuration"
@@ -270,7 +272,8 @@ def _report_trees(run: Run, records: Sequence[Trajectory], *, num_chains: int) -
 def _pairs_to_learn(run: Run, records: Sequence[Trajectory]) -> list[Conversation]:
     """Return the conversations of the pairs that are learnt: chosen, rejected, chosen, ...
 
-    These are the pairs of the configured kinds whose two sides train anything and fit a row."""
+    These are the pairs of the configured kinds whose two sides train anything and fit a row.
+    """
     config = method_of(run, DecexTreeConfig)
     sequence_length = run.config.trainer.sequence_length
     is_learnt = {"decision": config.decision_pairs, "execution": config.execution_pairs}

@@ -42,7 +42,8 @@ PREFERENCES = (*DECISIONS, *EXECUTIONS.values())
 class Pair:
     """Two conversations that differ in their last turn, which alone is trained.
 
-    The first one is preferred."""
+    The first one is preferred.
+    """
 
     kind: PairKind
     prefers: str  # one of PREFERENCES
@@ -102,7 +103,8 @@ def decision_pairs(decisions: Sequence[tuple[Group, Group]]) -> list[Pair]:
 def scored(siblings: Group) -> list[Node]:
     """Return the siblings that have a reward.
 
-    For the others no episode was played, or every search failed."""
+    For the others no episode was played, or every search failed.
+    """
     return [node for node in siblings if node.rewards]
 
 

@@ -42,7 +42,8 @@ def best_chain(tree: Tree, retrievals: Literal["most", "least"]) -> tuple[Trajec
 
     Of the leaves with the best reward it is the one with most or least searches (figure 2 of the
     paper): the path from root to leaf. Only where no leaf has the best reward, it is an episode
-    that was played from a node and has it. A tree that finished nothing gives its question."""
+    that was played from a node and has it. A tree that finished nothing gives its question.
+    """
     if not tree.finished:
         return tree.unfinished, False
     best = max(trajectory.reward for trajectory in tree.finished)
@@ -57,7 +58,8 @@ def records_of(
 ) -> list[Trajectory]:
     """Return the records of a tree: its best chain, then its pairs.
 
-    `seconds` are those of its expansion."""
+    `seconds` are those of its expansion.
+    """
     chain, is_leaf = best_chain(tree, retrievals)
     tree_counts = {**tree.counts, "finished": float(len(tree.finished)), LEAF: float(is_leaf)}
     records = [
@@ -111,7 +113,8 @@ def pairs_by_preference(records: Sequence[Trajectory]) -> dict[str, int]:
 def figures(records: Sequence[Trajectory]) -> dict[str, float | int]:
     """Return the numbers of the trees of a run (docs/metrics.md).
 
-    They are means a question where nothing else is said."""
+    They are means a question where nothing else is said.
+    """
     trees = [record for record in records if not is_pair(record)]
     # A tree that finished nothing because searches failed says nothing about the policy.
     whole_trees = [tree for tree in trees if not tree.is_environment_fault]

@@ -227,7 +227,8 @@ class Growth:
     ) -> None:
         """Store the two branches of the termination decision for pairs.
 
-        A branch that no sample took is forced."""
+        A branch that no sample took is forced.
+        """
         if self._scores_both and not answers and node.chain.steps:
             answers = await self._force(node, sampled, "stop")
         if self._scores_both and not sub_questions and node.chain.can_ask:
@@ -237,7 +238,8 @@ class Growth:
     async def _force(self, node: Node, sampled: Group, decision: Decided) -> list[Node]:
         """Return nodes that take the other termination decision after the sampled thoughts.
 
-        They are scored for pairs."""
+        They are scored for pairs.
+        """
 
         async def force(number: int, sample: Node) -> Node:
             return await self._execute(
@@ -301,7 +303,8 @@ class Growth:
     def _best(self, siblings: Group) -> list[Node]:
         """Return the best execution that has a score, the first of equal ones.
 
-        In a full tree return all of them."""
+        In a full tree return all of them.
+        """
         if self._config.expansion == "full":
             return list(siblings)
         candidates = scored(siblings)
@@ -330,7 +333,8 @@ class Growth:
         """Return a fork of a node after `play`.
 
         A fork that a failed search ended is played again, by the same seeds. With `writes` the
-        second model writes it, if there is one."""
+        second model writes it, if there is one.
+        """
         fork = await self._played_once(node, place, play, writes=writes)
         repeats = 0
         while _is_lost(fork) and repeats < self._repeats:

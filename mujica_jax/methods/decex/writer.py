@@ -193,7 +193,8 @@ def _field(tag: str, reply: str) -> str | None:
 def _reasons(reply: str) -> str:
     """Return the reasons on one line.
 
-    They stand between their tags, or else before the first field."""
+    They stand between their tags, or else before the first field.
+    """
     reasons = protocol.field("reasoning", reply)
     if reasons is None:
         reasons = _FIRST_FIELD.split(outside_thoughts(reply), maxsplit=1)[0]

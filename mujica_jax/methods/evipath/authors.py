@@ -51,7 +51,8 @@ class Author:
     def begin_shard(self) -> None:
         """Empty the teacher's cache.
 
-        So a shard is a function of its attempts and the teacher alone."""
+        So a shard is a function of its attempts and the teacher alone.
+        """
         if self.generator is not None:
             self.generator.reset_cache()
 
@@ -59,7 +60,8 @@ class Author:
 def find_author(run: Run) -> Callable[[], Author]:
     """Find the teacher, and return what opens it.
 
-    Raises UserError for what is wrong with a teacher, before anything is learnt."""
+    Raises UserError for what is wrong with a teacher, before anything is learnt.
+    """
     config = method_of(run, EviPathConfig)
     if config.teacher == "scripted":
         return functools.partial(_script, run)
@@ -112,7 +114,8 @@ def _find_checkpoint(run: Run, name: str) -> Callable[[], Author]:
 def lessons(run: Run) -> list[Conversation]:
     """Return conversations with EviPath's teacher that a model from scratch learns in its warm-up.
 
-    The script plays the demonstrations once more, this time as the teacher in abductive mode."""
+    The script plays the demonstrations once more, this time as the teacher in abductive mode.
+    """
     if not is_taught(run.config):
         return []
     rows: list[Conversation] = []
@@ -177,7 +180,8 @@ def _model_teacher(
 ) -> Teacher:
     """Return a teacher on this machine.
 
-    A teacher that reads brief prompts was never shown a request for a plan."""
+    A teacher that reads brief prompts was never shown a request for a plan.
+    """
     return Teacher(
         policy=policy,
         tokenizer=tokenizer,
@@ -189,7 +193,8 @@ def _model_teacher(
 def _check_room(run: Run, tokenizer: Tokenizer, prompt: PromptMode, limit: int, field: str) -> None:
     """Refuse a teacher whose prompt leaves no room for what it reads and writes.
 
-    This is checked before anything is learnt."""
+    This is checked before anything is learnt.
+    """
     agent = _agent(run)
     kind = run.task.environment_kind
     for role in (PLANNER, WORKER):
@@ -242,7 +247,8 @@ def _no_paragraphs(question: Question) -> Sequence[GoldPassage]:
 def _prompt(run: Run, trained: PromptMode | None) -> PromptMode:
     """Return the mode of prompts that the teacher reads.
 
-    `trained` is the mode that it was trained on, if any."""
+    `trained` is the mode that it was trained on, if any.
+    """
     config = method_of(run, EviPathConfig)
     if config.teacher_prompt != "auto":
         return config.teacher_prompt
@@ -275,7 +281,8 @@ def _trained_agent(policy: SavedPolicy) -> dict:
 def _check_trained_agent(run: Run, policy: SavedPolicy) -> None:
     """Refuse a teacher that was trained as another agent.
 
-    Prints in what else the agent of its run differs."""
+    Prints in what else the agent of its run differs.
+    """
     if policy.run is None:
         return
     trained_kind = _trained_agent(policy)["kind"]

@@ -76,7 +76,8 @@ def chosen(
     """Return the pieces whose similarity to the answer is above `threshold`.
 
     Where none is, return the first of the most similar ones. A piece is as similar as its most
-    similar sentence."""
+    similar sentence.
+    """
     # Compare the sentences of all pieces in one call.
     sentences = [sentence for piece in gold for sentence in piece.sentences]
     sentence_cosines = iter(similarity(answer, sentences))
@@ -93,7 +94,8 @@ def place_in(materials: Sequence[Material], piece: Piece) -> int | None:
 
     A triple is found by its relation, its object, and its subject's name or id. A passage is found
     by title and text, or by its title where no material has its text: an index may cut passages
-    otherwise."""
+    otherwise.
+    """
     places = [place for place, material in enumerate(materials) if _shows(material, piece.source)]
     for place in places:
         if one_line(materials[place].text) == piece.text:
@@ -112,7 +114,8 @@ def is_askable(query: str, known: Sequence[str]) -> bool:
     """Check that a query has enough words, no placeholder and no pronoun of its own.
 
     `known` are the texts that the planner has read. A pronoun that stands in them may be part of a
-    name."""
+    name.
+    """
     if len(query.split()) < MIN_QUERY_WORDS or PLACEHOLDER.search(query):
         return False
     known_pronouns: set[str] = set()
@@ -125,7 +128,8 @@ def secrets(question: Question, *, with_evidence: bool) -> set[str]:
     """Return the names that an observation must tell first, normalised.
 
     They are the answers, and with `with_evidence` also the entities between two hops and the titles
-    of gold passages."""
+    of gold passages.
+    """
     names = set(question.answers)
     if with_evidence:
         subjects = {evidence.subject for evidence in question.evidences}
@@ -138,7 +142,8 @@ def secrets(question: Question, *, with_evidence: bool) -> set[str]:
 def leaks(text: str, known: Sequence[str], hidden: Collection[str]) -> bool:
     """Check whether the text names a secret that stands in none of the known texts.
 
-    Names are compared by whole words."""
+    Names are compared by whole words.
+    """
     padded_text = f" {_plain(text)} "
     padded_known_texts = f" {_plain(' . '.join(known))} "
     return any(
@@ -170,5 +175,6 @@ def _shows(material: Material, source: Evidence | GoldPassage) -> bool:
 def _plain(text: str) -> str:
     """Return the text normalised, with "Bowen's" as Bowen.
 
-    A question names its entities in the possessive."""
+    A question names its entities in the possessive.
+    """
     return normalise_squad(POSSESSIVE.sub(" ", text))

@@ -130,7 +130,8 @@ def evipath(run: Run) -> list[PhaseResult]:
 def _questions(run: Run) -> list[Question]:
     """Return the first training questions.
 
-    A script follows triples, so it plays questions that have some."""
+    A script follows triples, so it plays questions that have some.
+    """
     is_scripted = method_of(run, EviPathConfig).teacher == "scripted"
     questions = [
         question
@@ -148,7 +149,8 @@ def _questions(run: Run) -> list[Question]:
 def _print_lacking_paragraphs(run: Run, questions: Sequence[Question]) -> None:
     """Print how many questions bring no paragraphs of their own.
 
-    Their pools hold what a search finds instead."""
+    Their pools hold what a search finds instead.
+    """
     config = method_of(run, EviPathConfig)
     task = run.task
     uses_own_paragraphs = config.mode == "abductive" and config.distractors == "own"
@@ -211,7 +213,8 @@ def _synthesize(
 ) -> list[Trajectory]:
     """Return one trajectory a question, made in shards, until enough of them are right.
 
-    Raises UserError as soon as all that a teacher wrote is malformed."""
+    Raises UserError as soon as all that a teacher wrote is malformed.
+    """
     config = method_of(run, EviPathConfig)
     number = EVIPATH.step
     name = f"{EVIPATH.name}: synthesis"
@@ -286,7 +289,8 @@ def _check_usable(synthesized: "_Synthesized", config: EviPathConfig) -> None:
 class _Synthesized:
     """What a synthesis has made so far.
 
-    It has enough with `num_wanted` right trajectories. If that is 0, it asks all questions."""
+    It has enough with `num_wanted` right trajectories. If that is 0, it asks all questions.
+    """
 
     def __init__(self, rule: Rule, stage: Stage, *, num_wanted: int) -> None:
         self._rule: Rule = rule
@@ -341,7 +345,8 @@ def _reasons(
 ) -> dict[str, int]:
     """Count why trajectories are not kept, the commonest reason first.
 
-    A reason is a teacher's failing turn, another end of the episode, or a wrong answer."""
+    A reason is a teacher's failing turn, another end of the episode, or a wrong answer.
+    """
     kept_ids = {id(trajectory) for trajectory in kept_trajectories}
     counts: collections.Counter[str] = collections.Counter()
     for trajectory in trajectories:

@@ -106,7 +106,8 @@ class Synthesizer:
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
         """Play one episode. A failed trajectory keeps what was written so far.
 
-        `docs/metrics.md` says what is counted."""
+        `docs/metrics.md` says what is counted.
+        """
         trajectory, _ = await self._play(attempt, environment, policy)
         return trajectory
 
@@ -157,7 +158,8 @@ class _Writer:
     """Implements `Policy` for one episode.
 
     A turn that fails is written as one that ends the episode. The other workers of its round are
-    heard to their end, so that the counts do not depend on which one came first."""
+    heard to their end, so that the counts do not depend on which one came first.
+    """
 
     def __init__(
         self,
@@ -332,7 +334,8 @@ class _Writer:
     def _evidence_lines(self) -> list[str]:
         """Return the evidence that a planner's teacher reads.
 
-        It is the triples if the question has some, and else the gold passages."""
+        It is the triples if the question has some, and else the gold passages.
+        """
         if self._mode != "abductive":
             return []
         triples = [
@@ -369,7 +372,8 @@ class _Writer:
     ) -> tuple[str, list[int]]:
         """Ask for the intermediate answer from gold evidence alone.
 
-        Return it with the places of its evidence in the pool."""
+        Return it with the places of its evidence in the pool.
+        """
         tag = self._contract.sentence_tag
         rules = Opening(system=synthesis_prompts.answer_rules(self._synthesis.prompt, tag))
         gold_texts = [piece.text for piece in self._gold]
@@ -384,7 +388,8 @@ class _Writer:
     def _parse_answer(self, reply: str, state: WorkerState) -> tuple[str, list[int]]:
         """Return the intermediate answer and the places of its evidence in the pool.
 
-        Raises RefusedReplyError."""
+        Raises RefusedReplyError.
+        """
         answer = protocol.field(self._contract.sentence_tag, reply)
         if not answer or answer == protocol.NOTHING_FOUND:
             raise RefusedReplyError("no_answer")
@@ -411,7 +416,8 @@ class _Writer:
     ) -> str:
         """Check one worker turn and write it again. Raises RefusedReplyError.
 
-        `places` are the indexes that it must select, where they are known."""
+        `places` are the indexes that it must select, where they are known.
+        """
         turn = self._contract.parse_worker(reply, materials=len(state.materials))
         thought = neutralise(first_thought(reply))
 

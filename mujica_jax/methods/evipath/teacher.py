@@ -74,7 +74,8 @@ class Lesson:
         """Ask until `parse` accepts a reply, and return what it made of the reply.
 
         `parse` refuses a reply by raising RefusedReplyError. Each try has a seed of its own. After
-        the last try, RefusedReplyError is raised with the last reason."""
+        the last try, RefusedReplyError is raised with the last reason.
+        """
         limit = self._teacher.max_tokens
         params = dataclasses.replace(params, thought_open=dialogue.thought_open)
         if limit is not None and len(dialogue.token_ids) + params.max_new_tokens > limit:

@@ -213,7 +213,8 @@ class Embedder:
 
         Passages fill batches of nearly equal lengths. A query is computed in batches of its own
         length and of one size, so that its numbers are the same to the bit whatever it comes with:
-        the result of a search must not depend on the other searches."""
+        the result of a search must not depend on the other searches.
+        """
         prefix = self.config.query_prefix if role == "query" else self.config.passage_prefix
         encoded = encode_truncated(
             self._tokenizer, [prefix + text for text in texts], self.config.max_tokens

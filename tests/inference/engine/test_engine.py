@@ -138,7 +138,8 @@ def test_whole_rows_of_logits_are_those_of_the_full_forward_at_every_position(
     seen_logits, prefilled
 ):
     """The positions are decoded one by one after a prefill of none, one, a page or some pages of
-    the sequence."""
+    the sequence.
+    """
     logits = next_token_logits(decoder(), SEQUENCE)
     one_step = make_engine(decode_steps=1)
     one_step.prefill([PrefillRow(1, pages_of_slot(1), 0, SEQUENCE[:prefilled])])
@@ -297,7 +298,8 @@ SHARED = random_tokens(8 * PAGE_TOKENS, seed=77)  # as long as the shortest grou
 
 def test_what_many_rows_begin_with_is_held_once_and_read_by_all_of_them():
     """One slot computed the beginning, five more begin with it, and the slot that already runs
-    joins them. Another slot has nothing to do with it."""
+    joins them. Another slot has nothing to do with it.
+    """
     engine = make_engine(slots=8, pages=8 * PAGES_A_SLOT)
     prompts = {slot: [*SHARED, *random_tokens(3 + slot, seed=slot)] for slot in range(6)}
     prompts[7] = random_tokens(90, seed=7)

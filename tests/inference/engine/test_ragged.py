@@ -1,6 +1,7 @@
 """The engine for TPUs around its kernel, which runs on no CPU (not even interpreted: it reshapes
 references). Here numpy stands in for it, after its documentation and compared with the reference
-that comes with it; `test_tpu_compile.py` compiles the real one."""
+that comes with it; `test_tpu_compile.py` compiles the real one.
+"""
 
 import asyncio
 import dataclasses
@@ -37,7 +38,8 @@ PAGES_A_SLOT = POSITIONS // PAGE_TOKENS
 
 def attention_by_hand(query, pages, lengths, tables, query_ends, count, sm_scale) -> np.ndarray:
     """Return causal attention of every sequence's queries, which are its last tokens, over its
-    pages. Key and value heads alternate in a page."""
+    pages. Key and value heads alternate in a page.
+    """
     mixed = np.zeros_like(query)
     for sequence in range(int(count[0])):
         first = query_ends[sequence]

@@ -1,5 +1,6 @@
 """JetStream's engine interface on our engines, called by hand and by JetStream's own
-orchestrator."""
+orchestrator.
+"""
 
 import importlib
 import json
@@ -38,7 +39,8 @@ GREEDY = SamplingParams(max_new_tokens=40, temperature=0.0, seed=0)
 
 def jetstream() -> Any:
     """Import our module for JetStream late, because it brings TensorFlow: only those who run these
-    tests pay for it."""
+    tests pay for it.
+    """
     return importlib.import_module("mujica_jax.inference.jetstream.engine")
 
 
@@ -56,7 +58,8 @@ def tiny() -> Engine:
 
 def prefilled(engine: Any, tokens: Sequence[int], prefix: Any = None) -> Any:
     """Prefill as JetStream does: the prompt is padded, and a conversation begins with a token of
-    its own."""
+    its own.
+    """
     tokens = [jetstream().NO_TOKEN, *tokens] if prefix is None else list(tokens)
     padded = jnp.asarray([*tokens, *[0] * (64 - len(tokens))])
     weights = engine.load_params()
@@ -399,7 +402,8 @@ def test_texts_are_encoded_as_prompts_and_decoded_token_by_token():
 
 def test_jetstreams_orchestrator_gives_the_tokens_of_our_generator():
     """It runs in its own process: JetStream's threads end theirs on any fault, and it takes over
-    the logging."""
+    the logging.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     finished = subprocess.run(
         [sys.executable, "-m", PROGRAM],

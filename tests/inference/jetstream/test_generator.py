@@ -1,5 +1,6 @@
 """Our driver of JetStream's interface: on our engine, on one that is computed by hand, and on a
-foreign one."""
+foreign one.
+"""
 
 import asyncio
 import dataclasses

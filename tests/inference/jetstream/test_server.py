@@ -1,5 +1,6 @@
 """The gRPC server over a real socket: streams, refusals, deadlines, clients that leave, and
-overload."""
+overload.
+"""
 
 import contextlib
 import threading

@@ -1,5 +1,6 @@
 """The requests to an endpoint and the reading of its answers, against a server that answers in
-vLLM's and OpenAI's own words."""
+vLLM's and OpenAI's own words.
+"""
 
 import asyncio
 import json
@@ -50,7 +51,8 @@ def generator(
 
 def vllm(ids, finish="stop", *, stop_reason=None, logprobs=None, **changes) -> dict:
     """Return a reply as vLLM writes it: ids as a list, and as strings beside their
-    log-probabilities. No other field is needed."""
+    log-probabilities. No other field is needed.
+    """
     if logprobs is None:
         logprobs = [-0.25 * (place + 1) for place in range(len(ids))]
     details = {

@@ -1,5 +1,6 @@
 """Retries, deadlines, the queue and what is never shown, against a real server on this machine that
-misbehaves."""
+misbehaves.
+"""
 
 import asyncio
 import email.utils
@@ -39,7 +40,8 @@ def clock(turned_clock) -> TurnedClock:
 
 def first(count: int, fault: Answer):
     """Return the behaviour of a server that has this fault `count` times and then gives a good
-    answer."""
+    answer.
+    """
     return lambda request, before: fault if before < count else GOOD
 
 

@@ -1,5 +1,6 @@
 """DecEx-RAG's trees, over a policy whose turns stand in a table and whose rewards follow by hand;
-what is kept of them, what is learnt, and that DPO moves towards what was chosen."""
+what is kept of them, what is learnt, and that DPO moves towards what was chosen.
+"""
 
 import ast
 import asyncio

@@ -1,5 +1,6 @@
 """EviPath on a little world by hand: a teacher whose replies stand here, and what becomes of
-them."""
+them.
+"""
 
 import asyncio
 import contextlib

@@ -1,5 +1,6 @@
 """EviPath's teachers: how they are found, opened and asked, and what a model from scratch is shown
-to be one."""
+to be one.
+"""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,5 +1,6 @@
 """The encoder computes what transformers computes, and the embedder pads, pools and cuts without
-changing it."""
+changing it.
+"""
 
 import json
 import shutil

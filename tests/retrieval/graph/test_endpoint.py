@@ -1,5 +1,6 @@
 """A SPARQL endpoint that misbehaves, is slow, or asks to be asked less: what passes is survived,
-what does not is a typed error."""
+what does not is a typed error.
+"""
 
 import asyncio
 import dataclasses

@@ -1,5 +1,6 @@
 """Files of triples that are not quite as dumps write them: spacing, a byte order mark, quoted
-triples."""
+triples.
+"""
 
 import gzip
 

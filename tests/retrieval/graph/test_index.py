@@ -1,5 +1,6 @@
 """Graphs on disk: what files hold is found again, killed loads go on, and damage is named with its
-place."""
+place.
+"""
 
 import asyncio
 import bz2

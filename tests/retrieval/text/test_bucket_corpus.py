@@ -1,5 +1,6 @@
 """A corpus in a bucket is read as the same file on disk is, whatever breaks on the way; what is
-wrong with it is one sentence."""
+wrong with it is one sentence.
+"""
 
 import bz2
 import gzip

@@ -1,5 +1,6 @@
 """Published corpora are read as they are: which field is the title, which the text, what is refused
-with its place."""
+with its place.
+"""
 
 import bz2
 import gzip

@@ -1,5 +1,6 @@
 """The recall of a ScaNN index beside exact search, as its build prints it, is what brute force
-says."""
+says.
+"""
 
 import importlib.util
 import json

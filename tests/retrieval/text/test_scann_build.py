@@ -1,5 +1,6 @@
 """ScaNN's files in chunks are those of its own builder; a killed build goes on and ends with the
-same bytes; memory stays small."""
+same bytes; memory stays small.
+"""
 
 import dataclasses
 import json

@@ -1,5 +1,6 @@
 """QALD's gold answers are what the searched graph prints, so an answer copied from a search result
-is correct."""
+is correct.
+"""
 
 import asyncio
 import json

@@ -1,5 +1,6 @@
 """Official question sets are read as their files hold them, split by their ids, and answered over
-passages."""
+passages.
+"""
 
 import asyncio
 import csv

@@ -1,5 +1,6 @@
 """2WikiMultihopQA over a graph on disk or behind an endpoint: what is searched, what is
-demonstrated, what fails."""
+demonstrated, what fails.
+"""
 
 import asyncio
 import json

@@ -1,5 +1,6 @@
 """2WikiMultihopQA as its authors released it: official splits, and the aliases that the official
-script v1.1 counts."""
+script v1.1 counts.
+"""
 
 import dataclasses
 import gzip
