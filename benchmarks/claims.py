@@ -1,8 +1,8 @@
-"""The papers' claims on the tiny world, in shape: the runs, and the page docs/claims.md that they
+"""The papers' claims on the tiny world, in shape: the runs, and the page docs/lab/claims.md that they
 give.
 
     python benchmarks/claims.py run [--runs DIR] [--only NAME ...] [--seeds 0 1 2] [--data DIR]
-    python benchmarks/claims.py write [--runs DIR] [--page docs/claims.md]
+    python benchmarks/claims.py write [--runs DIR] [--page docs/lab/claims.md]
 
 `run` starts `python -m mujica_jax.train` for each experiment and seed, one after the other; one
 that is finished is left as it is, and a killed one goes on; under `taskset -c 0`, and `-c 1` with
@@ -201,7 +201,7 @@ SECTIONS = {  # of each table: its heading, and what stands before it
     "staged": (
         "Staged rewards",
         "The paper: stage one raises accuracy and searching, stage two lowers the searches. About half of the\n"
-        "questions are about common knowledge ([LOG.md](LOG.md)).",
+        "questions are about common knowledge ([experiments.md](experiments.md)).",
     ),
     "evipath": (
         "EviPath",
@@ -750,7 +750,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=tuple(EXPERIMENTS), metavar="NAME")
     parser.add_argument("--data", default="DIR", help="2WikiMultihopQA's folder, for `text-...`")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
-    parser.add_argument("--page", type=Path, default=Path("docs/claims.md"))
+    parser.add_argument("--page", type=Path, default=Path("docs/lab/claims.md"))
     parser.add_argument("--machine", default="a machine that nobody named", help="said on the page")
     arguments = parser.parse_args()
     if arguments.command == "run":

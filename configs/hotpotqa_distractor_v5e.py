@@ -6,7 +6,7 @@
 Mujica-MyGO, table 2: EM 54.07 and F1 68.48 after MyGO, 52.51 and 66.04 after the warm-up, 15.60 and
 32.70 few-shot.
 
-Not run; learning takes about 1.2 hours by its operations (docs/evaluation.md). Ten passages are
+Not run; learning takes about 1.2 hours by its operations (docs/guides/evaluation.md). Ten passages are
 searched by their words (BM25, ours), and the worker is shown five of them (ours). The rest is as in
 `hotpotqa_v5e.py`; `two_wiki_text_v5e.py` lists what is the paper's and what is ours.
 """

@@ -8,7 +8,7 @@ on 32 chips (v5e:4x8).
 Mujica-MyGO, table 2: EM 41.54 and F1 53.79 after MyGO, 40.55 and 52.35 after the warm-up, 15.77 and
 27.96 few-shot. Rows by flags: the baselines of table 3 (--agents of mujica_jax.eval).
 
-Not run; learning takes about 1.2 hours by its operations (docs/evaluation.md). All but the task is
+Not run; learning takes about 1.2 hours by its operations (docs/guides/evaluation.md). All but the task is
 as in `two_wiki_text_v5e.py`, which lists what is the paper's and what is ours. Each host searches
 the 5.2 million embeddings by ScaNN in its own memory: on the chips they would not fit beside a
 training step.

@@ -6,7 +6,7 @@
         --agents direct rag
 
 Learning When to Search, table 1, share of answers that a judge accepts (--judge.base-url ...,
-docs/evaluation.md): 0.32 without search (direct), 0.55 with one (rag), 0.57 after both stages with
+docs/guides/evaluation.md): 0.32 without search (direct), 0.55 with one (rag), 0.57 after both stages with
 1.07 searches a question; Qwen3-8B 0.39, 0.62 and 0.64 with 1.13. Trained policies are given as
 --checkpoint.
 

@@ -9,7 +9,7 @@ Mujica-MyGO, table 5: EM 39.85 and F1 49.73; few-shot 27.92 and 37.11 (--init CH
 
 Not run. All questions whose entities and answers the graph knows are the test: nothing is chosen on
 them, and none are for training. The graph is Wikidata's endpoint, as in the paper, or the one that
---task.index names (docs/graphs.md). The triples of an entity that has more than 30 are ranked by
+--task.index names (docs/guides/graphs.md). The triples of an entity that has more than 30 are ranked by
 bge-large-en-v1.5, as in the paper; --task.retriever bm25 ranks them by words. The rest is as in
 `two_wiki_kg_v5e.py`; `two_wiki_text_v5e.py` lists what is the paper's and what is ours.
 """

@@ -6,7 +6,7 @@ rest, trained by DAPO.
 About half of the questions are about common knowledge (`task.common_knowledge`): what they ask
 about stands in the text that the model reads before its demonstrations, which answer it from
 memory. Model, reading and warm-up are larger than the tiny world's, so that it reads and remembers
-(chosen on dev with one seed, docs/LOG.md). The first stage rewards searching where an answer is
+(chosen on dev with one seed, docs/lab/experiments.md). The first stage rewards searching where an answer is
 wrong, the second one, from `staged.stage_two_round` on, answering without. In the table of the end,
 see how EM and searches move. `--staged.search False`, `--staged.answer False`, `--staged.stage-one
 False` and `--staged.stage-two False` are the ablations of the paper's table 4, `--staged.unified

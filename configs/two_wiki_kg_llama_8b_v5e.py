@@ -9,7 +9,7 @@ What is searched is the graph of the data folder, or of --task.index. Without fi
 is the gold evidences of the questions. The paper searched Wikidata, which is harder;
 `two_wiki_kg_v5e.py` says how to do so.
 
-Not run; learning takes about 1.3 hours by its operations (docs/evaluation.md). The task is that of
+Not run; learning takes about 1.3 hours by its operations (docs/guides/evaluation.md). The task is that of
 `two_wiki_kg_v5e.py`, the model that of `two_wiki_text_llama_8b_v5e.py`; all else is as in
 `two_wiki_text_v5e.py`, which lists what is the paper's and what is ours.
 """

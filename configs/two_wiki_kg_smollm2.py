@@ -1,6 +1,6 @@
 """2WikiMultihopQA over its knowledge graph, with SmolLM2-135M: on test EM 86.0 greedy and 69.0
 sampled after the warm-up, 85.5 and 76.5 after a round of MyGO. The control, as much computation on
-the demonstrations, has 94.0 and 86.0, so a longer warm-up pays more (docs/benchmarks.md); its
+the demonstrations, has 94.0 and 86.0, so a longer warm-up pays more (docs/lab/benchmarks.md); its
 length was not chosen on dev.
 
     python -m mujica_jax.train configs/two_wiki_kg_smollm2.py --task.data-dir DIR --init smollm2

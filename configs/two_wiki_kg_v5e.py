@@ -9,13 +9,13 @@ False, --agent.parallel False).
 What is searched: the graph of the data folder, which is its files of triples or, without such
 files, the gold evidences of its questions. There an entity has a few triples at most, so this is an
 easier task than the paper's, which searched Wikidata. `--task.index
-sparql+https://query.wikidata.org/sparql`, or another graph of Wikidata (docs/graphs.md), searches
+sparql+https://query.wikidata.org/sparql`, or another graph of Wikidata (docs/guides/graphs.md), searches
 what the paper searched. Up to 30 triples a search are ours; the paper does not say how many. Those
 of an entity that has more are ranked by bge-large-en-v1.5, as in the paper; --task.retriever bm25
 ranks them by words.
 
 All but the task is as in `two_wiki_text_v5e.py`, which lists what is the paper's and what is ours.
-Not run; learning takes about 1.2 hours by its operations (docs/evaluation.md).
+Not run; learning takes about 1.2 hours by its operations (docs/guides/evaluation.md).
 """
 
 import dataclasses

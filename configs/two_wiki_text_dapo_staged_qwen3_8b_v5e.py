@@ -13,7 +13,7 @@ of 32 questions with 32 attempts each, prompts of 2,048 tokens, observations of 
 tokens. The mini-batch is the whole batch, up to 256 rows of that length, 4.7 million tokens; a
 longer batch makes more than one update. Eight chips share each row's matrices, because a step needs
 17.7 GB of temporaries on a chip of 16 GB where each chip has a row to itself, and 9.3 GB here
-(docs/memory.md). Keys and values have 1.5 GB a chip: the reference of the KL term takes 1 GB beside
+(docs/concepts/memory.md). Keys and values have 1.5 GB a chip: the reference of the KL term takes 1 GB beside
 them.
 
 The judge of the paper is Qwen3-235B-A22B-Instruct; give it with

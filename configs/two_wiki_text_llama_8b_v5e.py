@@ -7,7 +7,7 @@
 Mujica-MyGO, table 1: EM 58.88 and F1 65.88 after MyGO, 58.03 and 64.81 after the warm-up, 37.83 and
 46.53 few-shot.
 
-Not run; learning takes about 1.3 hours by its operations (docs/evaluation.md). The training step
+Not run; learning takes about 1.3 hours by its operations (docs/guides/evaluation.md). The training step
 compiles for this topology and fits (`tests/models/test_tpu_compile.py`). The engine splits Llama-3.1-8B's
 eight heads of keys over the four chips of a host. All but the model is as in
 `two_wiki_text_v5e.py`, which lists what is the paper's and what is ours.

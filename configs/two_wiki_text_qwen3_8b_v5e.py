@@ -7,7 +7,7 @@
 No paper has this row: Mujica-MyGO trains Qwen2.5-7B and Llama-3.1-8B, and of Learning When to
 Search Qwen3-8B is scored by `nq_qwen3_4b_v5e.py` and `two_wiki_text_qwen3_4b_v5e.py`.
 
-Not run; learning takes about 1.3 hours by its operations (docs/evaluation.md). The training step
+Not run; learning takes about 1.3 hours by its operations (docs/guides/evaluation.md). The training step
 compiles for this topology and fits (`tests/models/test_tpu_compile.py`). The engine splits Qwen3-8B's
 eight heads of keys over the four chips of a host. All but the model is as in
 `two_wiki_text_v5e.py`, which lists what is the paper's and what is ours.

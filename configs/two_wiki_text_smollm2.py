@@ -1,7 +1,7 @@
 """2WikiMultihopQA over passages, with SmolLM2-135M: EM 46.0 on dev and 42.4 on test after the
 warm-up, an hour on two cores. A round of MyGO over 80 to 120 questions leaves it there; over all
 727 it adds 5 greedy and 10 sampled, and as much computation on the demonstrations 14 and 18:
-minutes on a GPU (docs/benchmarks.md has the flags).
+minutes on a GPU (docs/lab/benchmarks.md has the flags).
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2.py --task.data-dir DIR --init smollm2
 

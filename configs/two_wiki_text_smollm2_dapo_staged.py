@@ -1,5 +1,5 @@
 """2WikiMultihopQA over passages, with SmolLM2-135M as an agent that decides itself whether to
-search: staged rewards and DAPO. docs/claims.md has the scores of a shortened run.
+search: staged rewards and DAPO. docs/lab/claims.md has the scores of a shortened run.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_dapo_staged.py --task.data-dir DIR --init smollm2
 

@@ -1,4 +1,4 @@
-"""2WikiMultihopQA over passages with SmolLM2-135M and EviPath's prompts. docs/claims.md has a
+"""2WikiMultihopQA over passages with SmolLM2-135M and EviPath's prompts. docs/lab/claims.md has a
 shortened run.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_evipath.py --task.data-dir DIR --init smollm2

@@ -1,4 +1,4 @@
-"""2WikiMultihopQA over passages, with SmolLM2-135M and GRPO in MyGO's place. docs/claims.md scores
+"""2WikiMultihopQA over passages, with SmolLM2-135M and GRPO in MyGO's place. docs/lab/claims.md scores
 a shortened run.
 
     python -m mujica_jax.train configs/two_wiki_text_smollm2_grpo.py --task.data-dir DIR --init smollm2

@@ -23,7 +23,7 @@ Ours, where the paper says nothing:
 - five turns of the planner, four searches a turn, and the limits of tokens
 - the wording of the prompts (`agents/protocol.py`); every evaluation is of 500 questions
 
-Not run; learning takes about 1.2 hours by its operations (docs/evaluation.md). The training step
+Not run; learning takes about 1.2 hours by its operations (docs/guides/evaluation.md). The training step
 compiles for this topology and fits, and so does the engine on four of its chips, for Qwen2.5-7B has
 four heads of keys (`tests/models/test_tpu_compile.py`). The `model` section has the sizes that the
 checkpoint was published with; with --init those of the checkpoint are taken.

@@ -21,7 +21,7 @@ another seed, more questions, other limits, or the passages of a task whose grap
 trained on (`--task.environment text`). With `--agents direct rag` and `--tasks CONFIG` other agents
 and tasks are evaluated as well, and compared with the first agent by a paired bootstrap. A model
 behind an OpenAI-compatible endpoint is evaluated under a configuration as well, with the prompts
-that its agent.prompt names (docs/endpoints.md).
+that its agent.prompt names (docs/guides/endpoints.md).
 
 Results go to RUN/eval/<task>-<environment>-<split>.json (without a run ./eval, or --out; an agent
 other than mujica stands in the name), the greedy predictions beside it as JSON lines and their

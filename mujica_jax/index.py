@@ -12,8 +12,8 @@
     python -m mujica_jax.index serve --index DIR --host 0.0.0.0 --port 8600
 
 Kind `auto` is the default: a dense index, which is exact up to 100,000 passages and ScaNN above.
-`query` prints a list on a terminal and JSON lines into a file or pipe. docs/retrieval.md has the
-formats, the embedders and the measured numbers, docs/graphs.md the graphs.
+`query` prints a list on a terminal and JSON lines into a file or pipe. docs/guides/passages.md has the
+formats, the embedders and the measured numbers, docs/guides/graphs.md the graphs.
 """
 
 import argparse

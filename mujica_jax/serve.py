@@ -1,4 +1,4 @@
-"""Serve a policy over gRPC, by JetStream's protocol (docs/serving.md).
+"""Serve a policy over gRPC, by JetStream's protocol (docs/guides/serving.md).
 
     python -m mujica_jax.serve --checkpoint RUN|HF_DIR|FILE.gguf|smollm2 [--policy N] \\
         [--adapter DIR] --port 9000

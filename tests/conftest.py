@@ -23,7 +23,7 @@ KEPT = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
 }
-# The second one takes a third off the time of tests of models (docs/LOG.md).
+# The second one takes a third off the time of tests of models (docs/lab/experiments.md).
 XLA_FLAGS = ("--xla_backend_optimization_level=0", "--xla_cpu_use_fusion_emitters=false")
 # Files that take ten seconds and more: begun last, one of them would go on alone.
 LONG = (

@@ -56,7 +56,7 @@ def test_a_policy_plays_the_agent_that_it_was_trained_as_on_the_task_of_a_config
     ],
 )
 def test_the_documented_command_plays_decex_on_the_other_sets_of_its_paper(run, words):
-    """In docs/evaluation.md another method has trained the policies (`--checkpoint RUN`)."""
+    """In docs/guides/evaluation.md another method has trained the policies (`--checkpoint RUN`)."""
     assert load_config(words[0]).agent.kind != "decex"
     config = played(*words, "--checkpoint", run)
     assert config.agent == DECEX

@@ -186,7 +186,9 @@ def test_two_models_are_compared_question_by_question_over_several_samples(token
 def test_the_commands_of_the_document_are_taken(monkeypatch):
     monkeypatch.chdir(ROOT)
     (block,) = re.findall(
-        r"^```\n(.*?)^```", (ROOT / "docs" / "endpoints.md").read_text(), re.DOTALL | re.MULTILINE
+        r"^```\n(.*?)^```",
+        (ROOT / "docs" / "guides" / "endpoints.md").read_text(),
+        re.DOTALL | re.MULTILINE,
     )
     lines = [
         line

@@ -126,7 +126,7 @@ def test_the_programs_of_the_library_page_run(checkpoint, tmp_path):
 
     What the second one saves is used by the first.
     """
-    page = (ROOT / "docs" / "library.md").read_text()
+    page = (ROOT / "docs" / "guides" / "from_python.md").read_text()
     generate, tune = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     program = tune.replace("HF_DIR", str(checkpoint)) + generate.replace(
         "HF_DIR", str(tmp_path / "tuned")

@@ -7,7 +7,7 @@ number stand in its type (`bounds.py`). A field that every config file sets has 
 Sections of several kinds (`task`, `agent`, `method`) are unions of dataclasses with different
 `kind`s. Each names its `implementation` as `module:function`, called with (config) for a task,
 (tokenizer, config) for an agent and (run) for a method. A new kind is a dataclass, in this file or
-its own, and its name in the union (docs/extending.md).
+its own, and its name in the union (docs/guides/extending.md).
 """
 
 import dataclasses
@@ -85,7 +85,7 @@ class TwoWikiConfig(PassageSearch):
     # 2Wiki-KG (triples of an entity) or 2Wiki-Text (passages)
     environment: Literal["graph", "text"]
     # Folder with train*, dev* or questions*.json[l], triples*.tsv and corpus*.json[l]
-    # (docs/evaluation.md); or tfds:two_wiki, or tfds:FOLDER/two_wiki.
+    # (docs/guides/evaluation.md); or tfds:two_wiki, or tfds:FOLDER/two_wiki.
     data_dir: str
     # Questions of files train* are trained on, and those of dev* are held out. Of all others
     # (questions*), this percentage is held out, by the hash of their ids.
@@ -315,7 +315,7 @@ class FaultConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MetricsConfig:
-    """Reports of a run beside metrics.jsonl (docs/metrics.md). May change at a restart."""
+    """Reports of a run beside metrics.jsonl (docs/reference/metrics.md). May change at a restart."""
 
     logging_steps: PositiveInt = 10  # learning steps between two lines
     tensorboard: bool = True  # the same numbers as TensorBoard files in the run directory
@@ -332,7 +332,7 @@ class MetricsConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """Learning steps under JAX's profiler, into the run directory (docs/metrics.md).
+    """Learning steps under JAX's profiler, into the run directory (docs/reference/metrics.md).
 
     May change at a restart.
     """

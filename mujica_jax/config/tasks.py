@@ -40,7 +40,7 @@ class OpenDomainConfig(PassageSearch):
     kind: str
     environment: ClassVar[Literal["text"]] = "text"
     implementation: ClassVar[str] = "mujica_jax.tasks.open_domain.task:build"
-    data_dir: str  # folder with the official files, plain or .gz, or tfds:NAME (docs/evaluation.md)
+    data_dir: str  # folder with the official files, plain or .gz, or tfds:NAME (docs/guides/evaluation.md)
     # share of the questions held out that are dev; the rest is test
     dev_percent: Percent = 30
     max_questions: PositiveInt | None = None  # of each split, the first by the hash of their ids

@@ -3,7 +3,7 @@
 The trace is written into the run directory, once for each start of the program. It begins before
 the first step of the window is dispatched and ends when the last one is done on the device. The
 phase is the first that reaches the window, or the one that `--profile.phase` names. A phase that
-cannot show the whole window says so. docs/metrics.md says how to open the trace.
+cannot show the whole window says so. docs/reference/metrics.md says how to open the trace.
 """
 
 import contextlib

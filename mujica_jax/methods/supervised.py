@@ -216,7 +216,7 @@ def _why_nothing_to_learn(run: Run, num_sampled: int, kept_trajectories: list[Tr
     if not num_sampled:
         return (
             "no training question can be demonstrated by a script, which needs a question's type "
-            "and evidences, from which its answer follows: add them (docs/own_questions.md), or "
+            "and evidences, from which its answer follows: add them (docs/guides/own_questions.md), or "
             "--warmup.source few_shot"
         )
     return (

@@ -13,7 +13,7 @@ from mujica_jax.records import Trajectory
 from mujica_jax.report.results import PhaseRow
 
 GetState = Callable[[], TrainState]
-# Lines of metrics.jsonl and stages of the clock (docs/metrics.md).
+# Lines of metrics.jsonl and stages of the clock (docs/reference/metrics.md).
 SAMPLING = "sampling"
 EVALUATING = "evaluating"
 LEARNING = "learning"

@@ -1,6 +1,6 @@
 """Early warnings from a round's trajectories about the policy that sampled them.
 
-docs/metrics.md explains them (`mygo`).
+docs/reference/metrics.md explains them (`mygo`).
 """
 
 import collections

@@ -53,9 +53,9 @@ def test_the_training_step_of_a_configuration_compiles_and_fits(config):
 
 
 def documented_phases(config: str) -> dict[str, list[str]]:
-    """Return the cells of a configuration's rows in docs/memory.md, by phase."""
+    """Return the cells of a configuration's rows in docs/concepts/memory.md, by phase."""
     phases = {}
-    for line in (ROOT / "docs" / "memory.md").read_text().splitlines():
+    for line in (ROOT / "docs" / "concepts" / "memory.md").read_text().splitlines():
         cells = [cell.strip(" `") for cell in line.split("|")]
         if len(cells) > 3 and cells[1] == f"{config}.py":
             phases[cells[2]] = cells[3:]
@@ -64,7 +64,7 @@ def documented_phases(config: str) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("config", CONFIGS)
 def test_every_phase_of_a_configuration_fits(config):
-    """The numbers are those of docs/memory.md, with an engine over chips of one host."""
+    """The numbers are those of docs/concepts/memory.md, with an engine over chips of one host."""
     plan = memory(config)
     assert plan["chips_a_host"] % plan["tensor"] == 0
     documented = documented_phases(config)

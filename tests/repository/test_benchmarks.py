@@ -324,7 +324,7 @@ def test_a_table_without_runs_stays_as_it_is_on_the_page(tmp_path):
     """The commands of its runs stay too. Those of the runs at hand are written anew."""
     claims = runpy.run_path(str(ROOT / "benchmarks" / "claims.py"))
     page = tmp_path / "claims.md"
-    page.write_text((ROOT / "docs" / "claims.md").read_text())
+    page.write_text((ROOT / "docs" / "lab" / "claims.md").read_text())
     runs = claims["Runs"](tmp_path, [0])
     scores = {"em": 12.5, "em_sampled": 2.5, "f1_sampled": 5.0, "searches": 1.0}
     for place, name in enumerate(("evipath", "evipath-deductive")):
@@ -335,7 +335,7 @@ def test_a_table_without_runs_stays_as_it_is_on_the_page(tmp_path):
         runs.curves[name] = {0: points}
         runs.revisions[name] = {"abcdef0"}
     claims["write"](runs, page, "a machine")
-    before = (ROOT / "docs" / "claims.md").read_text().split("\n\n")
+    before = (ROOT / "docs" / "lab" / "claims.md").read_text().split("\n\n")
     after = page.read_text().split("\n\n")
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     table = changed[-2]

@@ -138,7 +138,7 @@ def planned() -> dict[str, dict[str, dict[str, int]]]:
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_every_phase_of_training_fits_its_chips(name, planned):
-    """The sum has the temporaries of docs/memory.md, and what the search holds."""
+    """The sum has the temporaries of docs/concepts/memory.md, and what the search holds."""
     (same,) = [other for other in COMPILED if programs_of(other) == programs_of(name)]
     for phase, parts in planned[f"{name}={checkpoint_of(CONFIGS[name])}"].items():
         (calls, step) = documented_temporaries(same, phase)
@@ -163,7 +163,7 @@ def test_an_evaluation_fits_its_chips_with_each_model_of_its_rows(name, planned)
 
 def test_the_table_of_rows_has_every_file_and_the_numbers_of_its_docstring():
     part = (
-        (ROOT / "docs" / "evaluation.md")
+        (ROOT / "docs" / "guides" / "evaluation.md")
         .read_text()
         .partition("## Rows of the papers")[2]
         .partition("\n## ")[0]
@@ -179,8 +179,8 @@ def test_the_table_of_rows_has_every_file_and_the_numbers_of_its_docstring():
 
 
 def documented_temporaries(name: str, phase: str) -> tuple[float, float]:
-    """Return the last two columns of docs/memory.md: engine calls and step, in bytes."""
-    lines = (ROOT / "docs" / "memory.md").read_text().splitlines()
+    """Return the last two columns of docs/concepts/memory.md: engine calls and step, in bytes."""
+    lines = (ROOT / "docs" / "concepts" / "memory.md").read_text().splitlines()
     (row,) = [line for line in lines if line.startswith(f"| `{name}.py` | {phase} |")]
     calls, step = (float(cell or 0) * 1e9 for cell in map(str.strip, row.split("|")[-3:-1]))
     return calls, step
@@ -225,7 +225,8 @@ def test_every_dense_text_configuration_of_a_paper_s_row_builds_scann(name):
 
 
 @pytest.mark.parametrize(
-    "page", ["launch/index.sh", "launch/skypilot.yaml", "launch/xpk.yaml", "docs/launch/gcloud.md"]
+    "page",
+    ["launch/index.sh", "launch/skypilot.yaml", "launch/xpk.yaml", "docs/guides/tpu_pods.md"],
 )
 def test_what_launch_shows_builds_scann(page):
     """The corpus of 2Wiki has 6,119 passages, so `--kind auto` would make an exact index of it."""

@@ -1,4 +1,4 @@
-"""The examples of docs/extending.md, as they stand there: put into a copy of the package, each with
+"""The examples of docs/guides/extending.md, as they stand there: put into a copy of the package, each with
 its name in a union, and trained.
 """
 
@@ -25,7 +25,7 @@ EVAL = ["--checkpoint", "run", "--eval.questions", "2", "--sampled", "False"]
 
 
 def examples() -> dict[str, list[tuple[str, str]]]:
-    sections = SECTION.findall((ROOT / "docs" / "extending.md").read_text())
+    sections = SECTION.findall((ROOT / "docs" / "guides" / "extending.md").read_text())
     return {title: BLOCK.findall(text) for title, text in sections}
 
 

@@ -5,7 +5,9 @@ import re
 from tests.helpers.paths import ROOT
 
 ROWS = [
-    line for line in (ROOT / "docs" / "faults.md").read_text().splitlines() if line.startswith("| ")
+    line
+    for line in (ROOT / "docs" / "concepts" / "faults.md").read_text().splitlines()
+    if line.startswith("| ")
 ][1:]
 
 

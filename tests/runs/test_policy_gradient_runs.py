@@ -62,7 +62,7 @@ def test_a_run_of_dapo_ends_with_the_table(undisturbed):
 
 @pytest.mark.slow
 def test_every_metric_of_a_round_is_documented(undisturbed):
-    page = (ROOT / "docs" / "metrics.md").read_text()
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     lines = [
         line
         for line in json_lines(undisturbed[0] / "metrics.jsonl")

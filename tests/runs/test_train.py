@@ -275,9 +275,9 @@ def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp
 
 
 def documented(heading: str) -> set[str]:
-    """Return the names in the table under a heading of docs/metrics.md."""
+    """Return the names in the table under a heading of docs/reference/metrics.md."""
     part = (
-        (ROOT / "docs" / "metrics.md")
+        (ROOT / "docs" / "reference" / "metrics.md")
         .read_text()
         .partition(f"\n## {heading}")[2]
         .partition("\n## ")[0]

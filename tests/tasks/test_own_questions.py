@@ -1,4 +1,4 @@
-"""A folder of one's own, as docs/own_questions.md shows it, and questions asked over it."""
+"""A folder of one's own, as docs/guides/own_questions.md shows it, and questions asked over it."""
 
 import asyncio
 import dataclasses
@@ -16,7 +16,7 @@ from mujica_jax.tasks.two_wiki import task as two_wiki
 from tests.helpers.local_endpoint import Answer, Request, serving
 from tests.helpers.paths import ROOT
 
-PAGE = ROOT / "docs" / "own_questions.md"
+PAGE = ROOT / "docs" / "guides" / "own_questions.md"
 CONFIG = "two_wiki_text_smollm2"
 
 
@@ -108,7 +108,7 @@ def test_without_ids_topics_are_what_nothing_finds_and_ids_of_a_graph_stay(folde
         ({"answer_aliases": [None]}, r"answer_aliases \[None\]; they must be"),
         (
             {"supporting_facts": [{"title": "Tisby"}]},
-            "not in the official format .* docs/own_questions.md has",
+            "not in the official format .* docs/guides/own_questions.md has",
         ),
         ({"supporting_facts": "Tisby"}, "not in the official format .*must be a list"),
         (

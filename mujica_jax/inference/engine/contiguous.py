@@ -15,7 +15,7 @@ prefix. Its scores are one matrix product for all rows instead of a read for eac
 only what follows. With a shared prompt of 384 tokens this reads a third of the memory (prefix
 sharing as in Hydragen, arXiv 2402.05099, section 3).
 
-Each shape of the rows is a compiled program of its own (docs/LOG.md has its cost). The engine
+Each shape of the rows is a compiled program of its own (docs/lab/experiments.md has its cost). The engine
 chooses between few shapes:
 
 - `kernels.paged_attention` reads only the tokens that a row holds, wherever the row lies. So the

@@ -120,7 +120,7 @@ def matrix_first_products(
     """Return rows @ matrix.T in float32 for each matrix, by XLA, which reads the matrix as it lies.
 
     Of two matrices XLA on a CPU first packs the second one, in every call. With few rows that takes
-    longer than the product, so here the matrix is the first one (docs/LOG.md). One barrier keeps
+    longer than the product, so here the matrix is the first one (docs/lab/experiments.md). One barrier keeps
     XLA from turning the product round again. The other one lets later operations read the result
     row by row.
     """

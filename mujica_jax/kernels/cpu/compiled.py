@@ -1,7 +1,7 @@
 """The kernels in which a CPU spends its time, compiled by numba and called by XLA.
 
 They are attention over a KV cache and products of few rows (decoding), and attention of packed rows
-(training). `calls.py` calls them. docs/LOG.md has what they gain.
+(training). `calls.py` calls them. docs/lab/experiments.md has what they gain.
 
 Paged attention: XLA multiplies each request's few queries with its keys by a product of its own,
 which packs more than it multiplies. Here a thread takes a few requests and one head of keys. Their

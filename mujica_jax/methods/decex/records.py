@@ -111,7 +111,7 @@ def pairs_by_preference(records: Sequence[Trajectory]) -> dict[str, int]:
 
 
 def figures(records: Sequence[Trajectory]) -> dict[str, float | int]:
-    """Return the numbers of the trees of a run (docs/metrics.md).
+    """Return the numbers of the trees of a run (docs/reference/metrics.md).
 
     They are means a question where nothing else is said.
     """

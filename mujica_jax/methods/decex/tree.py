@@ -59,7 +59,7 @@ from mujica_jax.methods.decex.pairs import (
 )
 from mujica_jax.records import StopReason, Trajectory
 
-COUNTS = (  # docs/metrics.md
+COUNTS = (  # docs/reference/metrics.md
     "nodes",
     "rollouts",
     "rollouts_for_pairs",

@@ -106,7 +106,7 @@ class Synthesizer:
     async def run(self, attempt: Attempt, environment: Environment, policy: Policy) -> Trajectory:
         """Play one episode. A failed trajectory keeps what was written so far.
 
-        `docs/metrics.md` says what is counted.
+        `docs/reference/metrics.md` says what is counted.
         """
         trajectory, _ = await self._play(attempt, environment, policy)
         return trajectory

@@ -53,7 +53,7 @@ def build(config: QaldConfig) -> OpenDomain:
     if config.index is None:
         raise UserError(
             "task.kind qald10 is answered over Wikidata and task.index is None: give the directory "
-            "of a graph or sparql+https://HOST/sparql (docs/graphs.md)"
+            "of a graph or sparql+https://HOST/sparql (docs/guides/graphs.md)"
         )
     all_records = list(read_qald(config.data_dir, config.language))
     all_records.sort(key=lambda record: hash_of(record["id"]))

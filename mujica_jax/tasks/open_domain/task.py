@@ -119,7 +119,7 @@ def build(config: OpenDomainConfig) -> OpenDomain:
     if config.index is None and not own_passages:
         raise UserError(
             f"task.kind {config.kind} has questions without passages and index is None: give "
-            "--task.index with an index of Wikipedia, as docs/retrieval.md builds one"
+            "--task.index with an index of Wikipedia, as docs/guides/passages.md builds one"
         )
     retriever, passages = open_passages(config, lambda: as_passages(dict.fromkeys(own_passages)))
     titles = {title for record in records for title in record.titles}

@@ -344,7 +344,7 @@ def _record(value: object, place: str, source: Source) -> Record | None:
     except (TypeError, LookupError, ValueError, AttributeError) as error:
         raise UserError(
             f"{place}: type, evidences, entity_ids, answer_id, supporting_facts or context are not "
-            f"in the official format ({error!r}); docs/own_questions.md has an example"
+            f"in the official format ({error!r}); docs/guides/own_questions.md has an example"
         ) from error
     return Record(
         id=id,

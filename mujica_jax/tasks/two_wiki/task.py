@@ -611,7 +611,7 @@ def _left_out(
     if not questions:
         raise UserError(
             f"all {len(records)} questions with an answer in {config.data_dir} {reason}, which "
-            f"environment={config.environment!r} needs (docs/own_questions.md)"
+            f"environment={config.environment!r} needs (docs/guides/own_questions.md)"
         )
     asked_ids = {question.id for question in questions}
     return [record.id for record in records if record.id not in asked_ids]
