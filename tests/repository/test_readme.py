@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import command_line
+from mujica_jax.config.command_line import command_line
 from mujica_jax.config.schema import Config
 from mujica_jax.train import DEFAULT_CONFIG
 from tests.helpers.paths import ROOT
