@@ -135,11 +135,15 @@ def table_of(section: Any, prefix: str) -> str:
         if is_choice_of_section:
             continue
         flag = f"--{prefix}{field.name}".replace("_", "-")
+        meaning = comments.get(field.name, "")
+        if dataclasses.is_dataclass(hints[field.name]):
+            flag += ".*"
+            meaning = prose(hints[field.name])
         cells = (
             f"`{flag}`",
             cell(type_in_words(hints[field.name])),
             default_in_words(field),
-            cell(comments.get(field.name, "")),
+            cell(meaning),
         )
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
@@ -189,34 +193,51 @@ def type_in_words(hint: Any) -> str:
 
 
 def field_comments(section: Any) -> dict[str, str]:
-    """Return the help text of each field: the comment behind it, or the lines above it.
+    """Return the help text of each field that has one, those of base classes included.
 
-    Fields of base classes are among them. The command line shows the same comments.
+    It is the comment behind the field, or the lines above it. The command line shows the same.
     """
     comments: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if dataclasses.is_dataclass(base):
             comments |= own_comments(base)
-    return comments
+    names = {field.name for field in dataclasses.fields(section)}
+    return {name: comment for name, comment in comments.items() if name in names}
 
 
 def own_comments(section: Any) -> dict[str, str]:
-    """Return the comments of the fields that a class body defines."""
+    """Return the comments of what a class body defines.
+
+    One comment above two fields that follow each other is the comment of both.
+    """
     source = textwrap.dedent(inspect.getsource(section))
     lines = source.splitlines()
     (body,) = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     comments = {}
+    shared_text = ""  # of the comment above the fields before
+    shared_until = 0  # line of the last of them
     for node in body.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
+        assert node.end_lineno is not None, "the node was parsed from text"
         behind = lines[node.end_lineno - 1][node.end_col_offset :].strip()
         above = []
         for line in reversed(lines[: node.lineno - 1]):
             if not line.strip().startswith("#"):
                 break
             above.insert(0, line)
-        comment_lines = [behind] if behind else above
-        text = " ".join(line.strip().removeprefix("#").strip() for line in comment_lines)
+
+        if above:
+            shared_text = comment_text(above)
+        elif node.lineno != shared_until + 1 or behind:
+            shared_text = ""
+        shared_until = node.end_lineno
+        text = comment_text([behind]) if behind else shared_text
         if text:
             comments[node.target.id] = text
     return comments
+
+
+def comment_text(lines: list[str]) -> str:
+    """Return lines of a comment as one line without their number signs."""
+    return " ".join(line.strip().removeprefix("#").strip() for line in lines)
