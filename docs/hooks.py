@@ -34,8 +34,8 @@ TABLE_HEAD = "| flag | type | default | meaning |\n|---|---|---|---|"
 INTRODUCTION = """\
 # Configuration
 
-You find every setting of a run here, with its type, its default and its meaning. The page is
-generated from the dataclasses in `mujica_jax/config`.
+This page lists every setting of a run, with its type, its default and its meaning. It is generated
+from the dataclasses in `mujica_jax/config`.
 
 A configuration is a Python file in `configs/`. It returns a `Config`, and flags override its fields:
 
