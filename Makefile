@@ -6,7 +6,7 @@
 # make test-slow all that takes longer: the crash matrix, several hosts, eight devices against one, programs of 7B models compiled for TPUs
 # make check     format, lint, types, and the tests of what has changed
 # make lint      install, then ruff and pyright
-# make docs      install, then build the documentation site into site/: open site/index.html
+# make docs      install, then build the documentation site into site/; to search it too: python3 -m http.server -d site
 # make clean     remove .venv and all caches; runs/ stays
 #
 # PYTHON chooses the interpreter that makes .venv (3.11 to 3.13): make install PYTHON=python3.12

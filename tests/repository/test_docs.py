@@ -27,10 +27,8 @@ FETCHES = re.compile(r'<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)="(?:http
 
 
 def site(folder: Path) -> MkDocsConfig:
-    """Return the configuration of the site, without the plugin that reads the whole package."""
-    return load_config(
-        str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder), plugins=["search"]
-    )
+    """Return the configuration of the site, which is built into a folder."""
+    return load_config(str(ROOT / "mkdocs.yml"), strict=True, site_dir=str(folder))
 
 
 def pages_of(nav: Any) -> list[str]:
@@ -48,7 +46,10 @@ def test_the_menu_has_every_page_once(tmp_path):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """Return the folder of the built site. A link or an anchor that leads nowhere ends the build."""
+    """Return the folder of the built site.
+
+    A link or an anchor that leads nowhere ends the build, and so does a module that is not there.
+    """
     folder = tmp_path_factory.mktemp("site")
     build(site(folder))
     return folder
