@@ -143,7 +143,8 @@ class Decoder(nnx.Module):
             return (hidden, attend_once.memory), None
 
         if remat != "none":
-            # A scan cannot merge the two computations of a layer.
+            # `prevent_cse` keeps XLA from merging the forward computation of a layer with its
+            # repetition in the backward pass. In a scan XLA cannot merge them anyway.
             run_layer = jax.checkpoint(run_layer, policy=_kept_values(remat), prevent_cse=not scan)
 
         carry = (self.embed(tokens), memory)

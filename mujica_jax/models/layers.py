@@ -444,7 +444,7 @@ class Block(nnx.Module):
     def product(
         self, rows: Float[Array, "rows inputs"], name: str, inputs: int = 1
     ) -> Float[Array, "rows outputs"]:
-        """Return rows @ kernel + adapter_scale * (rows @ a) @ b, without the sum if there is no LoRA.
+        """Return rows @ kernel, plus adapter_scale * (rows @ a) @ b if the kernel has an adapter.
 
         `name` is the name of the kernel. Its first `inputs` dimensions are contracted, and all
         others are outputs. Only this method and `_products` multiply with a kernel.
@@ -460,7 +460,7 @@ class Block(nnx.Module):
         if not self.adapter_scale:
             return rows @ matrix
 
-        # Adapters are float32.
+        # Adapters are kept in float32, and the sum of both products is float32 too.
         a = getattr(self, f"{name}_lora_a").get_value()
         b = getattr(self, f"{name}_lora_b").get_value()
         if rows.dtype == jnp.float32:

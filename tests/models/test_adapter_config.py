@@ -303,7 +303,7 @@ def test_a_field_with_a_wrong_value_is_one_sentence(plain, tmp_path, fields, mes
         (
             {"target_modules": ["q_proj"]},
             QUERY_AND_VALUE,
-            "v_proj.lora_A.weight and adapter_config.json does not name",
+            "v_proj.lora_A.weight and adapter_config.json does not select",
         ),
         (
             {"layers_to_transform": [0]},
@@ -342,7 +342,7 @@ def test_a_matrix_for_the_output_layer_is_refused_by_name(plain, tmp_path):
         folder / "adapter_model.safetensors",
     )
     assert (
-        "has a tensor base_model.model.lm_head.lora_A.weight and the model no such matrix"
+        "has a tensor base_model.model.lm_head.lora_A.weight, and no projection in the layers of this model"
         in refused(plain, folder)
     )
 
