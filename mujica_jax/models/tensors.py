@@ -115,7 +115,7 @@ class Tensors:
         # Refuse tensors that are not in the table, and weights that have no tensor.
         for name in sorted(self.files.keys() - expected.keys()):
             raise UserError(
-                f"{self.files[name][0]} has a tensor {name}, and its config.json does not expect "
+                f"{self.files[name][0]} has a tensor {name} and its config.json does not expect "
                 f"it: use {needed}, or correct config.json"
             )
         for name in sorted(expected.keys() - self.files.keys()):

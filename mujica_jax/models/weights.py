@@ -80,7 +80,7 @@ def open_checkpoint(
     tensors = Tensors(
         folder,
         _table(config),
-        needed=f"a checkpoint of one of {', '.join(FAMILIES)}, adapters merged",
+        needed=f"a checkpoint of one of {', '.join(FAMILIES)} with its adapters merged",
         ignored=IGNORED,
         tied=tied,
     )

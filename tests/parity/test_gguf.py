@@ -80,7 +80,8 @@ def test_a_file_is_converted_once_and_its_turns_end_where_it_says(tmp_path, cach
 
 def test_a_file_of_another_model_is_refused(tmp_path, cache):
     with pytest.raises(
-        UserError, match=r"architecture 'gpt2' and the decoder runs qwen2, qwen3, llama: choose"
+        UserError,
+        match=r"architecture 'gpt2', and this decoder supports qwen2, qwen3, llama: choose",
     ):
         checkpoint_folder(write_gguf(tmp_path / "other.gguf", architecture="gpt2"))
 
