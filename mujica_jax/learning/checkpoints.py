@@ -16,7 +16,7 @@ be read.
 A save stops the loop while the arrays are copied to host memory. (On CPU nothing is copied: a step
 does not reuse a buffer that is still being written to disk.) Only one save runs at a time. The next
 save, a restore, `finish` and the end of a `with` block wait for it, and raise its error if it
-failed. The methods save before and after calls of `learning.trainer.fit`.
+failed. The methods use this module around their calls of `learning.trainer.fit`.
 """
 
 import contextlib
@@ -230,7 +230,7 @@ class Checkpoints:
 def _flatten(state: Any) -> dict[str, Any]:
     """Return the leaves of a state by their paths.
 
-    The files of a checkpoint so depend only on these names, and not on the classes of the state.
+    So the files of a checkpoint depend only on these names, and not on the classes of the state.
     """
     leaves = jax.tree_util.tree_leaves_with_path(state)
     flat = {path_name(path): leaf for path, leaf in leaves}

@@ -160,8 +160,8 @@ def _target_scores(
     On a mesh, `shard_map` makes each device loop over the chunks of its own rows. The head is then
     gathered once, and its gradient is summed over devices once. Without `shard_map` the compiler
     would do both for every chunk. If the head is split over devices, each device gets only its part
-    of the summed gradient, which moves half as many bytes as the whole sum for each device. The
-    compiler still handles the mesh axis `tensor`.
+    of the summed gradient. This moves half as many bytes as giving the whole sum to every device.
+    The compiler still handles the mesh axis `tensor`.
     """
     mesh = jax.sharding.get_abstract_mesh()
     row_axes = tuple(axis for axis in RULES["batch"].mesh_axes if mesh.shape.get(axis, 1) > 1)

@@ -16,14 +16,14 @@ Newton-Schulz iterations orthogonalise the momentum. The factor gives the direct
 of Adam's direction, so both can use the same learning rate (arXiv 2502.16982, section 2.2).
 Embedding, head, norms, biases and LoRA adapters are still updated by Adam.
 
-Types: everything is computed in float32, for all types in which parameters and the first moment are
-stored. A parameter in bfloat16 has 8 significant bits. At MyGO's learning rate of 5e-7, an update
-is about a hundredth of the last of these bits, and rounding to the nearest value would drop every
-update. So updated bfloat16 parameters are rounded up or down at random, with the probability of
-rounding up that keeps the mean. The random key follows from the step, so a run can be repeated.
+Types: everything is computed in float32. Parameters and the first moment may be stored in bfloat16.
+A parameter in bfloat16 has 8 significant bits. At MyGO's learning rate of 5e-7, an update is about
+a hundredth of the last bit, and rounding to the nearest value would drop every update. So the
+updated parameter is rounded up or down at random, with the probabilities that keep its mean. The
+random key follows from the step, so a run can be repeated.
 
-The learning rate is not part of the optimiser. A `Schedule` is six numbers, which the compiled step
-has as arguments. So warm-up, all rounds of MyGO and the control run share one compiled step.
+The learning rate is not part of the optimiser. A `Schedule` has six numbers, which are arguments of
+the compiled step. So warm-up, all rounds of MyGO and the control run share one compiled step.
 `learning.trainer` calls this module.
 """
 
@@ -246,9 +246,10 @@ def _rounded(
 
 
 def decayed(params: Any) -> Any:
-    """Return, for each parameter, whether it has weight decay: not if it is a norm scale or a bias.
+    """Return True for each parameter with weight decay, and False for norm scales and biases.
 
-    Names decide, because norm scales that are stacked over layers have two dimensions, as matrices.
+    The names decide and not the dimensions: a norm scale that is stacked over layers has two
+    dimensions, like a matrix.
     """
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not path_name(path).endswith(("norm", "bias")), params

@@ -74,7 +74,7 @@ class Batch(NamedTuple):
 class PackedRows:
     """All rows that one call of `learning.trainer.fit` trains on, in host memory.
 
-    The arrays that `Batch` has too hold the same there.
+    The arrays have the same meaning as in `Batch`.
     """
 
     tokens: Int[np.ndarray, "rows time"]
@@ -87,10 +87,12 @@ class PackedRows:
 
     @property
     def num_rows(self) -> int:
+        """Number of rows."""
         return self.tokens.shape[0]
 
     @property
     def sequence_length(self) -> int:
+        """Length of a row in tokens, with padding."""
         return self.tokens.shape[1]
 
     @property
@@ -100,6 +102,7 @@ class PackedRows:
 
     @property
     def trained_tokens(self) -> int:
+        """Number of trained tokens in all rows."""
         return int(self.loss_mask.sum())
 
     def with_columns(self, **columns: Float[np.ndarray, "rows time"]) -> "PackedRows":
@@ -107,9 +110,9 @@ class PackedRows:
         return dataclasses.replace(self, columns={**self.columns, **columns})
 
     def with_empty_rows(self, num_rows: int) -> "PackedRows":
-        """Return the rows, followed by as much padding as makes them `num_rows` rows.
+        """Return the rows, with empty rows added at the end until there are `num_rows` rows.
 
-        If there are more rows already, nothing is added.
+        An empty row has only padding. If there are more rows already, nothing is added.
         """
         missing = max(0, num_rows - self.num_rows)
 
@@ -126,7 +129,7 @@ class PackedRows:
         )
 
     def batch(self, rows: Int[np.ndarray, "chosen"] | slice, columns: Sequence[str] = ()) -> Batch:
-        """Return the batch of these rows, by their numbers, with the named columns."""
+        """Return a batch with the rows of these numbers, and with the named columns."""
         missing = sorted(set(columns) - set(self.columns))
         assert not missing, (
             f"the loss needs the columns {missing}, and the rows have only "

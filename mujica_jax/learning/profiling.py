@@ -97,7 +97,7 @@ class ProfileWindow:
     def close(self) -> None:
         """Print a line at the end of a run if no phase trained the whole window."""
         if self._steps is not None:
-            where = "no phase" if self._phase is None else f"no phase {self._phase}"
+            where = "no phase" if self._phase is None else f"no phase named {self._phase}"
             self._say(
                 f"profile.steps {self._steps[0]} {self._steps[1]}: nothing was traced, because "
                 f"{where} of this run trained all of these steps"

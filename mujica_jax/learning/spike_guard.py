@@ -69,8 +69,8 @@ def detect_spike(
 ) -> tuple[Bool[Array, ""], Spikes]:
     """Return whether this update has to be skipped, and the statistics after it.
 
-    `deviations` is the number of standard deviations above the mean from which on an update is a
-    spike. `window` is the number of updates that the statistics look back on.
+    An update is a spike if its loss or its gradient norm is more than `deviations` standard
+    deviations above the mean. `window` is the number of updates that the statistics look back on.
     """
     values = jnp.stack([loss, grad_norm]).astype(jnp.float32)
     deviation = jnp.maximum(jnp.sqrt(spikes.variance), MIN_DEVIATION * spikes.mean)

@@ -36,8 +36,7 @@ from mujica_jax.runtime.chips import peak_flops_per_second
 from mujica_jax.runtime.compilation_cache import compile_counter
 from mujica_jax.runtime.host_memory import peak_bytes
 
-# Floating-point operations per weight and token, forward and backward, of a trained and of a frozen
-# weight.
+# Floating-point operations of the forward and the backward pass, per weight and token.
 TRAINED = 6.0
 FROZEN = 4.0
 

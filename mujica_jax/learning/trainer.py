@@ -1,8 +1,8 @@
 """The trainer: one compiled training step on packed rows, and the loop around it.
 
 `Trainer` holds the compiled functions of a model, a loss and a device mesh. `TrainState` holds the
-weights and the optimiser state. `fit` is the loop. The losses are in `learning.losses`. The methods
-call all three.
+weights and the optimiser state. `fit` is the loop. The methods use all three. The losses are in
+`learning.losses`.
 
 Each iteration of the loop does four things, in this order:
 
@@ -25,9 +25,9 @@ learning-rate schedule is an argument of it. Parameters, optimiser state and bat
 over the mesh (data, fsdp, tensor).
 
 Gradient accumulation: with `accumulation_steps` above 1, the rows of a batch go through the model
-in that many parts inside the step. Each part's gradient is divided by a count of the whole batch
-(`learning.losses.loss`). The gradients add up in float32 to the gradient of the batch. Activations
-need the memory of one part.
+in that many parts inside the step. The gradient of each part is already divided by a count of the
+whole batch (`learning.losses.loss`). The gradients add up in float32 to the gradient of the batch.
+Activations need the memory of one part.
 
 LoRA: with `lora_rank` above 0, the decoder gets adapters (`models.lora`). Only the adapters have
 gradients, moments and weight decay. The decoder's own weights stay the same, bit for bit.

@@ -1,6 +1,7 @@
 """Read and write LoRA adapters in the format of PEFT.
 
-The folder of an adapter has two files:
+An adapter corrects some of a model's kernels: it adds a product of two small matrices to each of
+them (`lora`). The folder of an adapter has two files:
 
     adapter_config.json         which modules the adapter corrects, and with what scale
                                 (`adapter_config`)

@@ -96,6 +96,7 @@ class Llama3RopeScaling:
 class DecoderConfig:
     """Everything that determines the shapes and the computation of a decoder."""
 
+    # Architecture, which decides the traits.
     family: Family
     # Rows of the embedding. Checkpoints may have more rows than the tokenizer has tokens.
     vocab_size: int
@@ -103,16 +104,19 @@ class DecoderConfig:
     hidden_size: int
     # Width of the MLP.
     intermediate_size: int
+    # Number of decoder layers.
     num_layers: int
-    # Query heads, and key and value heads.
+    # Number of query heads.
     num_heads: int
+    # Number of key and value heads. It divides the number of query heads.
     num_kv_heads: int
-    # Numbers of a head.
+    # Numbers per head, even.
     head_dim: int
-    # Base of the rotary frequencies, and the rule that scales them, if there is one.
+    # Base of the rotary frequencies.
     rope_theta: float
+    # Rule that scales the rotary frequencies to a longer context. None leaves them as they are.
     rope_scaling: Llama3RopeScaling | None
-    # Added to the mean square in RMS norms.
+    # Number that RMS norms add to the mean square.
     rms_norm_eps: float
     # Whether the output head is the embedding.
     tie_word_embeddings: bool
@@ -129,7 +133,7 @@ class DecoderConfig:
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads "
-                f"{self.num_kv_heads}: every key head must serve the same number of query heads"
+                f"{self.num_kv_heads}: choose two numbers of which the second divides the first"
             )
         if self.head_dim % 2:
             raise UserError(
@@ -139,6 +143,7 @@ class DecoderConfig:
 
     @property
     def traits(self) -> FamilyTraits:
+        """The properties of the family."""
         return FAMILIES[self.family]
 
     @property

@@ -14,9 +14,9 @@ Dimensions in shapes:
     time       positions of a sequence
     hidden     width of the residual stream, `hidden_size`
     heads      query heads; kv_heads are the key and value heads
-    head_dim   numbers of a head; half_head_dim is the number of rotated pairs
+    head_dim   numbers per head; half_head_dim is the number of rotated pairs
     mlp        width of the MLP, `intermediate_size`
-    vocab      vocabulary, with padding if the checkpoint has it
+    vocab      rows of the embedding, `vocab_size`
 """
 
 import dataclasses
@@ -52,7 +52,8 @@ class Weight:
     shape: tuple[int, ...]
     # The logical axis of each dimension (`sharding.RULES`).
     axes: tuple[str | None, ...]
-    # Name in a Hugging Face checkpoint. For a weight of a block it follows `model.layers.{index}.`.
+    # Name in a Hugging Face checkpoint. For a weight of a block, this is the part of the name after
+    # `model.layers.{index}.`.
     hugging_face: str
     # Distribution of a fresh value. The caller gives the standard deviation of "normal".
     initializer: Literal["normal", "ones", "zeros"] = "normal"

@@ -61,7 +61,7 @@ def make_mesh(data: int, fsdp: int, tensor: int, devices: Sequence[Any] | None =
     """Return a mesh of data x fsdp x tensor devices.
 
     `devices` are by default all devices of the job. A single process may have more devices than the
-    mesh needs. The mesh then has the first ones. Several processes must use all of their devices.
+    mesh needs, which then uses the first ones. Several processes must use all of their devices.
     Raises UserError if the numbers do not fit.
     """
     shape = (data, fsdp, tensor)

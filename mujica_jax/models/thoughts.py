@@ -10,8 +10,8 @@ thought is read: no tag, no stop string, no action. Three more rules:
 3. A thought without an end hides everything after its beginning.
 
 Engines look for stop strings while a text is still being generated. So they cannot follow rule 2,
-which needs the whole turn. For rule 1, `inference/requests.py` has a field that says whether the
-prompt leaves a thought open. It uses the same tags as this module.
+which needs the whole turn. For rule 1, `SamplingParams.thought_open` in `inference/requests.py`
+says whether the prompt leaves a thought open.
 """
 
 import re

@@ -408,7 +408,7 @@ class Tokenizer:
         )
 
     def _content(self, text: str) -> str:
-        """Return the content of a message as the chat template writes it."""
+        """Return the content of a message, stripped if the chat template strips contents."""
         return text.strip() if self._pieces.strips_contents else text
 
     def _encode(self, parts: Sequence[int | str]) -> list[int]:

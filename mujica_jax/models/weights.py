@@ -102,8 +102,9 @@ def save_checkpoint(
 ) -> None:
     """Write a directory that transformers can load, with tensors in `dtype`.
 
-    The files are written beside the target first. So the directory appears with all of its files,
-    or not at all. Raises UserError if the directory exists and is not empty.
+    The files are first written into a folder beside the target, which is then renamed. So the
+    directory appears with all of its files or not at all. Raises UserError if the directory exists
+    and is not empty.
 
     If the decoder is split over the devices of several processes, one process calls this function.
     All other processes must call `gather_checkpoint` at the same time.

@@ -119,8 +119,8 @@ def test_a_window_that_never_came_is_told_of_at_the_end(told):
     traced.train("warm-up", 30)
     traced.window.close()
     assert traced.messages == [
-        "profile.steps 20 25: nothing was traced, because no phase round 9 of this run trained "
-        "all of these steps"
+        "profile.steps 20 25: nothing was traced, because no phase named round 9 of this run "
+        "trained all of these steps"
     ]
 
 

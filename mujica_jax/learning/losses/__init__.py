@@ -3,7 +3,7 @@
     MLE    maximum likelihood: MyGO, EviPath, warm-up, and all other supervised training
     GRPO   clipped policy gradient, in which every conversation has the same weight
     DAPO   clipped policy gradient, in which every trained token has the same weight
-    DPO    direct preference optimisation on pairs of conversations
+    DPO    direct preference optimisation on pairs of conversations: DecEx-RAG
 
 All of them have the interface of `loss.Loss`, and the trainer treats them alike.
 """

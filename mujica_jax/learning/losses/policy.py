@@ -20,9 +20,9 @@ policy did not write, such as prompts and passages, enter no sum and no count.
 Sources:
 
 - A: Mujica-MyGO, section 3.2, and "Learning When to Search", section 5
-- KL_t: DeepSeekMath, equation 4
+- KL_t: DeepSeekMath (arXiv 2402.03300), equation 4
 - GRPO: DeepSeekMath, equation 3
-- DAPO: the paper on DAPO, equation 8. It has no KL term.
+- DAPO: DAPO (arXiv 2503.14476), equation 8, which has no KL term
 
 Differences from the papers:
 
@@ -117,6 +117,7 @@ class _Clipped(Loss):
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """The extra columns that the loss reads. The module's docstring explains them."""
         weights = ("importance_weights",) if self.importance_weighted else ()
         reference = ("reference_log_probs",) if self.kl_coefficient else ()
         return ("sampled_log_probs", "advantages", *weights, *reference)
@@ -128,6 +129,13 @@ class _Clipped(Loss):
 
         Tokens that are not trained get 0. A ratio that is exactly at a bound is not clipped, so it
         has a gradient.
+
+        The metrics are means over the trained tokens:
+
+        - `clipped_share`: 1 for a token whose ratio is clipped, else 0
+        - `mean_ratio`: ratio_t
+        - `advantage_log_ratio`: A log(ratio_t)
+        - `reference_kl`: KL_t, only with a KL term
         """
         trained = jnp.asarray(batch.loss_mask)
         advantages = jnp.asarray(batch.columns["advantages"])
@@ -171,6 +179,7 @@ class GRPO(_Clipped):
     """
 
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
+        """Return the numbers of trained tokens and of conversations that have any."""
         counts = super().counts(batch)
         counts["conversations"] = jnp.sum(_trained_tokens(batch) > 0, dtype=jnp.int32)
         return counts

@@ -47,6 +47,7 @@ class DPO(Loss):
         return ("pairs", "reference_log_probs")
 
     def counts(self, batch: Batch) -> dict[str, Int[Array, ""]]:
+        """Return the numbers of trained tokens and of pairs."""
         counts = super().counts(batch)
         counts["pairs"] = jnp.sum(_is_pair(_pairs(batch)), dtype=jnp.int32)
         return counts
