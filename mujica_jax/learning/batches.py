@@ -4,7 +4,7 @@
     batch(n) = the n-th `batch_size` rows of this order
 
 A shuffle is a permutation of all row numbers, drawn from (seed, epoch). So the batch of step n is a
-pure function of the seed and n, and any step can be reached without the steps before it. Grain's
+pure function of the seed and n. Any step can be reached without the steps before it. Grain's
 `shuffle().repeat().batch()` has another order. All published numbers were made with this one. Grain
 stores the number of the next step, with the methods that all its iterators have (`get_state`,
 `set_state`).

@@ -80,7 +80,7 @@ class Checkpoints:
         `keep` is the number of newest checkpoints that are not removed. `io_statistics` collects
         the seconds and bytes of every save and restore.
         """
-        assert keep >= 1, "keep at least one checkpoint"
+        assert keep >= 1, f"keep is {keep} and must be at least 1"
         path = run_path(directory)
         self.directory: RunPath = path.absolute() if isinstance(path, Path) else path
         self.io_statistics = IoStatistics() if io_statistics is None else io_statistics

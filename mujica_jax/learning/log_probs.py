@@ -11,9 +11,9 @@ An array of logits [rows, time, vocab] would be too large, so it is never made. 
    a time.
 3. A chunk without a position to score is skipped.
 
-So the cost of the head follows the number of trained tokens, which are a quarter to a third of an
-agent's conversation, and all shapes are static. If the head is trained, the backward pass computes
-the logits of each chunk again. If it is frozen, it does not.
+So the cost of the head follows the number of trained tokens, although all shapes are static. These
+are a quarter to a third of the tokens of an agent's conversation. If the head is trained, the
+backward pass computes the logits of each chunk again. If the head is frozen, it does not.
 
 The losses call this module, and so does `learning.trainer` for scoring.
 """
@@ -37,8 +37,8 @@ from mujica_jax.models.sharding import RULES
 
 # Largest number of layers that run in a Python loop and store their activations. On CPU a step is
 # then 12% faster than with `lax.scan`, which copies the weights and activations of every layer.
-# Deeper models use a scan and compute activations again in the backward pass, so that the size of
-# the program does not grow with depth, and memory grows less.
+# Deeper models use a scan and compute activations again in the backward pass. The size of the
+# program then does not grow with depth, and memory grows less.
 UNROLLED_LAYERS = 4
 
 
@@ -263,9 +263,9 @@ def _score_chunks(
     the gradients of the loss with respect to log p and to the log-normaliser logsumexp(z).
 
     The gradient is written out to save memory. With automatic differentiation, the conditional that
-    skips a chunk would return everything that its backward pass needs, and the loop would stack
-    this over all chunks, with a copy of the head for each chunk. At a vocabulary of 152,000 this
-    took a gigabyte for 512 tokens.
+    skips a chunk would return everything that its backward pass needs, the head included. The loop
+    would stack this over all chunks, with a copy of the head for each of them. At a vocabulary of
+    152,000 this took a gigabyte for 512 tokens.
 
     The forward pass stores d log p / d h. So the backward pass needs no product if the head is
     frozen. If the head is trained, it computes the logits again for the gradient of the table.

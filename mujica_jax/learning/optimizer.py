@@ -18,7 +18,7 @@ Embedding, head, norms, biases and LoRA adapters are still updated by Adam.
 
 Types: everything is computed in float32. Parameters and the first moment may be stored in bfloat16.
 A parameter in bfloat16 has 8 significant bits. At MyGO's learning rate of 5e-7, an update is about
-a hundredth of the last bit, and rounding to the nearest value would drop every update. So the
+a hundredth of the last bit. Rounding to the nearest value would drop every such update. So the
 updated parameter is rounded up or down at random, with the probabilities that keep its mean. The
 random key follows from the step, so a run can be repeated.
 
@@ -230,8 +230,8 @@ def _rounded(
     """Round float32 values to bfloat16 at random, or return them as they are for float32.
 
     A bfloat16 is the upper 16 bits of a float32. The function adds a random number to the lower 16
-    bits and cuts them off. The sum carries into the upper bits with a probability that equals the
-    part that is cut off, so the mean of the result is the value.
+    bits and cuts them off. The larger the part that is cut off, the more often the sum carries into
+    the upper bits. So the mean of the result is the value.
 
     `number` is the number of the parameter, so that each parameter has its own random key.
     """
@@ -259,6 +259,6 @@ def decayed(params: Any) -> Any:
 def path_name(path: jax.tree_util.KeyPath) -> str:
     """Return a tree path as text, such as `params/layers/query_kernel`.
 
-    Flax variables add `value` to the end of a path. The result leaves it out.
+    Flax variables add `value` to the end of a path. The function removes it.
     """
     return jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")

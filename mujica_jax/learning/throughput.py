@@ -44,8 +44,7 @@ FROZEN = 4.0
 class Throughput:
     """The speed of the steps of one phase.
 
-    Tokens and floating-point operations of a step are those of an average step over the rows of the
-    phase.
+    Every step counts as many tokens and floating-point operations as an average step of the phase.
     """
 
     def __init__(

@@ -10,9 +10,9 @@ Each iteration of the loop does four things, in this order:
 2. Read the batch of this step. It is a pure function of (seed, step). It comes from an iterator
    whose place is saved with the state (`learning.batches`).
 3. Dispatch the step to the devices, without waiting for its result.
-4. Read the metrics of the step before, while this step runs. If its loss or gradient norm is not
-   finite, or if too many updates in a row were skipped as spikes (`learning.spike_guard`), raise an
-   error, which ends the run.
+4. Read the metrics of the step before, while this step runs. Raise an error, which ends the run, if
+   its loss or gradient norm is not finite. Also raise one if too many updates in a row were skipped
+   as spikes (`learning.spike_guard`).
 
 `fit` reads the metrics of its last step before it returns, and reads no batch beyond that step. So
 the state that it returns has passed the checks of point 4 and may be saved. A run that is restored

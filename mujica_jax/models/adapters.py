@@ -253,7 +253,7 @@ def _check_names(names: set[str], decoder: Decoder, config: AdapterConfig) -> No
     if foreign:
         raise UserError(
             f"{folder} has a tensor {min(foreign)}, and no projection in the layers of this model "
-            "has this name: use the checkpoint that the adapter was trained on "
+            "has such a tensor: use the checkpoint that the adapter was trained on "
             f"({config.base_model}), or merge the adapter into it with PEFT (merge_and_unload)"
         )
     uncorrected = names - corrected_names

@@ -133,7 +133,7 @@ class DecoderConfig:
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads "
-                f"{self.num_kv_heads}: choose two numbers of which the second divides the first"
+                f"{self.num_kv_heads}: set num_heads to a multiple of num_kv_heads"
             )
         if self.head_dim % 2:
             raise UserError(
@@ -163,9 +163,8 @@ class DecoderConfig:
 def from_hugging_face(config: Mapping[str, Any]) -> DecoderConfig:
     """Return the configuration from the contents of a `config.json`.
 
-    The file may have the layout of transformers 4 or 5. Raises UserError for a family that is not
-    supported, for a missing or malformed field, and for a field that asks for a computation that
-    the decoder lacks.
+    The file may have the layout of transformers 4 or 5. Raises UserError for another family, for a
+    missing or malformed field, and for a field that asks for a computation that the decoder lacks.
     """
     _check_types(config)
     family: Any = config.get("model_type")

@@ -164,11 +164,12 @@ class Tensors:
         return values.astype(np.float32, copy=False).reshape(part_shape)
 
     def load(self, mesh: Mesh | None, dtype: DTypeLike = jnp.float32) -> dict[str, Any]:
-        """Return all weights in `dtype`, by their names in the module, those of layers stacked.
+        """Return all weights in `dtype`, by their names in the module.
 
-        With `mesh` each device gets its part of each weight. Without, the weights are on the
-        default device. Host memory holds one part of one weight at a time in `dtype`, and one layer
-        of this part in float32.
+        Weights of layers are stacked over the layers, and are under the key "layers". With `mesh`
+        each device gets its part of each weight. Without it the weights are on the default device.
+        Host memory holds one part of one weight at a time in `dtype`, and one layer of this part in
+        float32.
         """
         names: dict[str, list[str]] = {}
         for name, weight in self.table.names():

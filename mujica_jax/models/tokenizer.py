@@ -72,8 +72,8 @@ def neutralise(text: str) -> str:
 
 
 # GPT-2's rule for cutting text into words, with one addition: a number in brackets, such as [2], is
-# one word. To name a line, a small model then copies one token that occurs once in its context. The
-# tokens "[", "2" and "]" would look like those of every other line.
+# one word. To name a line, a small model then copies one token that occurs once in its context. As
+# three tokens, "[", "2" and "]", the numbers of all lines would look alike.
 WORDS = "|".join(
     (
         r"'s|'t|'re|'ve|'m|'ll|'d",
@@ -168,7 +168,7 @@ class Tokenizer:
 
         The ids include three special tokens and two tokens for each tag (<tag>, </tag>).
 
-        If there are enough ids for all words of `texts`, each of these words is one token, and any
+        If there are enough ids for all words of `texts`, each of these words is one token. Any
         other word is spelled in bytes. A word that a small model has to copy then shares no tokens
         with other words. If there are not enough ids, the tokenizer is a byte-level BPE.
 
@@ -205,14 +205,14 @@ class Tokenizer:
     def encode_plain(self, text: str) -> list[int]:
         """Return the token ids of untrusted text.
 
-        Protocol tags are neutralised, and no id is that of a special or added token.
+        Protocol tags are neutralised. The ids include no special or added token.
         """
         return self.encode_trusted(neutralise(text))
 
     def encode_trusted(self, text: str) -> list[int]:
         """Return the token ids of our own prose, such as a system prompt.
 
-        Tags stay as they are, as ordinary text, and no id is that of a special or added token.
+        Tags stay as they are, as ordinary text. The ids include no special or added token.
         """
         ids = self._plain.encode(text, add_special_tokens=False).ids
         assert self._added_ids.isdisjoint(ids), (
@@ -356,7 +356,7 @@ class Tokenizer:
     def opened_thought(self) -> str:
         """The end of the generation prompt that opens a thought.
 
-        It is empty if the template leaves it to the model to open a thought.
+        It is empty if the template opens no thought.
         """
         if not self._wrapped.chat_template:
             return ""

@@ -11,9 +11,10 @@ If the trainer's mesh spans several hosts, an array moves in two steps:
 2. The engine's devices are one of the groups. The engine makes its array from the parts that these
    devices now hold, without a copy.
 
-If the size of an engine does not divide the number of devices of a host, for example three of four,
-there are no such groups. The whole array then goes to every device first. `inference.engine` calls
-this module.
+There are no such groups if the size of an engine does not divide the number of devices of a host,
+for example three and four. The whole array then goes to every device first.
+
+`inference.engine` calls this module.
 """
 
 import math
@@ -99,7 +100,7 @@ def _mesh_of_all_groups(host_devices: list[list[Any]], target: Sharding) -> Mesh
 
 
 def _target_first(devices: list[Any], target_ids: list[int | None]) -> list[Any]:
-    """Return the devices of a host, with those of the engine first.
+    """Return the devices of a host, with the devices of its engine first.
 
     `target_ids` are the local ids of the engine's devices, in the order of its mesh. They are the
     same on every host. The devices with these ids come first, in this order.

@@ -38,8 +38,8 @@ Differences from the papers:
 Importance weights: the engine and the trainer round differently, so the engine samples from a
 policy that is not exactly the trainer's. With `importance_weighted`, p_sampled is what the trainer
 computes for the policy that sampled. The weight w_t then corrects for the engine in expectation,
-and its cap bounds the variance (truncated importance sampling; Yao et al., 2025, "Your efficient RL
-framework secretly brings you off-policy RL training"). The KL term is not weighted.
+and its cap bounds the variance. This is truncated importance sampling (Yao et al., 2025, "Your
+efficient RL framework secretly brings you off-policy RL training"). The KL term is not weighted.
 
 Columns, each with one number for each token:
 

@@ -3,18 +3,18 @@
     gain(y) = sum over trained t of y of (log p(x_t) - log p_reference(x_t))
     loss    = - mean over pairs of log sigmoid(beta (gain(chosen) - gain(rejected)))
 
-A pair has a chosen conversation, which is the better one, and a rejected one; y stands for either.
-The gain of a conversation is the amount by which training has raised its log-probability. The loss
-falls when the chosen conversation gains more than the rejected one. The reference is the policy
-before training. `Trainer.score` computes its log-probabilities once, before the first step.
+A pair has two conversations: the chosen one, which is better, and the rejected one. The gain of a
+conversation y is the amount by which training has raised its log-probability. The loss falls when
+the chosen conversation gains more than the rejected one. The reference is the policy before
+training. `Trainer.score` computes its log-probabilities once, before the first step.
 
 `packing.pack(..., pairs=True)` puts both conversations of a pair into one row. So a pair is never
 split between two parts of a batch or between two devices.
 
 Columns, each with one number for each token:
 
-- `pairs`: made by `packing.pack`. In the n-th pair of a row it is +n at the tokens of the chosen
-  conversation and -n at the tokens of the rejected one. 0 is padding.
+- `pairs`: made by `packing.pack`. In the n-th pair of a row, tokens of the chosen conversation have
+  +n and tokens of the rejected one have -n. Padding has 0.
 - `reference_log_probs`: log p_reference(x_t)
 
 DecEx-RAG trains with this loss and publishes no beta. Our default is 0.1.
