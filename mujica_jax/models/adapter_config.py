@@ -16,8 +16,8 @@ modules are corrected:
 `rank_pattern` and `alpha_pattern` give some modules another rank or alpha. Their keys are regular
 expressions for the end of a module's name, and the first key that matches counts.
 
-Every other field must have no effect on the result. Any other field that is set raises a UserError
-that names the field.
+All other fields must leave the result unchanged. A field that is set, and that this module does not
+know to be without effect, raises a UserError that names the field.
 """
 
 import dataclasses

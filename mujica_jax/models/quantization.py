@@ -4,8 +4,8 @@
     int8:          scale = max |kernel| / 127.5
     float8_e4m3fn: scale = max |kernel| / 448
 
-Each output channel has its own scale, in float32, and the maximum runs over the channel. The values
-take a quarter of the memory of float32, or half of the memory of bfloat16.
+Each output channel has its own scale, in float32, and the maximum runs over all inputs of the
+channel. The values take a quarter of the memory of float32, or half of the memory of bfloat16.
 
 Values of `engine.weights`:
 
