@@ -329,7 +329,7 @@ def test_the_run_resumes_over_the_same_rows_or_not_at_all(trainer, decoder):
     first = run(trainer, trainer.initial_state(decoder), 3)
     fewer = pack(random_conversations(20), sequence_length=TRAINER.sequence_length, seed=0)
     with pytest.raises(
-        UserError, match=rf"a place in {ROWS.num_rows} rows, .* this run has {fewer.num_rows} rows"
+        UserError, match=rf"made with {ROWS.num_rows} rows, .* this run has {fewer.num_rows} rows"
     ):
         trainer.batches(fewer, seed=3).set_state(first.input_state)
 
@@ -337,7 +337,9 @@ def test_the_run_resumes_over_the_same_rows_or_not_at_all(trainer, decoder):
 def test_batches_of_another_step_than_the_states_are_refused(trainer, decoder):
     first = run(trainer, trainer.initial_state(decoder), 3)
     batches = trainer.batches(ROWS, seed=3)
-    with pytest.raises(AssertionError, match=r"the batch of step 0 comes next .* has made 3 steps"):
+    with pytest.raises(
+        AssertionError, match=r"the next batch is that of step 0, and the state is at step 3"
+    ):
         fit(trainer, first.state, batches, schedule=SCHEDULE, steps=8)
 
 
