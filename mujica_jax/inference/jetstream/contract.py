@@ -58,7 +58,7 @@ class EngineCounters:
     """Counters that JetStream's interface does not have, counted since the engine was made."""
 
     prefilled_tokens: int  # prompt tokens computed, not found in memory
-    free_pages: int  # of KV memory, now
+    free_pages: int  # of KV cache, now
     evicted_pages: int
     compiled_programs: int
 

@@ -372,7 +372,7 @@ class JetStreamEngine(engine_api.Engine):
             needed_pages += self._pages.needed(request.capacity_tokens)
         if needed_pages > self._pages.available:
             raise NoRoomError(
-                f"prompt and limit need {pages_of_new_request} pages of KV memory, and of "
+                f"prompt and limit need {pages_of_new_request} pages of KV cache, and of "
                 f"{self._pages.count} only {self._pages.available} can be had"
             )
 

@@ -199,7 +199,7 @@ class CompletionsFormat:
             )
         if not 0 <= min(ids) <= max(ids) < self._tokenizer.vocab_size:
             raise ReplyError(
-                f"the endpoint's token ids {min(ids)}..{max(ids)} leave the vocabulary of "
+                f"the endpoint's token ids {min(ids)}..{max(ids)} are outside the vocabulary of "
                 f"{self._tokenizer.vocab_size}: give the tokenizer of the model that it serves"
             )
 

@@ -377,7 +377,7 @@ async def test_those_that_go_on_with_a_conversation_overtake_the_others():
     ("prompt", "wanted", "sentence"),
     [
         ([], params(3), "the prompt is empty"),
-        ([20], params(3), "leave the vocabulary of 20"),
+        ([20], params(3), "are outside the vocabulary of 20"),
         (
             [3] * 60,
             params(5),
@@ -403,7 +403,7 @@ async def test_a_request_larger_than_all_memory_fails_alone():
         *(generator.generate(*request) for request in (large, fits)), return_exceptions=True
     )
     assert isinstance(refused, EngineError)
-    assert "need 9 pages of KV memory" in str(refused)
+    assert "need 9 pages of KV cache" in str(refused)
     assert outcome(completion) == by_hand(engine, *fits)
 
 
