@@ -182,7 +182,7 @@ class QueuedGenerator(abc.ABC):
             raise RequestError(
                 f"{len(prompt)} prompt tokens and {params.max_new_tokens} new ones do not fit the "
                 f"engine's {self._positions} positions: shorten the prompt or raise "
-                "agent.max_trajectory_tokens (of serve: --max-tokens)"
+                "agent.max_trajectory_tokens (--max-tokens of serve)"
             )
 
     def _submit(self, sequence: SequenceState) -> asyncio.Future:

@@ -25,7 +25,7 @@ HOST_SHARE = 0.5
 # Values of engine.cache_dtype. Any other value means the compute type of the model.
 CACHE_DTYPES = {"bfloat16": jnp.bfloat16, "fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 # The setting to lower if conversations are longer than the model's context.
-CONTEXT_SETTING = "agent.max_trajectory_tokens (of serve: --max-tokens)"
+CONTEXT_SETTING = "agent.max_trajectory_tokens (--max-tokens of serve)"
 
 
 def make_engine(
