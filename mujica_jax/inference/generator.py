@@ -79,6 +79,7 @@ def check_temperatures(
 
 
 def _temperature_error(capabilities: Capabilities, engine: str, wish: str) -> str:
+    """Return the error message for a temperature that the engine does not support."""
     return (
         f"{engine} samples all requests at temperature {capabilities.temperature} and {wish}: use "
         f"{capabilities.temperature}, or an engine with sampling per request"

@@ -68,6 +68,7 @@ class BlockAllocator:
     """The block manager of one engine. It owns all `count` pages of `page_tokens` tokens each."""
 
     def __init__(self, count: int, page_tokens: int) -> None:
+        """Make `count` empty pages and an empty prefix cache."""
         assert count >= 1 and page_tokens >= 1, (
             f"{count} pages of {page_tokens} tokens: both numbers must be at least 1"
         )

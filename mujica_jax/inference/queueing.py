@@ -200,10 +200,12 @@ class QueuedGenerator(abc.ABC):
         return sequence.future
 
     def _expire(self, sequence: SequenceState) -> None:
+        """End a request whose deadline has passed. The next turn frees its slot."""
         if not sequence.future.done():
             self._fail(sequence, sequence.deadline_error())
 
     def _fail(self, sequence: SequenceState, error: RequestError) -> None:
+        """End a request with an error, and count it as refused."""
         self._counts["refused"] += 1
         sequence.future.set_exception(error)
 
@@ -247,5 +249,6 @@ class QueuedGenerator(abc.ABC):
             heapq.heapify(self._waiting)
 
     def _count_started(self, sequence: SequenceState) -> None:
+        """Count a request that was given a slot."""
         self._counts["requests"] += 1
         self._counts["prompt_tokens"] += len(sequence.prompt)

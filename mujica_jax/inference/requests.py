@@ -153,6 +153,7 @@ class StopMatcher:
     """Finds the first stop string in one completion while its tokens arrive."""
 
     def __init__(self, stops: Sequence[str], *, thought_open: bool = False) -> None:
+        """Search for `stops`. `thought_open` says whether the prompt ends inside a thought."""
         self._stops = [stop.encode() for stop in stops]
         # The matcher keeps the last bytes of the text, because a stop string or a thought tag may
         # start there and end in a later token.

@@ -109,10 +109,12 @@ class BatchedGenerator(QueuedGenerator):
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
+        """Token ids that end every completion."""
         return self._engine.stop_token_ids
 
     @property
     def statistics(self) -> GeneratorStatistics:
+        """The counters of this generator and its engine."""
         return GeneratorStatistics(
             **self._counts,
             seconds=self._seconds,
@@ -124,6 +126,7 @@ class BatchedGenerator(QueuedGenerator):
         )
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Check that a request can be served, and that all pages together are enough for it."""
         super()._check(prompt, params)
         needed = self._blocks.needed(len(prompt) + params.max_new_tokens)
         if needed > self._blocks.count:
@@ -134,6 +137,7 @@ class BatchedGenerator(QueuedGenerator):
             )
 
     def _turn(self) -> None:
+        """Run one turn of the scheduler: free, admit, prefill, then one decode call."""
         self._free_given_up()
         self._admit()
         self._prefill()
@@ -143,10 +147,12 @@ class BatchedGenerator(QueuedGenerator):
         self._decode()
 
     def _allocate_slots(self) -> None:
+        """Make an empty prefix cache and idle slots."""
         self._blocks = BlockAllocator(self._engine.num_pages, self._engine.page_tokens)
         self._state = SlotState.idle(self._engine.slots)
 
     def _free_given_up(self) -> None:
+        """Free the slots of requests that were cancelled or whose deadline passed."""
         for slot, sequence in list(self._running.items()):
             if not sequence.future.done():
                 continue

@@ -210,6 +210,7 @@ class Engine(abc.ABC):
                 self._scales = calibrate_scales(self._graph, self._weights)
 
     def _over_mesh(self) -> Any:
+        """Return a context in which programs run on the engine's mesh, if there is one."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @abc.abstractmethod

@@ -195,6 +195,11 @@ class ContiguousEngine(Engine):
         self.min_call_tokens = self._tiles_per_call[0] * self.tile_tokens
 
     def _load_weights(self, weights: nnx.State) -> None:
+        """Load the weights, with one array per layer.
+
+        A scan over stacked layers would copy all weights in every decode step (`decoder.unstacked`).
+        Matrices for which the product kernel is faster are stored as [outputs, inputs].
+        """
         super()._load_weights(weights)
         with self._over_mesh():
             output_major = []
@@ -260,6 +265,7 @@ class ContiguousEngine(Engine):
             self._page_version[target] += 1
 
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
+        """Load the cached tokens of each request into its row, and compute the rest in tiles."""
         self._clock += 1
         self._load(rows)
 
@@ -278,6 +284,7 @@ class ContiguousEngine(Engine):
             self._slot_caches[row.slot].tokens = row.start + len(row.tokens)
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
+        """Generate up to `decode_steps` tokens for every running slot, see `Engine.decode`."""
         slots = np.flatnonzero(state.remaining)
         slot_caches = [self._slot_caches[slot] for slot in slots]
 
@@ -326,6 +333,7 @@ class ContiguousEngine(Engine):
         return state, decoded
 
     def flush(self, rows: Sequence[FlushRow]) -> None:
+        """Copy computed tokens from the rows of slots to their pages."""
         moves = []
         for flushed in rows:
             slot_cache = self._slot_caches[flushed.slot]
@@ -362,6 +370,7 @@ class ContiguousEngine(Engine):
 
     @property
     def _num_rows(self) -> int:
+        """The current number of rows."""
         return len(self._slot_of_row)
 
     def _row_count_for(self, requests: int) -> int:
@@ -431,6 +440,7 @@ class ContiguousEngine(Engine):
         return slot_cache.pages[:page_count] == self._page_versions(request.pages[:page_count])
 
     def _page_versions(self, pages: Sequence[int]) -> list[PageVersion]:
+        """Return the pages with the current versions of their contents."""
         return [(page, int(self._page_version[page])) for page in pages]
 
     def _prefill_tiles(self, tiles: Sequence[_Tile], tile_count: int) -> None:
@@ -639,6 +649,7 @@ class ContiguousEngine(Engine):
         return longest[1]
 
     def _prefix_lengths(self) -> np.ndarray:
+        """Return the length of each shared prefix in tokens, [prefixes]. Unused ones have 0."""
         lengths = [0 if prefix is None else prefix.tokens for prefix in self._prefixes]
         padding = [0] * (self._memory.prefixes.shape[0] - len(lengths))
         return np.asarray(lengths + padding, np.int32)

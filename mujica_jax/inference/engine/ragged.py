@@ -163,6 +163,7 @@ class RaggedEngine(Engine):
             self._pages = _copy(self._pages, sources, targets, num_pages=self.num_pages)
 
     def prefill(self, rows: Sequence[PrefillRow]) -> None:
+        """Compute the tokens of all rows in one call, and write them into the pages."""
         for row in rows:
             self._tables[row.slot, : len(row.pages)] = row.pages
         rows = [row for row in rows if len(row.tokens)]
@@ -210,6 +211,7 @@ class RaggedEngine(Engine):
             )
 
     def decode(self, state: SlotState) -> tuple[SlotState, Decoded]:
+        """Generate up to `decode_steps` tokens for every running slot, see `Engine.decode`."""
         filtered = base.filtered(state)
         self._programs.add(("decode", filtered))
         call = DecodeCall(state, self._tables, self._stops)
@@ -234,6 +236,7 @@ class RaggedEngine(Engine):
             self._pages = _clear(self._pages, pages, num_pages=self.num_pages)
 
     def _empty_pages(self) -> Array:
+        """Allocate the pages of all layers, filled with zeros."""
         sharding = None
         if self.mesh is not None:
             sharding = NamedSharding(self.mesh, PAGES_SPEC)

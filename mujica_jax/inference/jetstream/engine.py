@@ -291,23 +291,28 @@ class JetStreamEngine(engine_api.Engine):
         )
 
     def get_tokenizer(self) -> Any:
+        """Return no parameters, because `build_tokenizer` needs none."""
         return messages.TokenizerParameters()
 
     def build_tokenizer(self, metadata: Any) -> "JetStreamTokenizer":
+        """Return the tokenizer for JetStream's orchestrator."""
         stop_token_ids = self._engine.stop_token_ids
         if self._sampling is not None:
             stop_token_ids = stop_token_ids | set(self._sampling.stop_token_ids)
         return JetStreamTokenizer(self._tokenizer, stop_token_ids)
 
     def get_prefix_destination_sharding(self) -> jax.sharding.NamedSharding:
+        """Return the sharding of a prefix: one copy on the first device."""
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
 
     @property
     def max_concurrent_decodes(self) -> int:
+        """The number of slots."""
         return self._engine.slots
 
     @property
     def samples_per_slot(self) -> int:
+        """Each slot generates one completion."""
         return 1
 
     @property
@@ -326,9 +331,11 @@ class JetStreamEngine(engine_api.Engine):
 
     @property
     def colocated_cpus(self) -> None:
+        """No CPUs for JetStream to use."""
         return None
 
     def _check_weights(self, params: Any) -> None:
+        """Check that `params` are the engine's current weights. Raises ValueError otherwise."""
         if params is not self._weights:
             raise ValueError(
                 "params are not the weights of this engine: pass what load_params gave"
@@ -372,6 +379,7 @@ class JetStreamEngine(engine_api.Engine):
     def _new_request(
         self, prompt: Int[np.ndarray, " tokens"], sampling: SamplingParams | None
     ) -> _Running:
+        """Return a request for a prompt, with its own sampling settings or those of the engine."""
         if sampling is None:
             if self._sampling is None:
                 raise ValueError(
@@ -558,6 +566,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         self._stop_token_ids = stop_token_ids
 
     def encode(self, s: str, **kwargs: Any) -> tuple[np.ndarray | jax.Array, int]:
+        """Return (token ids with padding, number of tokens) of a text."""
         if self._wrapped is None:
             logger.warning(
                 "a text is answered with no token: the engine has no tokenizer, send token ids"
@@ -568,6 +577,7 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
         return token_utils.pad_tokens(np.asarray(ids, np.int32), self.bos_id, self.pad_id, **kwargs)
 
     def decode(self, token_ids: Sequence[int], **kwargs: Any) -> str:
+        """Return the text of the token ids."""
         if self._wrapped is None:
             return ""
         piece = b"".join(self._wrapped.token_bytes(id) for id in token_ids)
@@ -578,18 +588,22 @@ class JetStreamTokenizer(tokenizer_api.Tokenizer):
 
     @property
     def stop_tokens(self) -> set[int]:
+        """Token ids that end a completion."""
         return set(self._stop_token_ids)
 
     @property
     def pad_id(self) -> int:
+        """Token id of padding."""
         return 0
 
     @property
     def eos_id(self) -> int:
+        """One of the stop tokens, or NO_TOKEN if there is none."""
         return min(self._stop_token_ids, default=NO_TOKEN)
 
     @property
     def bos_id(self) -> int:
+        """The mark that `prefill` removes, in place of a begin-of-sequence token."""
         return NO_TOKEN
 
 

@@ -78,10 +78,12 @@ class JetStreamGenerator(QueuedGenerator):
 
     @property
     def capabilities(self) -> Capabilities:
+        """What the engine can do."""
         return getattr(self._engine, "capabilities", PLAIN_CAPABILITIES)
 
     @property
     def stop_token_ids(self) -> frozenset[int]:
+        """Token ids that end every completion."""
         return self._stop_token_ids
 
     @property
@@ -148,6 +150,7 @@ class JetStreamGenerator(QueuedGenerator):
             release()
 
     def _check(self, prompt: Sequence[int], params: SamplingParams) -> None:
+        """Check that the engine can serve a request. Raises RequestError otherwise."""
         super()._check(prompt, params)
         check_sampling(self.capabilities, params, self._name)
         if len(prompt) > self._engine.max_prefill_length:
@@ -157,6 +160,7 @@ class JetStreamGenerator(QueuedGenerator):
             )
 
     def _turn(self) -> None:
+        """Run one turn: free slots, fill free slots, then call the engine's `generate` once."""
         start_time = time.monotonic()
         self._free_given_up()
         self._admit()
@@ -164,6 +168,7 @@ class JetStreamGenerator(QueuedGenerator):
         self._seconds += time.monotonic() - start_time
 
     def _free_given_up(self) -> None:
+        """Free the slots of requests that were cancelled or whose deadline passed."""
         for slot, sequence in list(self._running.items()):
             if sequence.future.done():
                 self._free_slot(slot)

@@ -164,6 +164,7 @@ class _Orchestrator(jetstream_pb2_grpc.OrchestratorServicer):
 
     @property
     def statistics(self) -> GeneratorStatistics:
+        """The generator's statistics. `refused` includes requests that this server rejected."""
         statistics = self._generator.statistics
         return dataclasses.replace(statistics, refused=statistics.refused + self._refused)
 
@@ -342,6 +343,7 @@ class _LoopThread(threading.Thread):
         self._loop.close()
 
     async def _cancel_all(self) -> None:
+        """Cancel all other tasks of this loop, and wait for them to end."""
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -349,6 +351,7 @@ class _LoopThread(threading.Thread):
 
 
 def _response(token_ids: Sequence[int], text: str) -> Any:
+    """Return one message of an answer, with these tokens and this text."""
     sample = messages.DecodeResponse.StreamContent.Sample(text=text, token_ids=token_ids)
     return messages.DecodeResponse(
         stream_content=messages.DecodeResponse.StreamContent(samples=[sample])

@@ -226,6 +226,7 @@ class CompletionsFormat:
             )
 
     def _stop_token_ids(self, params: SamplingParams) -> set[int]:
+        """Return the stop tokens of the request and of the tokenizer."""
         return {*params.stop_token_ids, *self._tokenizer.stop_token_ids}
 
     def _ending(

@@ -233,6 +233,7 @@ class RemoteGenerator:
     def _completion(
         self, reply: Reply, prompt: Sequence[int], params: SamplingParams
     ) -> Completion:
+        """Count the tokens of a reply, and return it as a Completion."""
         prompt_tokens, generated_tokens = reply.usage or (len(prompt), len(reply.token_ids))
         self._counts["prompt_tokens"] += prompt_tokens
         self._counts["generated_tokens"] += generated_tokens

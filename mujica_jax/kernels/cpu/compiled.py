@@ -344,6 +344,7 @@ def _exp(x):
 
 
 def _emit_load(builder, address, kind: Any = VECTOR):
+    """Emit a load of a vector, or of another type, from an address."""
     loaded = builder.load(builder.inttoptr(address, kind.as_pointer()))
     loaded.align = 4
     return loaded
@@ -357,6 +358,7 @@ def _emit_multiply_add(builder, left, right, total):
 
 
 def _emit_vector_sum(builder, vector):
+    """Emit the sum of the floats of a vector."""
     sum_type = ir.FunctionType(FLOAT32, [FLOAT32, VECTOR])
     name = f"llvm.vector.reduce.fadd.v{LANES}f32"
     add_up = cgutils.get_or_insert_function(builder.module, sum_type, name)
@@ -502,18 +504,21 @@ def _data_and_dimensions(buffer, rank):
 
 @compiled()
 def _float_matrix(buffer):
+    """Return a buffer of rank 2 as an array of float32."""
     data, dimensions = _data_and_dimensions(buffer, 2)
     return carray(data, (dimensions[0], dimensions[1]), np.float32)
 
 
 @compiled()
 def _integer_matrix(buffer):
+    """Return a buffer of rank 2 as an array of int32."""
     data, dimensions = _data_and_dimensions(buffer, 2)
     return carray(data, (dimensions[0], dimensions[1]), np.int32)
 
 
 @compiled()
 def _float_array_of_rank_4(buffer):
+    """Return a buffer of rank 4 as an array of float32."""
     data, dimensions = _data_and_dimensions(buffer, 4)
     shape = (dimensions[0], dimensions[1], dimensions[2], dimensions[3])
     return carray(data, shape, np.float32)
@@ -1166,24 +1171,28 @@ def _packed_gradient_part(frame_address, bounds_address, segments, part):
 
 
 def paged_attention(frame_address):
+    """Compute `kernels.PagedAttention`."""
     if not _is_question_for_version(frame_address):
         _compute_paged_attention(frame_address)
     return 0
 
 
 def products(frame_address):
+    """Compute `kernels.Product`."""
     if not _is_question_for_version(frame_address):
         _compute_products(frame_address)
     return 0
 
 
 def packed_attention(frame_address):
+    """Compute `kernels.PackedAttention`."""
     if not _is_question_for_version(frame_address):
         _run_segments(PACKED_ATTENTION, frame_address)
     return 0
 
 
 def packed_attention_gradient(frame_address):
+    """Compute the gradient of `kernels.PackedAttention`."""
     if not _is_question_for_version(frame_address):
         _run_segments(PACKED_GRADIENT, frame_address)
     return 0
