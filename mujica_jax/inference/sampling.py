@@ -177,7 +177,8 @@ def _cumulative(values: Float[Array, "batch items"]) -> Float[Array, "batch item
     """Return the cumulative sums of each row.
 
     For short rows, the product with a triangular matrix is faster on CPU than XLA's cumulative sum.
-    The cost of the product grows with the square of the row length, so long rows use the latter.
+    Its cost grows with the square of the row length, so rows with more than 512 items use XLA's
+    cumulative sum.
     """
     items = values.shape[-1]
     if items > 512:

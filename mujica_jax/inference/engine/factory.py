@@ -40,8 +40,9 @@ def make_engine(
 
     Requests may have up to `positions` tokens, prompt and completion together. The engine runs on
     `engine.tensor_parallel_size` devices. `engine.cache_gigabytes` is the size of the KV cache in
-    GB (10^9 bytes). 0 means enough pages for all slots at full length, or as much free memory as
-    there is. Then `reserved_bytes` of each device stay free for later allocations of the program.
+    GB (10^9 bytes). 0 means enough pages for all slots at full length, or as many as fit into the
+    free memory. In that case, `reserved_bytes` of each device stay free for later allocations of
+    the program.
 
     Raises UserError if the model does not fit the context length, the devices or the memory.
     """

@@ -2,7 +2,7 @@
 
 There are three: attention over a KV cache (decoding), products of few rows (decoding), and
 attention over packed rows (training). `calls.py` turns them into JAX functions.
-docs/lab/experiments.md has their speed.
+docs/lab/experiments.md reports their speed.
 
 **Paged attention.** XLA computes a separate matrix product for the few queries of each request, and
 packing its operands takes longer than multiplying. Here a thread takes a group of requests and one
@@ -82,10 +82,11 @@ BLOCK_TOKENS = 48
 
 # LLVM may only fuse a multiplication with an addition ("contract"). Other fast-math flags would be
 # wrong here. With "nnan", NaN could turn into an ordinary number. With "reassoc", LLVM may sum in
-# any order, and it chooses another order if an inner function is compiled alone than if it is
-# inlined. A process that compiles may run either version, but a process that reads numba's cache
-# runs only the inlined one. Then the first run on a machine would round differently from later
-# runs. So sums that should use vectors are written with explicit lanes.
+# any order. The order would differ between an inner function that is compiled alone and the same
+# function inlined into its caller. A process that compiles may run either version, but a process
+# that reads numba's cache runs only the inlined one. So the first run on a machine would round
+# differently from later runs. Therefore sums that should use vectors are written with explicit
+# lanes.
 FAST_MATH = {"contract"}
 
 # Constants of `_exp`: log2(e), ln(2) in two parts, and the Taylor coefficients of x^2 to x^6.
