@@ -240,7 +240,7 @@ def test_the_deadline_covers_the_waiting(clock):
         await asyncio.sleep(0)  # it has begun to wait
         clock.turn(0.3)
         with pytest.raises(
-            DeadlineError, match=r"deadline of 0\.2 s \(it waited for a place all the time\)"
+            DeadlineError, match=r"deadline of 0\.2 s \(no connection became free in this time\)"
         ):
             await waiting
         slow.cancel()
