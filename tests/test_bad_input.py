@@ -524,7 +524,9 @@ def test_a_tokenizer_of_another_model_is_refused(refused, checkpoint, tmp_path):
     larger.save(checkpoint)
     message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint))
     embedded = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    assert f"ids up to {larger.vocab_size - 1} and the model embeds {embedded}" in message
+    assert (
+        f"ids up to {larger.vocab_size - 1}, but the model embeds only {embedded} tokens" in message
+    )
     assert not (tmp_path / "run").exists()
 
 
