@@ -265,9 +265,7 @@ def test_a_kind_without_a_score_has_none_in_the_table():
 
 
 def test_an_evaluation_in_which_every_search_failed_has_no_score():
-    with pytest.raises(
-        UserError, match="a search failed in all 4 episodes that were played for an evaluation"
-    ):
+    with pytest.raises(UserError, match="a search failed in all 4 episodes of an evaluation"):
         summarise(ASKED, evaluated(*[FAILED] * 4), "two_wiki")
 
 

@@ -275,7 +275,7 @@ def test_a_part_of_an_evaluation_that_is_damaged_is_played_again(damage, caplog,
     (tmp_path / "greedy.parquet").write_bytes(damage)
     assert _read_or_play(parts, "greedy.parquet", lambda: played) == played
     assert "greedy.parquet" in caplog.text
-    assert "it is played again" in caplog.text
+    assert "these episodes are played again" in caplog.text
     assert [
         trajectory.answer for trajectory in _read_or_play(parts, "greedy.parquet", lambda: [])
     ] == ["Ghent"], "and kept"

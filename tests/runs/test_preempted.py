@@ -129,7 +129,7 @@ def test_eval_that_is_asked_to_end_writes_no_result(undisturbed, tmp_path):
     )
     try:
         assert evaluating.stdout is not None
-        assert evaluating.stdout.readline().startswith("policy 2 from ")
+        assert evaluating.stdout.readline().startswith("evaluating policy 2 from ")
         evaluating.send_signal(signal.SIGTERM)
         _, messages = evaluating.communicate(timeout=SECONDS)
     finally:
