@@ -417,7 +417,7 @@ def test_rows_too_short_or_limits_too_small_for_any_demonstration_are_said():
         warmup.warm_up(warming_up(task={"demonstrations": 3}, trainer={"sequence_length": 32}))
     with pytest.raises(
         UserError,
-        match=r"none of 3 scripted .* raise agent.max_turn_tokens 9 or the limit of turns",
+        match=r"none of 3 scripted .* raise agent.max_turn_tokens .now 9. or the agent's limit of turns",
     ):
         warmup.warm_up(warming_up(task={"demonstrations": 3}, agent={"max_turn_tokens": 9}))
 
