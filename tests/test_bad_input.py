@@ -412,12 +412,12 @@ def warming_up(**changes) -> Any:
 def test_rows_too_short_or_limits_too_small_for_any_demonstration_are_said():
     with pytest.raises(
         UserError,
-        match=r"of the 3 .* trainer.sequence_length 32, the shortest has \d+ tokens: raise",
+        match=r"of the 3 .* trainer.sequence_length 32; the shortest has \d+ tokens: raise",
     ):
         warmup.warm_up(warming_up(task={"demonstrations": 3}, trainer={"sequence_length": 32}))
     with pytest.raises(
         UserError,
-        match=r"none of 3 scripted .* raise agent.max_turn_tokens .now 9. or the agent's limit of turns",
+        match=r"none of 3 scripted .* raise agent.max_turn_tokens \(now 9\) or the agent's limit",
     ):
         warmup.warm_up(warming_up(task={"demonstrations": 3}, agent={"max_turn_tokens": 9}))
 

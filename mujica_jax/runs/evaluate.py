@@ -248,7 +248,7 @@ def _print_other_settings(
         return
     differences = policy.trained_otherwise(config.agent)
     if differences:
-        progress.line(f"the {role} was trained under other settings: {'; '.join(differences)}")
+        progress.line(f"the {role} was trained with other settings: {'; '.join(differences)}")
 
 
 def _write_comparison(

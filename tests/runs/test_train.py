@@ -260,7 +260,7 @@ def test_a_policy_is_scored_on_tasks_that_it_was_not_trained_on(undisturbed, tmp
     output = finished(
         [*EVAL, "musique_v5e", *of_run, "--task.data-dir", str(passages), "--task.index", "None"]
     )
-    assert "trained under other settings" not in output
+    assert "trained with other settings" not in output
     graph_flags = ["--task.data-dir", str(graphs), "--task.index", str(tmp_path / "graph")]
     finished([*EVAL, "qald10_v5e", *of_run, *graph_flags])
     for task, question, answer in (
