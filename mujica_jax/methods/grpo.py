@@ -4,9 +4,9 @@ All attempts at one question are a group. A group teaches something if its rewar
 has five steps:
 
 1. Sample: play `group_size` attempts at each question of a batch with the current policy.
-2. Refill (only with `dynamic_sampling`): drop the groups whose rewards are all equal, and sample the
-   next questions in their place. Stop when the batch is full, or when `max_sampled_batches` batches
-   of questions were sampled.
+2. Refill (only with `dynamic_sampling`): drop the groups whose rewards are all equal, and sample
+   the next questions in their place. Stop when the batch is full, or when `max_sampled_batches`
+   batches of questions were sampled.
 3. Compare: compute the advantage of each attempt from its reward and the rewards of its group
    (`losses.policy.group_advantages`).
 4. Score: compute log-probabilities of the sampled tokens before the policy learns. The trainer's

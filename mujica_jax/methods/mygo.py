@@ -11,8 +11,9 @@ K' is the threshold of the round before. r_mean is the mean reward of the round'
 r_sup is the best possible reward. `trajectories.select` explains how we read the printed formula.
 
 The policy tries a question until m trajectories are kept (`keep_per_question`) or `max_attempts`
-attempts are used up. A kept trajectory becomes several training rows: one for the planner's
-conversation and one for the conversation of each of its workers.
+attempts are used up. In the agent Mujica a planner asks sub-questions, and a worker answers each of
+them from search results. A kept trajectory therefore becomes several training rows: one for the
+planner's conversation, and one for the conversation of each worker.
 
 `schedule` decides which policy samples a round:
 
@@ -110,7 +111,7 @@ def _run_rounds(
     """Run MyGO's rounds and return the result of each.
 
     `warm_state` is the training state after the warm-up. `rewarded` holds the conversations of the
-    warm-up's demonstrations that earn the best reward; they are replayed in all rounds.
+    warm-up's demonstrations that earn the best reward. Every round may replay some of them.
 
     A round has four steps: sample, select, learn and commit. Each step stores its result in the run
     directory. After a restart this function is called again, and each step reads the result that is

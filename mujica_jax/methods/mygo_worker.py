@@ -28,8 +28,8 @@ from mujica_jax.storage.leases import Leases
 from mujica_jax.trajectories.select import mean_first_attempt_reward
 from mujica_jax.trajectories.store import DONE, SUMMARY, shard_name
 
-# How long a worker waits if there is nothing to do. Each wait is twice as long as the one before, up
-# to the maximum.
+# How long a worker waits if there is nothing to do, in seconds. Each wait is twice as long as the
+# one before, up to the maximum.
 POLL_SECONDS = 1.0
 MAX_POLL_SECONDS = 8.0
 # How many units of one listing a worker tries to claim. After these the listing is out of date.

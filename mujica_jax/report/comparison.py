@@ -20,9 +20,9 @@ from mujica_jax.records import Question
 from mujica_jax.report.text import text_table
 from mujica_jax.runtime.extras import import_extra
 
-# The scores of each question (0 to 1), by the question's id. The names of the scores are the keys of
-# SCORE_LABELS. The sampled ones are missing if the evaluation was greedy only. A score is None if a
-# search failed.
+# The scores of each question (0 to 1), by the question's id. The names of the scores are the keys
+# of SCORE_LABELS. The sampled ones are missing if the evaluation was greedy only. A score is None
+# if a search failed.
 QuestionScores = Mapping[str, Mapping[str, float | None]]
 SCORE_LABELS = {
     "em": "EM",

@@ -217,7 +217,8 @@ class WandbLog:
         """Add one line of metrics.
 
         `line` is the line of `metrics.jsonl`, and `scalars` are its numbers. `number` is the number
-        of lines before it, including those of earlier starts. It must rise: wandb drops other lines.
+        of lines before it, including those of earlier starts. It must rise, because wandb drops
+        other lines.
         """
         phase = line["phase"]
         if phase not in self._phases:

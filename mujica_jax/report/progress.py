@@ -115,7 +115,7 @@ class Progress:
         self.line(f"{stage.name}: {', '.join([stage.counts(), *stage.figures_now()])}")
 
     def _close(self, stage: "Stage", manner: str) -> None:
-        """Remove a stage from the display and print its closing line, which begins with `manner`."""
+        """Remove a stage from the display, and print its closing line after the words `manner`."""
         self._open.remove(stage)
         self.line(f"{stage.name}: {manner}{stage.summary()}")
 

@@ -1,4 +1,4 @@
-"""Format the results of a run: tables of scores, `summary.json`, and a solved question as a tree."""
+"""Format the results of a run: tables of scores, `summary.json`, and trees of questions."""
 
 import dataclasses
 import itertools

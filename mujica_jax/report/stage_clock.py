@@ -56,7 +56,7 @@ class StageClock:
         return self._total[name]
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each stage since the last call. Stages without time are left out."""
+        """Return the seconds of each stage since the last call, without stages that took none."""
         self._mark()
         seconds_by_stage = {}
         for name, total in self._total.items():

@@ -523,7 +523,7 @@ def _further(
 
 
 def _support(gold: Sequence[GoldPassage], searches: Sequence[Search]) -> dict[str, float]:
-    """Return how well the searches of a trajectory found and selected the gold passages (0 to 1)."""
+    """Return how well the searches found and selected the gold passages, as scores of 0 to 1."""
     gold_names = {str(number) for number in range(len(gold))}
     shown: set[str] = set()
     selected: set[str] = set()

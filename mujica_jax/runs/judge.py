@@ -295,7 +295,7 @@ class Judge:
         return reply
 
     async def _reply(self, text: str) -> str:
-        """Ask the model, and return its reply as text. Raises NoVerdictError if the request fails."""
+        """Ask the model, and return its reply. Raises NoVerdictError if the request fails."""
         params = SamplingParams(max_new_tokens=MAX_TOKENS, temperature=0.0, seed=0)
         prompt = self._tokenizer.open_conversation(self._instruction, text)
         try:

@@ -47,8 +47,8 @@ CACHE = "keys and values"
 RETRIEVAL = "embedder and index"
 STEP = "step"
 CALLS = "engine calls"
-# The bytes of the temporary arrays of the engine's programs on each chip, without weights and cache.
-# tests/models/test_tpu_compile.py checks that the programs do not need more.
+# The bytes on each chip of the temporary arrays of the engine's programs, without weights and
+# cache. tests/models/test_tpu_compile.py checks that the programs do not need more.
 ENGINE_TEMPORARIES = 600_000_000
 # What to change if a part needs too much memory.
 REMEDIES = {

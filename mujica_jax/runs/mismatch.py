@@ -98,10 +98,11 @@ def compared(
 def differences(
     conversations: Sequence[Conversation], rows: PackedRows, scores: np.ndarray
 ) -> dict[str, float | int]:
-    """Return statistics of the differences between the engine's and the trainer's log-probabilities.
+    """Return statistics of the differences between engine and trainer.
 
-    The engine's are stored in the conversations. `scores`, of shape [rows, time], holds the
-    trainer's for each token of `rows`. The result is empty if there are no sampled tokens.
+    The engine's log-probabilities are stored in the conversations. `scores`, of shape [rows, time],
+    holds the trainer's log-probability of each token in `rows`. The result is empty if there are no
+    sampled tokens.
     """
     engine_log_probs = []
     trainer_log_probs = []

@@ -266,8 +266,8 @@ def test_with_equal_rewards_alone_sampling_stops_at_its_bound_and_nothing_is_lea
     assert run.learnt == []
     assert run.phases[0][1] is start, "the very state that it began with"
     assert [
-        f"round {n}: no update, because all attempts at a question earned the same reward, at each of 4"
-        in run.messages[n - 1]
+        f"round {n}: no update, because all attempts at a question earned the same reward, "
+        "at each of 4 questions" in run.messages[n - 1]
         for n in (1, 2)
     ] == [True, True]
     assert (
@@ -366,8 +366,8 @@ def test_attempts_whose_search_failed_are_no_members_of_their_group(tmp_path, ki
     assert figures["mean_reward"] == pytest.approx(4 / 6 if refilled else 2 / 3)
     assert figures["trajectories"] == (9 if refilled else 6)
     assert (
-        f"round 1: a search or the judge failed in 3 of {figures['trajectories']} attempts, which are "
-        "left out;" in run.messages[0]
+        f"round 1: a search or the judge failed in 3 of {figures['trajectories']} attempts, "
+        "which are left out;" in run.messages[0]
     )
     assert "1 of" in run.messages[0]
     assert "groups have fewer than two attempts left and are dropped" in run.messages[0]

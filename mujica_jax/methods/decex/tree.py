@@ -19,10 +19,10 @@ One layer of the tree consists of two decisions:
   reward of the final answers below it.
 
 **Preference pairs.** Scored siblings become preference pairs (`methods/decex/pairs.py`). The paper
-generates all branches of a decision before it prunes. With `score_both_branches` we do the same: both
-branches of every decision are scored, so that pairs can also prefer memory to search, or stopping
-to going on. This does not change which branches are expanded. Queries are then scored even if
-memory was good enough, and sub-questions even if the vote ends the tree.
+generates all branches of a decision before it prunes. With `score_both_branches` we do the same:
+both branches of every decision are scored, so that pairs can also prefer memory to search, or
+stopping to going on. This does not change which branches are expanded. Queries are then scored even
+if memory was good enough, and sub-questions even if the vote ends the tree.
 
 If no sample took one of the two termination decisions, k samples of it are forced: each keeps the
 thought of an earlier sample and takes the other decision. Forced samples are scored for pairs and
@@ -238,7 +238,7 @@ class Growth:
         return next_nodes
 
     async def _add_leaves(self, answers: Group) -> None:
-        """Make leaves of these final answers. In a full tree they also score all nodes above them."""
+        """Add these final answers as leaves. In a full tree they also score all nodes above."""
         self._leaves += [await self._reward(await node.chain.finish()) for node in answers]
         if self._config.expansion == "full":
             for node in answers:
@@ -428,7 +428,7 @@ class Growth:
         self._counts["rollouts_for_pairs"] += count if for_pairs else 0
 
     async def _episodes(self, node: Node) -> list[Trajectory]:
-        """Play n episodes from a node. Episodes in which a search failed are left out and counted."""
+        """Play n episodes from a node. Leave out and count those in which a search failed."""
 
         async def play(number: int) -> Node:
             return await self._execute(node, f"rollout{number}", lambda fork: fork.finish())

@@ -53,7 +53,10 @@ class Author:
     generator: PolicyGenerator | None = None
 
     def begin_shard(self) -> None:
-        """Clear the teacher's cache, so that a shard depends only on its attempts and the teacher."""
+        """Clear the teacher's cache.
+
+        A shard then depends only on its attempts and on the teacher.
+        """
         if self.generator is not None:
             self.generator.reset_cache()
 

@@ -10,11 +10,11 @@ triples and sentences. Here they are triples and whole passages. The similarity 
 of its most similar sentence, with the title in front. The chosen pieces must be among the materials
 that the worker reads.
 
-**Check that an answer is faithful.** At least half of the words that the answer adds to the question
-must be in the evidence. Function words do not count. This check is ours.
+**Check that an answer is faithful.** At least half of the words that the answer adds to the
+sub-question must be in the evidence. Function words do not count. This check is ours.
 
-**Check that a sub-question can be asked.** A sub-question must make sense to a reader who knows only
-the question and the observations so far. A teacher that knows the answer may use it too early: it
+**Check that a sub-question can be asked.** A sub-question must make sense to a reader who knows
+only the question and the observations so far. A teacher that knows the answer may use it too early: it
 names the answer, or the entity between two hops, before any observation does. Such turns would
 teach guessing, so they are refused. Placeholders and pronouns are refused too (the paper's table 10
 forbids them). This is how we read "a complete sub-question that can be executed independently"
@@ -118,7 +118,7 @@ def place_in(materials: Sequence[Material], piece: Piece) -> int | None:
 
 
 def is_faithful(answer: str, query: str, evidence: Sequence[str]) -> bool:
-    """Return whether the evidence contains enough of the words that the answer adds to the query."""
+    """Return whether the evidence contains enough of the words that the answer adds to a query."""
     added_words = words(answer) - words(query) - FUNCTION_WORDS
     stated_words = added_words & words(" ".join(evidence))
     return len(stated_words) >= FAITHFUL_SHARE * len(added_words)

@@ -94,7 +94,7 @@ class _Selection:
 
 
 def evipath(run: Run) -> list[PhaseResult]:
-    """Run the warm-up, the synthesis and the learning, and the control run if `eval.control` is set.
+    """Run the warm-up, the synthesis, the learning and, with `eval.control`, the control run.
 
     Return one result for each phase.
     """

@@ -249,7 +249,10 @@ class _Writer:
         return text
 
     async def _open_planner(self, state: PlannerState, params: SamplingParams) -> Dialogue:
-        """Ask for a plan if the mode has one, and open the planner's conversation with the teacher."""
+        """Open the planner's conversation with the teacher.
+
+        If the mode has a plan, ask for it first.
+        """
         opening = self._contract.planner_opening(self._question.text, state.candidates)
         if self._mode == "deductive":
             return self._lesson.open(PLANNER, self._prompt(PLANNER), opening)
@@ -358,7 +361,7 @@ class _Writer:
                 raise RefusedReplyError("leak")
 
     def _known_texts(self, state: PlannerState) -> list[str]:
-        """Return what the planner has read: the question, the candidates and the workers' answers."""
+        """Return what the planner has read: question, candidates and the workers' answers."""
         labels = [entity.label for entity in state.candidates]
         sentences = [search.sentence for search in state.searches]
         return [self._question.text, *labels, *sentences]
@@ -490,7 +493,7 @@ class _Writer:
         return text
 
     def _failed_turn(self, state: PlannerState | WorkerState, reason: str) -> str:
-        """Return a turn for a failure: one that ends the episode, or a worker that finds nothing."""
+        """Return the turn after a failure. The planner's ends the episode, a worker's finds nothing."""
         if isinstance(state, WorkerState):
             return self._contract.write_worker(reason, [], protocol.NOTHING_FOUND)
         return f"<think> {reason} </think>"

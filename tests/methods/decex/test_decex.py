@@ -934,8 +934,8 @@ def test_trees_that_spend_their_budget_before_a_chain_are_told_of(config, played
         of_others,
     )
     assert re.match(
-        r"[1-6] of 6 trees have no chain; [1-6] trees reached the limit of method\.budget_tokens 1, "
-        r"and the parts that they grew",
+        r"[1-6] of 6 trees have no chain; [1-6] trees reached the limit of "
+        r"method\.budget_tokens 1, and the parts that they grew",
         message,
     )
 
