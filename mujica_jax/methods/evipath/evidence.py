@@ -14,8 +14,8 @@ that the worker reads.
 sub-question must be in the evidence. Function words do not count. This check is ours.
 
 **Check that a sub-question can be asked.** A sub-question must make sense to a reader who knows
-only the question and the observations so far. A teacher that knows the answer may use it too early: it
-names the answer, or the entity between two hops, before any observation does. Such turns would
+only the question and the observations so far. A teacher that knows the answer may use it too early:
+it names the answer, or the entity between two hops, before any observation does. Such turns would
 teach guessing, so they are refused. Placeholders and pronouns are refused too (the paper's table 10
 forbids them). This is how we read "a complete sub-question that can be executed independently"
 (section 4.1.2).

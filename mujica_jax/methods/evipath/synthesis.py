@@ -493,7 +493,10 @@ class _Writer:
         return text
 
     def _failed_turn(self, state: PlannerState | WorkerState, reason: str) -> str:
-        """Return the turn after a failure. The planner's ends the episode, a worker's finds nothing."""
+        """Return the turn to write after a failure.
+
+        A planner's turn then ends the episode, and a worker's turn finds nothing.
+        """
         if isinstance(state, WorkerState):
             return self._contract.write_worker(reason, [], protocol.NOTHING_FOUND)
         return f"<think> {reason} </think>"
