@@ -94,7 +94,7 @@ class Sampler:
         Raises PreemptedError if the worker was asked to stop. Its current unit is then free for
         other workers.
         """
-        with self._run.progress.stage("sampling for others", unit="units", live=dict) as stage:
+        with self._run.progress.stage("sampling for the trainer", unit="units", live=dict) as stage:
             wait_seconds = POLL_SECONDS
             while not self._run.store.exists(SUMMARY):
                 start_time = time.monotonic()
