@@ -229,7 +229,7 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--trainer.attention cudnn": "trainer.attention cudnn runs on gpu and this is cpu: use auto",
     "--trainer.lora-rank -1": "trainer.lora_rank is -1 and must be at least 0",
     "--trainer.lora-alpha 0": "trainer.lora_alpha is 0.0 and must be above 0",
-    "--trainer.lora-rank 4": "trainer.lora_rank is 4 and init is None",
+    "--trainer.lora-rank 4": "trainer.lora_rank is 4, but no checkpoint is given",
     "--trainer.data-parallel-size 3": (
         "trainer.batch_size 4 cannot be split over data x fsdp = 3 devices"
     ),
@@ -336,7 +336,7 @@ def test_a_task_without_data_or_without_held_out_questions_is_refused(refused, t
         json.dumps([{"title": "Taxi!", "text": "A film by Roy Del Ruth."}])
     )
     flags = ["--task.environment", "text", "--task.augmented-copies", "0"]
-    assert "1 training and 0 dev questions and needs both" in refused(
+    assert "1 training questions and 0 dev questions, and training needs both" in refused(
         train, TWO_WIKI, "--run", "run", *flags
     )
     assert written(tmp_path) == ["data"]
@@ -413,12 +413,12 @@ def warming_up(**changes) -> Any:
 def test_rows_too_short_or_limits_too_small_for_any_demonstration_are_said():
     with pytest.raises(
         UserError,
-        match=r"of the 3 .* trainer.sequence_length 32, the shortest has \d+ tokens: raise",
+        match=r"of the 3 .* trainer.sequence_length 32; the shortest has \d+ tokens: raise",
     ):
         warmup.warm_up(warming_up(task={"demonstrations": 3}, trainer={"sequence_length": 32}))
     with pytest.raises(
         UserError,
-        match=r"none of 3 scripted .* raise agent.max_turn_tokens 9 or the limit of turns",
+        match=r"none of 3 scripted .* raise agent.max_turn_tokens \(now 9\) or the agent's limit",
     ):
         warmup.warm_up(warming_up(task={"demonstrations": 3}, agent={"max_turn_tokens": 9}))
 
@@ -452,7 +452,7 @@ def test_a_configuration_for_a_model_from_scratch_takes_no_checkpoint(
     refused, checkpoint, tmp_path
 ):
     message = refused(train, SMOKE, "--run", "run", "--init", str(checkpoint))
-    assert "pre-trains for 20 steps: its learning rates are for a model from scratch" in message
+    assert "pre-trains for 20 steps, and its learning rates are for a model from scratch" in message
     assert "configs/two_wiki_text_smollm2.py" in message
     assert not (tmp_path / "run").exists()
 
@@ -460,7 +460,7 @@ def test_a_configuration_for_a_model_from_scratch_takes_no_checkpoint(
 def test_worked_examples_need_a_checkpoint_and_room(refused, checkpoint, tmp_path):
     few_shot = ("--warmup.source", "few_shot")
     message = refused(train, SMOKE, "--run", "run", *PRETRAINED, *few_shot)
-    assert "warmup.source is few_shot and init is None" in message
+    assert "warmup.source is few_shot, but no checkpoint is given" in message
     started = ("--run", "run", *PRETRAINED, *few_shot, "--init", str(checkpoint))
     message = refused(train, SMOKE, *started)
     assert (
@@ -525,7 +525,9 @@ def test_a_tokenizer_of_another_model_is_refused(refused, checkpoint, tmp_path):
     larger.save(checkpoint)
     message = refused(train, SMOKE, "--run", "run", *PRETRAINED, "--init", str(checkpoint))
     embedded = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-    assert f"ids up to {larger.vocab_size - 1} and the model embeds {embedded}" in message
+    assert (
+        f"ids up to {larger.vocab_size - 1}, but the model embeds only {embedded} tokens" in message
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -660,7 +662,7 @@ def test_eval_of_an_adapter_names_what_it_needs(refused, checkpoint, tmp_path):
     assert "alone has no config.json of the run" in message
     assert "mujica_jax.eval tiny_world --init" in message
     open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
-    assert "run is a run, whose policies" in refused(
+    assert "run is a run, and the policies of a run already include their adapters" in refused(
         evaluation, SMOKE, "--checkpoint", "run", "--adapter", "alone"
     )
 
@@ -757,6 +759,6 @@ def test_a_type_that_the_platform_does_not_compute_with_is_refused(
     start.check_dtypes(plain)
     with pytest.raises(
         UserError,
-        match=rf"{named} and cpu does not compute with it \(no .* here\): choose another one",
+        match=rf"{named}, but cpu cannot compute with it \(no .* here\): choose another type",
     ):
         start.check_dtypes(config)

@@ -99,13 +99,13 @@ def test_an_earlier_result_is_of_the_same_questions(tmp_path):
         comparison.read_scores(result)
     file = tmp_path / "nq-text-dev.predictions.jsonl"
     file.write_text('{"id": "0"}\n')
-    with pytest.raises(UserError, match=r"holds no predictions of mujica_jax\.eval"):
+    with pytest.raises(UserError, match=r"does not hold predictions of mujica_jax\.eval"):
         comparison.read_scores(result)
     file.write_bytes(FIRST)
     earlier = comparison.read_scores(result)
     questions = [dataclasses.replace(QUESTION, id=number) for number in "0123"]
     comparison.check_same_questions(result, earlier, questions[:3])
-    with pytest.raises(UserError, match="has 3 questions and 4 are asked, 3 of them the same"):
+    with pytest.raises(UserError, match="has 3 questions and this evaluation has 4; 3 are in both"):
         comparison.check_same_questions(result, earlier, questions)
 
 

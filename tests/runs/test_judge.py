@@ -249,9 +249,7 @@ def test_of_two_processes_the_first_verdict_stays(tmp_path):
 def test_a_damaged_verdict_of_a_run_is_one_sentence(damage, tmp_path):
     (tmp_path / "verdicts" / "ab").mkdir(parents=True)
     (tmp_path / "verdicts" / "ab" / "ab12.json").write_text(damage)
-    with pytest.raises(
-        StoreError, match=r"ab12.json holds no verdict: remove it, and it is asked again"
-    ):
+    with pytest.raises(StoreError, match=r"ab12.json does not hold a verdict: remove this file"):
         RunVerdicts(Store(tmp_path)).read("ab12")
 
 
@@ -298,7 +296,7 @@ def test_an_answer_without_a_verdict_is_left_out_and_a_judge_that_is_gone_ends_t
         assert [trajectory.reward for trajectory in two] == [0.0, 0.0]
         sentence = (
             r"the judge judge gave no verdict 3 times in a row, and faults\.max_in_a_row is 2; "
-            r"the last time: .*400"
+            r"the last error: .*400"
         )
         with pytest.raises(JudgeLostError, match=sentence):
             earned(

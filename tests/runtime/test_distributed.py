@@ -338,7 +338,7 @@ def test_a_run_directory_that_hosts_do_not_share_is_one_sentence(monkeypatch, tm
     monkeypatch.setattr(distributed, "host", lambda: "b")
     assert start._open_shared(tmp_path / "a", {}).root == tmp_path / "a"
     with pytest.raises(
-        UserError, match=r"process 1 on b sees no run in .*, which process 0 has begun"
+        UserError, match=r"process 1 on b finds no run in .*, although process 0 has started one"
     ):
         start._open_shared(tmp_path / "b", {})
     assert not (tmp_path / "b" / "config.json").exists()

@@ -930,10 +930,12 @@ def test_trees_that_spend_their_budget_before_a_chain_are_told_of(config, played
         if "have no chain" in event
     )
     assert re.match(
-        r"0 of 6 trees have no chain, [1-6] trees spent method\.budget_tokens", of_others
+        r"0 of 6 trees have no chain; [1-6] trees reached the limit of method\.budget_tokens",
+        of_others,
     )
     assert re.match(
-        r"[1-6] of 6 trees have no chain, [1-6] trees spent method\.budget_tokens 1; what they made",
+        r"[1-6] of 6 trees have no chain; [1-6] trees reached the limit of "
+        r"method\.budget_tokens 1, and the parts that they grew",
         message,
     )
 
@@ -945,8 +947,8 @@ def test_trees_without_a_reward_are_answered_in_a_sentence(config, played, monke
     with pytest.raises(UserError) as refused:
         played(config)
     assert str(refused.value) == (
-        "the best chain of 6 trees earns 0.00 and method.min_reward is 0.5: raise method.branches "
-        "3 or warmup.steps 0, start from a stronger model, or lower method.min_reward"
+        "the best chain of 6 trees earns 0.00, but method.min_reward is 0.5: raise method.branches "
+        "(now 3) or warmup.steps (now 0), start from a stronger model, or lower method.min_reward"
     )
 
 
@@ -980,7 +982,7 @@ def test_a_second_model_writes_the_trees_of_a_run(config, played, monkeypatch):
 
 def test_a_run_says_what_its_pairs_prefer_and_how_many_chains_are_leaves(config, played):
     events = played(config)
-    (line,) = (event for event in events if "the best chain is a leaf in" in event)
+    (line,) = (event for event in events if "the best chain ends at a leaf in" in event)
     figures = ast.literal_eval(next(event for event in events if "pairs_stop_over_go_on" in event))
     names = ("stop over go on", "go on over stop", "memory over search", "search over memory")
     counts = {name: int(line.partition(f"{name} ")[2].partition(",")[0]) for name in names}
@@ -1014,7 +1016,7 @@ def test_a_run_whose_retriever_is_gone_ends_with_a_sentence(config, played, monk
 
     monkeypatch.setattr(Dice, "generate", searches)
     with pytest.raises(
-        UserError, match=r"searches failed, each in 3 tries, and none of 4 trees came to an end"
+        UserError, match=r"searches failed, each in 3 tries, and none of 4 trees could be finished"
     ):
         played(config)
 

@@ -745,8 +745,9 @@ def test_a_teacher_of_nothing_usable_is_one_sentence_and_what_was_made_is_kept(t
     with pytest.raises(UserError) as refused:
         evipath._synthesize(run, None, little_author, questions)  # pyright: ignore[reportArgumentType]
     assert str(refused.value) == (
-        "nothing that the teacher policy wrote for 1 questions can be used (no_plan 1); what was "
-        "made is kept: ask another teacher, or begin another run with more than method.max_tries 3"
+        "nothing that the teacher policy wrote for 1 questions can be used (no_plan 1). Finished "
+        "shards are kept. Use another teacher, or start a new run with a larger method.max_tries "
+        "(now 3)"
     )
     assert (tmp_path / "rounds" / "0001" / "shard-00000.parquet").exists()
 
@@ -819,8 +820,8 @@ def test_where_questions_bring_no_paragraphs_a_line_says_what_is_read(tmp_path):
     run.task = types.SimpleNamespace(environment_kind="text", rule="two_wiki")
     evipath._print_lacking_paragraphs(run, three_questions())
     assert messages == [
-        "evipath: 3 of 3 questions bring no paragraphs of their own; their workers read what "
-        "searches find, with the gold passages among it"
+        "evipath: 3 of 3 questions have no paragraphs of their own; their workers read search "
+        "results, with the gold passages added"
     ]
     run.config.method = dataclasses.replace(METHOD, distractors="retrieved")
     evipath._print_lacking_paragraphs(run, three_questions())
