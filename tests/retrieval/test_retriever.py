@@ -252,7 +252,9 @@ async def test_a_full_line_is_refused(index):
     waiting += [asyncio.ensure_future(retriever.search(query, 1)) for query in ("bb", "ccc")]
     # They wait now.
     await asyncio.sleep(0)
-    with pytest.raises(RetrieverOverloadedError, match="2 searches wait, of at most 2"):
+    with pytest.raises(
+        RetrieverOverloadedError, match="2 searches are waiting, and the limit is 2"
+    ):
         await retriever.search("dddd", 1)
     index.hold.set()
     await asyncio.gather(*waiting)
