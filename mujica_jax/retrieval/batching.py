@@ -35,14 +35,10 @@ class Batcher(Generic[Result]):
     ) -> None:
         """Collect queries for `answer(queries, k)`, which returns one result for each query.
 
-        Args:
-            answer: Coroutine function that answers one batch.
-            counted: Where shared queries are counted.
-            max_queries: The largest number of queries in a batch.
-            concurrency: How many batches may run at the same time.
-            max_waiting: How many queries may wait for a batch. More are refused.
-            deadline_seconds: The longest time from the arrival of a query to its answer.
-            late: Error message for a query that misses the deadline.
+        A batch has at most `max_queries` queries, and at most `concurrency` batches run at the same
+        time. At most `max_waiting` queries wait for a batch; further ones are refused. A query that
+        is not answered within `deadline_seconds` fails with the message `late`. Shared queries are
+        counted in `counted`.
         """
         self._answer = answer
         self._counted = counted

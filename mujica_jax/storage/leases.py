@@ -56,12 +56,9 @@ class Leases:
     ) -> None:
         """Open the leases of a directory.
 
-        Args:
-            directory: The run directory.
-            seconds: How long a lease lasts without a renewal.
-            clock: Returns the time in seconds since 1970.
-            process: Number (pid) of the holder on this host. The default is this process.
-            revision: Git revision of the program, if it is known.
+        A lease lasts for `seconds` without a renewal. `clock` returns the time in seconds since
+        1970. `process` is the number (pid) of the holder on this host; the default is this process.
+        `revision` is the git revision of the program, if it is known.
         """
         self.seconds = seconds
         self._directory = directory
