@@ -128,7 +128,7 @@ def test_a_query_that_is_no_text_fails_alone(index, tmp_path):
     assert third == [PASSAGES[2]]
     assert index.batches == [["a", "bb"]]
     assert isinstance(second, RetrieverRefusedError)
-    assert r"'\ud800' is no text" in str(second)
+    assert r"'\ud800' cannot be written as UTF-8" in str(second)
     assert retriever.statistics.queries == 3
     assert retriever.statistics.failed == 1
     assert asyncio.run(together(retriever, "a", k=1)) == [[PASSAGES[1]]]

@@ -117,8 +117,8 @@ def test_an_exact_index_that_does_not_fit_on_the_devices_names_index_serve(built
     assert indexes.open_index(built).search(QUERIES, 1)
     monkeypatch.setattr(exact, "free_device_bytes", lambda: 4095)
     sentence = (
-        r"dense of kind exact takes 0\.0 GB on each of 1 devices and 0\.0 are free: let `python -m "
-        r"mujica_jax\.index serve` search it on a machine that holds it"
+        r"dense of kind exact needs 0\.0 GB on each of 1 devices, but 0\.0 GB are free: run "
+        r"`python -m mujica_jax\.index serve` on a machine with more memory"
     )
     with pytest.raises(UserError, match=sentence):
         indexes.open_index(built)
