@@ -78,7 +78,9 @@ MISTAKES = {
     "query --index DIR/dense he\udcffllo": r"'he\udcffllo' cannot be written as UTF-8",
     f"{RECALL} DIR/half.jsonl --k 2": r"DIR/half.jsonl, line 1: 'half \ud800' cannot be written as UTF-8",
     f"{RECALL} DIR/goldless.jsonl": "DIR/goldless.jsonl, line 1: a question needs `question` and a list of gold titles",
-    f"{RECALL} DIR/questions.jsonl --index DIR/dense --k 2 13": "k is 13, but the index holds 12 passages: give 1 to 12",
+    f"{RECALL} DIR/questions.jsonl --index DIR/dense --k 2 13": (
+        "k is 13, but the index holds 12 passages: give 1 to 12"
+    ),
     "query --index DIR/dense --k 13 who?": "k is 13, but the index holds 12 passages",
     "build --kind exact --corpus DIR/corpus.jsonl --out OUT --tokenizer default": "--tokenizer is default and an index",
     "query --index DIR/file who?": "there is no index DIR/file",
