@@ -260,7 +260,7 @@ def test_a_mended_file_goes_into_the_same_directory(tmp_path):
     with pytest.raises(UserError, match="line 1: no triple"):
         build(tmp_path / "index", spec(tmp_path / "a.nt"), Silent())
     write_dump(tmp_path / "a.nt")
-    with pytest.raises(UserError, match="was begun with corpus"):
+    with pytest.raises(UserError, match="was started with corpus"):
         build(tmp_path / "index", spec(tmp_path / "a.nt"), Silent())
 
 
@@ -311,7 +311,7 @@ def test_the_same_build_again_finds_the_index_there_and_another_is_refused(copy,
     _, was_there = build(copy, spec(dump), Silent())
     assert was_there
     with pytest.raises(
-        UserError, match=r"was begun with languages .*'en', 'mul'.* and this build has \['de'\]"
+        UserError, match=r"was started with languages .*'en', 'mul'.*, but this build has \['de'\]"
     ):
         build(copy, spec(dump, languages=("de",)), Silent())
 

@@ -163,7 +163,7 @@ def test_a_kind_that_size_does_not_choose_is_not_continued(root, tmp_path, capsy
     ]
     assert index.main(bm25) == 0
     assert index.main(words(root, tmp_path / "index")) == 2
-    assert "was begun with kind 'bm25' and this build has 'auto'" in capsys.readouterr().err
+    assert "was started with kind 'bm25', but this build has 'auto'" in capsys.readouterr().err
 
 
 def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, capsys, monkeypatch):
