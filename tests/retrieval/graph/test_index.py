@@ -198,7 +198,7 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size)
         (
             "a.nt",
             b'<http://a> <http://b> "\xff" .\n',
-            r"a\.nt, line 1: no triple in N-Triples \(Invalid UTF-8",
+            r"a\.nt, line 1: not a triple in N-Triples \(Invalid UTF-8",
         ),
         ("a.nt", b'<http://a> <http://b> "x\n', r"a\.nt, line 1: no triple"),
         ("a.nt", b'<http://a> <http://b> "x"@', r"a\.nt, line 1: no triple"),
@@ -206,7 +206,11 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size)
         ("a.nt", b"<http://a> <http://b> <http://c", r"a\.nt, line 1: no triple"),
         ("a.tsv", b"a\tb\n", r"a\.tsv, line 1: the header is 'a, b'"),
         ("a.tsv", HEADER.encode() + b"A\tb\t\xff\t\t\n", r"a\.tsv, line 2: it is not UTF-8 text"),
-        ("a.tsv", HEADER.encode() + b"A\tb\n", r"a\.tsv, line 2: 2 columns where 5 belong"),
+        (
+            "a.tsv",
+            HEADER.encode() + b"A\tb\n",
+            r"a\.tsv, line 2: the line has 2 columns instead of 5",
+        ),
         (
             "a.tsv",
             HEADER.encode() + b"A\t\tB\t\t\n",
@@ -218,7 +222,7 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size)
             r"a\.nt\.gz cannot be read after line 0 .*cut off or damaged",
         ),
         ("a.nt.bz2", b"no bz2", r"a\.nt\.bz2 cannot be read"),
-        ("a.json", b"{}", r"a\.json is no file of triples: expected triples as \.tsv or \.nt"),
+        ("a.json", b"{}", r"a\.json is not a file of triples: expected triples as \.tsv or \.nt"),
     ],
 )
 def test_a_bad_file_is_one_sentence(tmp_path, name, content, message):
@@ -232,9 +236,9 @@ def test_a_bad_file_is_one_sentence(tmp_path, name, content, message):
 def test_other_refusals(tmp_path, built):
     with pytest.raises(UserError, match=r"nowhere\.nt cannot be read"):
         build(tmp_path / "index", spec(tmp_path / "nowhere.nt"), Silent())
-    with pytest.raises(UserError, match="'P' is no property: write it as P57"):
+    with pytest.raises(UserError, match="'P' is not a property: give one such as P57"):
         GraphSpec(files=(), properties=("P",))
-    with pytest.raises(UserError, match="'en_US' is no language tag"):
+    with pytest.raises(UserError, match="'en_US' is not a language tag"):
         GraphSpec(files=(), languages=("en", "en_US"))
     with pytest.raises(UserError, match="no language is given"):
         GraphSpec(files=(), languages=())
@@ -251,7 +255,7 @@ def test_other_refusals(tmp_path, built):
     (tmp_path / "corpus.json").write_text('[{"title": "a", "text": "b"}]')
     words = indexes.IndexSpec(kind="bm25", corpus=(str(tmp_path / "corpus.json"),))
     indexes.build(tmp_path / "words", words, Silent())
-    with pytest.raises(UserError, match="is of kind bm25 and no graph"):
+    with pytest.raises(UserError, match="is of kind bm25, but a graph is needed"):
         open_graph(tmp_path / "words")
 
 
