@@ -154,7 +154,7 @@ def test_both_tasks_choose_the_ranking_by_the_same_flags(kind, tmp_path):
     assert isinstance(chosen(), WordRanking)
     assert isinstance(chosen(retriever="dense", embedder=embedder), DenseRanking)
     with pytest.raises(
-        UserError, match="is no folder: give a folder, minilm, or a Hugging Face name"
+        UserError, match="is not a folder: give a folder, minilm, or a Hugging Face name"
     ):
         chosen(retriever="dense", embedder="nothing that is there")
 

@@ -193,17 +193,17 @@ def test_pieces_are_whole_lines_from_any_of_them_on(tmp_path, monkeypatch, size)
         (
             "a.nt",
             b"\n".join([fact("Q1", "P1", "Q2").encode()] * 3 + [b"hello"]),
-            r"a\.nt, line 4: no triple",
+            r"a\.nt, line 4: not a triple",
         ),
         (
             "a.nt",
             b'<http://a> <http://b> "\xff" .\n',
             r"a\.nt, line 1: not a triple in N-Triples \(Invalid UTF-8",
         ),
-        ("a.nt", b'<http://a> <http://b> "x\n', r"a\.nt, line 1: no triple"),
-        ("a.nt", b'<http://a> <http://b> "x"@', r"a\.nt, line 1: no triple"),
-        ("a.nt", b"<http://a> <http://b", r"a\.nt, line 1: no triple"),
-        ("a.nt", b"<http://a> <http://b> <http://c", r"a\.nt, line 1: no triple"),
+        ("a.nt", b'<http://a> <http://b> "x\n', r"a\.nt, line 1: not a triple"),
+        ("a.nt", b'<http://a> <http://b> "x"@', r"a\.nt, line 1: not a triple"),
+        ("a.nt", b"<http://a> <http://b", r"a\.nt, line 1: not a triple"),
+        ("a.nt", b"<http://a> <http://b> <http://c", r"a\.nt, line 1: not a triple"),
         ("a.tsv", b"a\tb\n", r"a\.tsv, line 1: the header is 'a, b'"),
         ("a.tsv", HEADER.encode() + b"A\tb\t\xff\t\t\n", r"a\.tsv, line 2: it is not UTF-8 text"),
         (
@@ -261,7 +261,7 @@ def test_other_refusals(tmp_path, built):
 
 def test_a_mended_file_goes_into_the_same_directory(tmp_path):
     (tmp_path / "a.nt").write_bytes(b"hello\n")
-    with pytest.raises(UserError, match="line 1: no triple"):
+    with pytest.raises(UserError, match="line 1: not a triple"):
         build(tmp_path / "index", spec(tmp_path / "a.nt"), Silent())
     write_dump(tmp_path / "a.nt")
     with pytest.raises(UserError, match="was started with corpus"):
@@ -277,7 +277,7 @@ def test_bad_lines_are_left_out_and_counted_where_that_is_asked_for(tmp_path):
     )
     assert manifest["triples"] == 9
     assert manifest["skipped"] == 4
-    assert "dump.nt, line 21: no triple" in manifest["first_skipped"]
+    assert "dump.nt, line 21: not a triple" in manifest["first_skipped"]
     graph = open_graph(tmp_path / "index")
     assert named(graph, "Q2") == DIRECTOR
     assert named(graph, "A") == [("A", "father", "B")]
