@@ -48,8 +48,11 @@ class Batcher(Generic[Result]):
         self._deadline_seconds = deadline_seconds
         self._late = late
         self._loop: asyncio.AbstractEventLoop | None = None
+        # Queries that wait for a batch, in order of arrival.
         self._waiting: dict[QueryAndK, asyncio.Future[Result]] = {}
+        # Queries of running batches.
         self._under_way: dict[QueryAndK, asyncio.Future[Result]] = {}
+        # Tasks of running batches.
         self._batches: set[asyncio.Task[None]] = set()
 
     async def ask(self, query: str, k: int) -> Result:
@@ -132,7 +135,8 @@ class Batcher(Generic[Result]):
 def _read_exception(future: "asyncio.Future[Any]") -> None:
     """Read the exception of a future.
 
-    Otherwise asyncio logs an exception that nobody read, also when all who waited gave up.
+    asyncio logs exceptions that were never read. Without this, it would log the failure of a query
+    that nobody waits for any more.
     """
     if not future.cancelled():
         future.exception()

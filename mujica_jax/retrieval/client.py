@@ -3,10 +3,10 @@
 Queries that arrive together are sent as one request. If two agents ask the same query at the same
 time, it is sent once.
 
-A request is sent again after a transient error: the server is busy or fails, the connection breaks,
-the attempt times out, or the answer is not JSON or does not fit the request. If the request or its
-answer is too large for the service, the queries are sent in two halves. If the service refuses a
-request for any other reason, it is not sent again.
+A request is sent again after a transient error. Such an error is a busy or failing server, a broken
+connection, a timeout, or an answer that is not JSON or does not fit the request. If the request or
+its answer is too large for the service, the queries are sent in two halves. If the service refuses
+a request for any other reason, it is not sent again.
 """
 
 import random
@@ -27,6 +27,7 @@ from mujica_jax.retrieval.retriever import MAX_ANSWER_BYTES, Health
 from mujica_jax.retrieval.statistics import Counted
 from mujica_jax.retrieval.text.corpus import Passage
 
+# The largest number of queries in one request.
 MAX_REQUEST_QUERIES = 64
 # Timeout of the health check.
 HEALTH_SECONDS = 30.0
@@ -178,9 +179,9 @@ def _passages(hits: Any) -> list[Passage]:
 def open_remote(url: str, retriever: str, top_k: int) -> RemoteRetriever:
     """Connect to a retrieval service, check it, and return its retriever.
 
-    `retriever` is the kind of retriever in the configuration. The service must be healthy, must
-    serve BM25 exactly if the configuration says "bm25", and must have at least `top_k` passages.
-    Raises UserError.
+    `retriever` is the kind of retriever in the configuration. With "bm25" the service must serve a
+    BM25 index, and with any other kind it must serve a dense index. The index must have at least
+    `top_k` passages. Raises UserError.
     """
     remote = RemoteRetriever(url)
     try:

@@ -26,7 +26,7 @@ class RetrieverUnavailableError(RetrievalError):
 
 
 class RetrieverRefusedError(RetrievalError):
-    """The retriever refuses this search, so that sending it again would not help."""
+    """The retriever refuses this search, and would refuse it again."""
 
 
 @contextlib.contextmanager

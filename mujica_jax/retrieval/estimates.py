@@ -29,7 +29,8 @@ from mujica_jax.retrieval.text.vectors import DTYPES
 WORDS_SAMPLE = 2000
 # Measured memory of ScaNN during a build. While it trains, it holds SAMPLES_HELD copies of its
 # training sample in float32. While it writes, it holds one codebook for every partition. A codebook
-# has CENTRES_A_BLOCK centres of CENTRE_BYTES for each block of dimensions.
+# has CENTRES_A_BLOCK centres of CENTRE_BYTES for each block of dimensions. In both stages it also
+# holds CHUNKS_HELD chunks of embeddings in float32.
 SAMPLES_HELD = 4
 CHUNKS_HELD = 3
 CENTRES_A_BLOCK = 16

@@ -75,8 +75,8 @@ def read_manifest(folder: str | Path, *, check: bool = True) -> dict[str, Any]:
     if not (folder / MANIFEST).exists():
         state = "is half-built" if (folder / PLAN).exists() else "holds no index"
         raise UserError(
-            f"{folder} {state} ({MANIFEST} is missing): run the same `python -m mujica_jax.index "
-            "build` to its end"
+            f"{folder} {state} ({MANIFEST} is missing): give another directory, or finish its "
+            "build with the same `python -m mujica_jax.index build` command"
         )
 
     manifest = read_json(folder / MANIFEST)

@@ -26,6 +26,7 @@ from mujica_jax.retrieval.text.corpus import Hits, Passage
 from mujica_jax.retrieval.text.corpus_records import check_text
 from mujica_jax.retrieval.text.index import Index
 
+# The largest number of queries that an index searches at once.
 MAX_BATCH_QUERIES = 256
 # The query that the health check searches for.
 HEALTH_QUERY = "health"
@@ -51,7 +52,9 @@ class Retriever(Protocol):
     """Anything that searches passages."""
 
     @property
-    def statistics(self) -> RetrievalStatistics: ...
+    def statistics(self) -> RetrievalStatistics:
+        """Counters of the searches so far."""
+        ...
 
     async def search(self, query: str, k: int) -> Sequence[Passage]:
         """Return at most k passages, best first. Raises RetrievalError."""
@@ -75,6 +78,11 @@ class IndexRetriever(Counted):
         deadline_seconds: float = 60.0,
         max_waiting: int = 4096,
     ) -> None:
+        """Search `index`, and store results in `cache` if there is one.
+
+        At most `max_waiting` queries wait; further ones are refused. A query that is not answered
+        within `deadline_seconds` fails.
+        """
         super().__init__()
         self.index = index
         self.max_waiting = max_waiting

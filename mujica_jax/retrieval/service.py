@@ -87,6 +87,7 @@ class Metrics:
         self.answers: dict[int, int] = {}
 
     def collect(self) -> Iterator[Any]:
+        """Yield the counters of the retriever, and the number of answers by status."""
         statistics = dataclasses.asdict(self._retriever.statistics)
         for name, meaning in MEANINGS.items():
             yield CounterMetricFamily(PREFIX + name, meaning, value=statistics[name])

@@ -58,6 +58,7 @@ class Counted:
 
     @property
     def statistics(self) -> RetrievalStatistics:
+        """The counters so far."""
         return self._statistics
 
     def count(self, **amounts: float) -> None:

@@ -3,8 +3,8 @@
 The peak speed of a TPU is the published figure. Other devices are measured with a large matrix
 product, once in each process and in less than a second.
 
-Two parts of the program use the table of chips: MFU, which is the share of the peak speed that
-training reaches, and the check that a program fits into the memory of a chip.
+The table of chips has two uses. MFU is the share of the peak speed that training reaches. Another
+check compares the memory of a chip with the memory that a program needs.
 """
 
 import dataclasses

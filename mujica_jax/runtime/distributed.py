@@ -149,6 +149,7 @@ def _check_port_is_free(coordinator: str) -> None:
 
 
 def _print_note(note: str) -> None:
+    """Print a note on standard error at once."""
     print(note, file=sys.stderr, flush=True)
 
 

@@ -57,20 +57,24 @@ class _Requests(backend.Backend):
             bucket.replace(key, content.getvalue())
 
     def exists(self, path: epath.PathLike) -> bool:
+        """Return whether there is an object of this name, or any object below it."""
         bucket, key = _split(path)
         return not key or bucket.find(key) is not None or self.isdir(path)
 
     def isdir(self, path: epath.PathLike) -> bool:
+        """Return whether there is any object below this path."""
         bucket, key = _split(path)
         return not key or bool(bucket.list(f"{key}/", max_results=1))
 
     def listdir(self, path: epath.PathLike) -> list[str]:
+        """Return the names of the objects and folders directly below this path, sorted."""
         bucket, key = _split(path)
         prefix = f"{key}/" if key else ""
         names = {info.name.removeprefix(prefix).partition("/")[0] for info in bucket.list(prefix)}
         return sorted(names)
 
     def glob(self, path: epath.PathLike) -> list[str]:
+        """Return the paths that match a pattern in the last part of `path`."""
         folder, pattern = posixpath.split(os.fspath(path))
         assert "*" not in folder, "only the last part of a path may hold a pattern"
         return [
@@ -82,23 +86,30 @@ class _Requests(backend.Backend):
     def makedirs(
         self, path: epath.PathLike, *, exist_ok: bool = False, mode: int | None = None
     ) -> None:
+        """Check that the path is free, unless `exist_ok`. A folder needs no request."""
         if not exist_ok and self.exists(path):
             raise FileExistsError(os.fspath(path))
 
     mkdir = makedirs
 
     def rmtree(self, path: epath.PathLike) -> None:
+        """Delete all objects below this path."""
         bucket, key = _split(path)
         for info in bucket.list(f"{key}/"):
             bucket.delete(info.name)
 
     def remove(self, path: epath.PathLike) -> None:
+        """Delete one object. Raises FileNotFoundError if it does not exist."""
         bucket, key = _split(path)
         if bucket.find(key) is None:
             raise FileNotFoundError(os.fspath(path))
         bucket.delete(key)
 
     def stat(self, path: epath.PathLike) -> stat_utils.StatResult:
+        """Return the size of an object in bytes, or 0 for a folder. Raises FileNotFoundError.
+
+        Modification times are not supported and are always 0.
+        """
         bucket, key = _split(path)
         info = bucket.find(key)
         if info is not None:
@@ -128,6 +139,7 @@ class BucketPath(gpath.PosixGPath):
 
     @property
     def bucket(self) -> Bucket:
+        """The bucket of this path."""
         return _split(self)[0]
 
     @property

@@ -22,7 +22,7 @@ from mujica_jax.errors import StoreError
 from mujica_jax.storage.manifest import json_bytes
 from mujica_jax.storage.run_directory import RunDirectory, atomic_write
 
-# A lease is renewed when this fraction (1/4) of its time has passed.
+# A lease is renewed at most this many times in its duration: whenever a quarter of it has passed.
 RENEWALS_A_LEASE = 4
 
 
@@ -143,13 +143,14 @@ class Leases:
         return [int(file.rpartition("/")[2].removesuffix(".json")) for file in files]
 
     def _read(self, name: str, number: int) -> Holder | None:
+        """Return the content of a lease's file, or None if it is damaged or of another program."""
         try:
             return Holder(**self._directory.read_json(_file(name, number)))
         except (StoreError, TypeError):
-            # Another program wrote the file, so nobody holds the lease.
             return None
 
     def _bytes(self, until: float) -> bytes:
+        """Return the content of a lease that this process holds until a time."""
         holder = Holder(
             owner=self.owner,
             host=self._host,
@@ -161,6 +162,7 @@ class Leases:
         return json_bytes(dataclasses.asdict(holder))
 
     def _write(self, name: str, number: int, until: float) -> None:
+        """Write the file of a lease again, with a new time of expiry."""
         with self._directory.io_statistics.timed("write"):
             atomic_write(self._directory.root / _file(name, number), self._bytes(until))
 

@@ -220,6 +220,7 @@ class Embedder:
 
     @property
     def dimension(self) -> int:
+        """The dimension of an embedding."""
         return self.encoder.config.hidden_size
 
     def embed(
@@ -267,6 +268,7 @@ class Embedder:
         return embeddings
 
     def _padded_length(self, num_tokens: int) -> int:
+        """Return the smallest length for padding that is at least `num_tokens`."""
         return next(length for length in self._lengths if length >= num_tokens)
 
     def _rows(self, length: int, role: Role) -> int:
@@ -315,7 +317,7 @@ def encode_truncated(
     A text may be as long as a book. To save time, only its beginning is tokenised, up to a space.
     If the beginning gives fewer than `max_tokens` tokens, the whole text is tokenised.
 
-    The result is the same as for the whole text if no token of the tokenizer contains a space, as
+    The result is the same as for the whole text if the tokenizer first splits texts at spaces, as
     in BERT. With other tokenizers, ids near the cut can differ for texts of more than
     CHARACTERS_A_TOKEN * max_tokens characters.
     """

@@ -45,6 +45,7 @@ class EncoderConfig:
 
     @property
     def head_dim(self) -> int:
+        """The dimension of an attention head."""
         return self.hidden_size // self.num_heads
 
 
@@ -138,16 +139,19 @@ def weight_table(config: EncoderConfig) -> WeightTable:
 
 
 def _embedding_table(name: str, rows: int, hidden: int, *, hugging_face: str) -> Weight:
+    """Return the weight of an embedding table, [rows, hidden]."""
     return _whole(name, (rows, hidden), f"embeddings.{hugging_face}_embeddings.weight")
 
 
 def _dense(name: str, inputs: int, outputs: int, *, hugging_face: str) -> tuple[Weight, Weight]:
+    """Return the kernel [inputs, outputs] and the bias [outputs] of a dense layer."""
     kernel = _whole(f"{name}_kernel", (inputs, outputs), f"{hugging_face}.weight", inputs=1)
     bias = _whole(f"{name}_bias", (outputs,), f"{hugging_face}.bias", initializer="zeros")
     return kernel, bias
 
 
 def _layer_norm(name: str, size: int, *, hugging_face: str) -> tuple[Weight, Weight]:
+    """Return the scale and the shift of a layer norm, both [size]."""
     scale = _whole(f"{name}_scale", (size,), f"{hugging_face}.weight", initializer="ones")
     shift = _whole(f"{name}_shift", (size,), f"{hugging_face}.bias", initializer="zeros")
     return scale, shift

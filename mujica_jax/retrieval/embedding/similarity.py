@@ -3,8 +3,8 @@
 The synthesis of trajectories uses it (`methods/evipath/evidence.py`). The similarity `words`
 compares word counts and needs no embedder. It suits synthetic worlds, which repeat names and
 relations word by word. Any other name is that of an embedder (`find.py`). Texts are embedded as
-queries, because the embedding of a query does not depend on the other texts in its batch, not even
-in the last bit.
+queries. The embedding of a query does not depend on the other texts in its batch, not even in the
+last bit.
 """
 
 import collections

@@ -78,7 +78,7 @@ class Counts(Skipped):
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A number of whole lines of a file."""
+    """Consecutive whole lines of a file."""
 
     # The lines, each with its line break.
     lines: list[bytes]

@@ -35,6 +35,7 @@ class KnowledgeGraph(Counted, abc.ABC):
     """
 
     def __init__(self, *, version: str, languages: tuple[str, ...]) -> None:
+        """Set the version of the graph's content, and the languages of labels by preference."""
         super().__init__()
         self.version = version
         self.languages = languages

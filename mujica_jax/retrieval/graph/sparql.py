@@ -151,9 +151,8 @@ def label_query(entity: NamedNode, languages: Sequence[str]) -> str:
 def find_query(name: str, languages: Sequence[str]) -> str:
     """Return the query for the entities called `name`.
 
-    Each result has a rank that says what matched. It is 0 for a label, 1 for an alias, 2 for a
-    normalised name (`normalise_label`), and 3 for a normalised name without its closing
-    parenthesis.
+    Each result has a rank that says what matched: a label (0), an alias (1), a normalised name (2,
+    see `normalise_label`), or a normalised name without its closing parenthesis (3).
     """
     names = [Literal(name, language=language) for language in languages]
     names.append(Literal(name))

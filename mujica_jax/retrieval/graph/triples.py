@@ -1,8 +1,8 @@
 """A knowledge graph in memory, which finds the triples of an entity in both directions.
 
 The key of an entity is its Q-id if the file has one, and its label otherwise. A file can have the
-same entity in one row with its Q-id and in another row without it, or as "Norman Foster" in one and
-"Norman Foster (director)" in another. Therefore
+same entity in one row with its Q-id and in another row without it. It can also have two labels for
+it, such as "Norman Foster" and "Norman Foster (director)". Therefore
 
 - a Q-id finds the rows with this Q-id, and the rows without a Q-id that have one of its labels;
 - a label finds every row that has it.
@@ -22,6 +22,7 @@ from typing import NamedTuple
 from mujica_jax.records import Evidence
 from mujica_jax.retrieval.statistics import Counted
 
+# The columns of a table of triples.
 COLUMNS = ("subject", "relation", "object", "subject_qid", "object_qid")
 # 2WikiMultihopQA writes this in place of a Q-id if the object is a date.
 LITERAL_ID = "date_information"

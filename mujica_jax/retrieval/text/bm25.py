@@ -3,9 +3,9 @@
     score(q, d) = sum over t in q of  idf(t) * tf / (tf + k1 * (1 - b + b * |d| / avg|d|))
     idf(t) = ln(1 + (N - df + 1/2) / (df + 1/2))
 
-Here tf is how often t occurs in passage d, df is the number of passages with t, N is the number of
-passages, and |d| is the number of words of d. The indexed text of a passage is its title, a
-newline, and its text.
+Here t is a word of query q. tf is the number of times that t occurs in passage d, and |d| is the
+number of words of d. df is the number of passages with t, and N is the number of all passages. The
+indexed text of a passage is its title, a newline, and its text.
 
 - `default`: the defaults of bm25s (words of at least two characters, English stop words removed, k1
   = 1.5, b = 0.75).
@@ -15,10 +15,10 @@ newline, and its text.
 Published results depend on the tokeniser. On the 2Wiki corpus of 6,119 passages, recall@2 of the
 two differs by 3.5 points.
 
-Both split text at spaces and punctuation. But some scripts, such as Chinese, Japanese and Thai,
-have no spaces between words, and in the scripts of India both tokenisers would cut words at vowel
-signs. A run of such characters is therefore indexed as its pairs of neighbouring characters, as in
-Lucene's CJK analyser: 东京大学 becomes 东京, 京大, 大学. Passages are also indexed by each single
+Both split text at spaces and punctuation. This does not work for some scripts. Chinese, Japanese
+and Thai have no spaces between words. In the scripts of India, both tokenisers would cut words at
+vowel signs. A run of such characters is therefore indexed as its pairs of neighbouring characters,
+as in Lucene's CJK analyser: 东京大学 becomes 东京, 京大, 大学. Passages are also indexed by each single
 Chinese character, so that a query of one character finds them. An index of an older release has no
 such pairs, and queries to it are split without pairs too.
 """
@@ -172,6 +172,7 @@ class Bm25Index(Index):
         return _words_and_runs(queries, self.tokeniser, _pairs)
 
     def search_encoded(self, queries: list[list[str]], k: int) -> list[list[tuple[int, float]]]:
+        """Return the positions and scores of the k best passages of each query, best first."""
         return [self._search_one(words, k) for words in queries]
 
     def _search_one(self, words: list[str], k: int) -> list[tuple[int, float]]:

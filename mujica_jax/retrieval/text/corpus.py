@@ -47,7 +47,7 @@ BATCH_ROWS = 4096
 # Number of new ids that are kept as Python objects before they are merged into the sorted array.
 MERGED_IDS = 2**18
 
-# Shows a value of any size in one short line.
+# Writes a value of any size on one short line, for error messages.
 _repr = reprlib.Repr()
 _repr.maxlevel = 2
 _repr.maxdict = 2
@@ -78,9 +78,13 @@ class Index(Protocol):
     # Hash of everything that search results depend on.
     version: str
 
-    def encode(self, queries: Sequence[str]) -> Any: ...
+    def encode(self, queries: Sequence[str]) -> Any:
+        """Return the queries in the form that `search_encoded` takes: words or embeddings."""
+        ...
 
-    def search_encoded(self, queries: Any, k: int) -> list[Hits]: ...
+    def search_encoded(self, queries: Any, k: int) -> list[Hits]:
+        """Return the positions and scores of the k best passages of each encoded query."""
+        ...
 
     def search(self, queries: Sequence[str], k: int) -> list[Hits]:
         """Return the positions and scores of the k best passages of each query, best first.

@@ -1,8 +1,8 @@
 """Dense search: embed queries, and find the passages with the largest inner products.
 
-Two searches over the embeddings of a corpus have the interface `VectorSearch`: `exact.py` scores
-every embedding on JAX devices, and `scann.py` searches approximately on the CPU. `ranked` and
-`best_rows` search among a few texts in numpy.
+`VectorSearch` is the interface of a search over the embeddings of a corpus. There are two: `exact.py`
+scores every embedding on JAX devices, and `scann.py` searches approximately on the CPU. `ranked`
+and `best_rows` search among a few texts in numpy.
 """
 
 from collections.abc import Sequence

@@ -55,6 +55,7 @@ class Embeddings:
 
     @property
     def dimension(self) -> int:
+        """The number of values in an embedding."""
         return self.vectors.shape[1]
 
     @property
