@@ -142,7 +142,9 @@ def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, t
     assert manifest.pop("prefixes") == "e5"
     # Older manifests have no prefixes.
     (built / "manifest.json").write_text(json.dumps(manifest))
-    assert "its prefixes as well" in refused(capsys, *asked, str(built))
+    assert "give the embedder of the build, with its prefixes" in refused(
+        capsys, *asked, str(built)
+    )
     assert printed(capsys, *asked, str(built), "--prefixes", "e5") == hits
 
 

@@ -188,11 +188,11 @@ def test_a_damaged_cache_is_left_alone_and_that_is_said_once(index, tmp_path, ca
     (message,) = [
         record.getMessage() for record in caplog.records if record.name.endswith("search_cache")
     ]
-    assert "version1.sqlite is not used" in message
+    assert "version1.sqlite is switched off" in message
     caplog.clear()
     (tmp_path / "file").write_text("")
     SearchCache(tmp_path / "file" / "folder", "v")
-    assert "is not used" in caplog.text
+    assert "is switched off" in caplog.text
 
 
 @pytest.mark.parametrize("fault", [OSError("the disk is gone"), RuntimeError("out of memory")])

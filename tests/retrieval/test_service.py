@@ -109,7 +109,7 @@ def test_a_full_line_is_answered_with_429_at_once_and_the_client_comes_back(monk
             statuses.append(response.status_code)
             if response.status_code == 429:
                 assert response.headers["retry-after"] == "1"
-                assert "searches wait" in response.json()["error"]
+                assert "searches are waiting" in response.json()["error"]
                 told_to_come_back.release()
 
         threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]

@@ -214,5 +214,5 @@ def test_a_ranking_that_fails_is_a_typed_error(tmp_path):
     broken = DenseRanking(Broken())  # pyright: ignore[reportArgumentType]
     with pytest.raises(RetrieverUnavailableError, match="out of memory"):
         ranks(broken, "word7", WORDS[:3])
-    with pytest.raises(RetrieverRefusedError, match="no text that UTF-8 can write"):
+    with pytest.raises(RetrieverRefusedError, match="cannot be written as UTF-8"):
         ranks(broken, "half \ud800", WORDS[:3])

@@ -353,7 +353,11 @@ def test_without_a_variable_no_key_is_sent():
 
 @pytest.mark.parametrize(
     ("value", "sentence"),
-    [("", "TEST_KEY is not set"), ("a\nb", "TEST_KEY holds characters"), ("a b", "TEST_KEY holds")],
+    [
+        ("", "TEST_KEY is not set"),
+        ("a\nb", "TEST_KEY holds spaces or other characters"),
+        ("a b", "TEST_KEY holds"),
+    ],
 )
 def test_a_variable_without_a_key_is_named_and_not_shown(monkeypatch, value, sentence):
     monkeypatch.setenv("TEST_KEY", value)

@@ -311,7 +311,10 @@ def test_an_endpoint_is_tried_before_a_run(store, tmp_path, monkeypatch):
         pytest.raises(UserError) as error,
     ):
         open_endpoint(f"sparql+{endpoint.base_url}")
-    assert "holds no graph in Wikidata's vocabulary" in str(error.value)
+    assert (
+        "its graph has no wikibase:directClaim: give an endpoint with a graph in Wikidata's vocabulary"
+        in str(error.value)
+    )
     with pytest.raises(
         UserError, match=r"names no server: write it as sparql\+https://HOST/sparql"
     ):

@@ -478,5 +478,5 @@ def test_an_estimate_is_near_what_is_built(tmp_path, dump_and_table):
     part = estimate_graph(spec(large), sample_bytes=2**20)
     assert 15_000 < part["triples"] < 30_000
     assert part["disk_bytes"]["graph"] > 0
-    with pytest.raises(UserError, match="there is no triple in what was read"):
+    with pytest.raises(UserError, match="there is no triple in the sample that was read"):
         estimate_graph(spec(large, properties=("P9",)))
