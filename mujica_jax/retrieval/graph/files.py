@@ -131,5 +131,5 @@ def pieces(
     except (EOFError, OSError, zlib.error) as error:
         raise UserError(
             f"{path} cannot be read after line {first_line - 1:,} ({error}): it is cut off or "
-            "damaged"
+            "damaged, so download it again"
         ) from error

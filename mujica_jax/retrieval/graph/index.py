@@ -38,9 +38,9 @@ PROGRESS = "loaded.json"
 UNFINISHED = "bulk-*.sst"
 # Logs that the store writes at each start, for people to read.
 OLD_LOGS = "LOG.old.*"
-# A chunk ends at this size of chosen lines, which is about 500,000 triples...
+# A chunk ends when its chosen lines reach CHUNK_BYTES, which is about 500,000 triples. It also ends
+# when all lines that were read for it, chosen or not, reach CHUNK_READ_BYTES.
 CHUNK_BYTES = 2**26
-# ... or at this size of all lines, whether chosen or not.
 CHUNK_READ_BYTES = 2**30
 
 
