@@ -566,7 +566,7 @@ def test_a_package_that_is_not_installed_is_named_with_its_extra_by_eval_too(
         str(checkpoint),
         "--engine.weights=int8",
     )
-    assert "needs the package qwix and qwix is not installed: install the extra `qwix`" in message
+    assert "needs the package qwix, but qwix is not installed: install the extra `qwix`" in message
     assert not (tmp_path / "run").exists()
     message = refused(evaluation, SMOKE, "--checkpoint", str(checkpoint), "--engine.weights", "fp8")
     assert "engine.weights fp8 needs the package qwix" in message

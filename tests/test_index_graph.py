@@ -124,7 +124,7 @@ def test_an_estimate_leaves_out_what_a_build_leaves_out(folder, capsys, tmp_path
         "subject\trelation\tobject\tsubject_qid\tobject_qid\nA\tr\tB\tQ1\tQ2\nbroken line\n"
     )
     command = ("estimate", "--kind", "graph", "--corpus", str(tmp_path / "bad.tsv"))
-    assert "bad.tsv, line 3: 1 columns where 5 belong" in refused(capsys, *command)
+    assert "bad.tsv, line 3: the line has 1 columns instead of 5" in refused(capsys, *command)
     (estimate,) = printed(capsys, *command, "--skip")
     assert estimate["triples"] == 1
 
@@ -150,10 +150,12 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     assert "--embedder is x and an index of kind graph" in refused(
         capsys, *build, "--corpus", dump, "--embedder", "x"
     )
-    assert "'director' is no property" in refused(
+    assert "'director' is not a property" in refused(
         capsys, *build, "--corpus", dump, "--properties", "director"
     )
-    assert "corpus.json is no file of triples" in refused(capsys, *build, "--corpus", "corpus.json")
+    assert "corpus.json is not a file of triples" in refused(
+        capsys, *build, "--corpus", "corpus.json"
+    )
     assert "--languages is en de and an index of kind bm25 does not read it" in refused(
         capsys,
         "build",
@@ -170,6 +172,6 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     assert "--passages is 7 and a graph has none" in refused(
         capsys, "estimate", "--corpus", dump, "--kind", "graph", "--passages", "7"
     )
-    assert "is no file of triples" in refused(
+    assert "is not a file of triples" in refused(
         capsys, "estimate", "--corpus", "corpus.json", "--kind", "graph"
     )

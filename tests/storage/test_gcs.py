@@ -216,7 +216,7 @@ def test_retries_are_counted_and_many_are_on_the_console(fake, store, caplog):
     fake.faults = once("upload", "503", "429", "503")
     store.create("y", b"")
     assert store.io_statistics.summary()["repeated_requests"] == 3
-    assert "gs://bucket/run/y is asked again after 3 attempts" in caplog.text
+    assert "retrying gs://bucket/run/y after 3 failed attempts" in caplog.text
 
 
 def test_attempts_are_bounded(fake, store):
@@ -472,7 +472,7 @@ def test_two_programs_in_one_run_are_told(fake, store):
     second.write(b"1\n")
     with pytest.raises(
         StoreError,
-        match=r"metrics\.jsonl was changed by another process; let one process at a time train",
+        match=r"metrics\.jsonl was changed by another process; train with only one process",
     ):
         second.flush()
 

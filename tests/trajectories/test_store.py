@@ -625,7 +625,7 @@ def test_a_file_in_the_place_of_the_run_is_one_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     for root in (tmp_path / "file", tmp_path / "file" / "run"):
         with pytest.raises(
-            UserError, match=r"cannot use .*file.*: a file stands where a directory is needed"
+            UserError, match=r"cannot use .*file.*: there is a file where a directory is needed"
         ):
             open_run(root, CONFIG)
 

@@ -160,8 +160,8 @@ def test_an_index_that_is_larger_than_the_free_memory_is_built_and_not_measured(
     assert index.main(build(built, tmp_path / "scann")) == 0
     messages = capsys.readouterr().err
     assert (
-        "recall beside exact search was not measured: loading the index may take 0.0 GB of memory "
-        "and" in messages
+        "recall beside exact search was not measured: loading the index may take 0.0 GB of memory, "
+        "but" in messages
     )
     manifest = json.loads((tmp_path / "scann" / "manifest.json").read_text())
     assert "recall" not in manifest

@@ -255,7 +255,7 @@ def test_mistakes_are_one_sentence(folder, tmp_path):
     for changes, message in (
         (
             {"index": words},
-            "the index .*words is of kind bm25 and no graph: give one of kind graph",
+            "the index .*words is of kind bm25, but a graph is needed: give an index of kind graph",
         ),
         (
             {"index": "http://host:8600"},

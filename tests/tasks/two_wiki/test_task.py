@@ -368,19 +368,20 @@ def test_passages_are_searched_at_the_service_that_is_named(folder):
                 question.id for question in all_questions(local_task)
             }
             with pytest.raises(
-                UserError, match=f"retriever is dense and {address} serves an index of kind bm25"
+                UserError,
+                match=f"retriever is 'dense', but {address} serves an index of kind 'bm25'",
             ):
                 two_wiki.build(
                     config(folder, environment="text", top_k=1, retriever="dense", index=address)
                 )
             with pytest.raises(
                 UserError,
-                match=f"top_k is 3 and {address} serves an index of 2 passages: lower top_k",
+                match=f"top_k is 3, but the index at {address} has only 2 passages: lower top_k",
             ):
                 two_wiki.build(config(folder, environment="text", top_k=3, index=address))
         finally:
             process.kill()
-    with pytest.raises(UserError, match=f"{address} gives no health"):
+    with pytest.raises(UserError, match=f"cannot read the health of {address}"):
         two_wiki.build(config(folder, environment="text", index=address))
 
 
