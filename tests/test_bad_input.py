@@ -192,19 +192,27 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     ),
     "--pretraining.learning-rate inf": "pretraining.learning_rate is inf",
     "--pretraining.steps -1": "pretraining.steps is -1 and must be at least 0",
-    "--pretraining.documents 0": "pretraining.documents is 0, and pretraining.steps 20",
+    "--pretraining.documents 0": "pretraining.documents is 0, but pretraining.steps is 20",
     "--warmup.steps -5": "warmup.steps is -5 and must be at least 0",
     "--warmup.few-shot-attempts 0": "warmup.few_shot_attempts is 0 and must be at least 1",
     "--method.rounds -1": "method.rounds is -1",
     "--sampling.questions-per-round 0": "sampling.questions_per_round is 0 and must be at least 1",
     "--method.max-attempts 0": "method.max_attempts is 0 and must be at least 1",
     "--method.keep-per-question 0": "method.keep_per_question is 0",
-    "--method.keep-per-question 9": "method.keep_per_question is 9 and method.max_attempts 2: no question has more",
-    "--method.initial-threshold 2": "method.initial_threshold is 2.0 and the best reward is 1: give a K from 0 to 1",
-    "--method.initial-threshold -0.1": "method.initial_threshold is -0.1 and the best reward is 1: give a K from 0",
-    "--method.initial-threshold nan": "method.initial_threshold is nan and the best reward is 1: give a K from 0 to 1",
-    "--method.schedule offline --keep-policies 1": "keep_policies is 1 and method.schedule offline",
-    "--reward staged --staged.format False --method.initial-threshold 1.5": "1.5 and the best reward is 1: give a K",
+    "--method.keep-per-question 9": "method.keep_per_question is 9, but method.max_attempts is 2 and each attempt",
+    "--method.initial-threshold 2": (
+        "method.initial_threshold is 2.0, but the highest reward is 1: give a threshold from 0 to 1"
+    ),
+    "--method.initial-threshold -0.1": (
+        "method.initial_threshold is -0.1, but the highest reward is 1: give a threshold from 0"
+    ),
+    "--method.initial-threshold nan": (
+        "method.initial_threshold is nan, but the highest reward is 1: give a threshold from 0 to 1"
+    ),
+    "--method.schedule offline --keep-policies 1": "keep_policies is 1, but method.schedule offline",
+    "--reward staged --staged.format False --method.initial-threshold 1.5": (
+        "1.5, but the highest reward is 1: give a threshold"
+    ),
     "--sampling.questions-per-shard 0": "sampling.questions_per_shard is 0",
     "--method.epochs 0": "method.epochs is 0",
     "--method.replay -0.5": "method.replay is -0.5",
@@ -230,7 +238,7 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--trainer.lora-alpha 0": "trainer.lora_alpha is 0.0 and must be above 0",
     "--trainer.lora-rank 4": "trainer.lora_rank is 4 and init is None",
     "--trainer.data-parallel-size 3": (
-        "trainer.batch_size 4 cannot be split over data x fsdp = 3 devices"
+        "trainer.batch_size 4 cannot be split over data_parallel_size x fsdp = 3 devices"
     ),
     "--trainer.tensor-parallel-size 0": "trainer.tensor_parallel_size is 0",
     "--seed -1": "seed is -1",
@@ -463,7 +471,7 @@ def test_worked_examples_need_a_checkpoint_and_room(refused, checkpoint, tmp_pat
     started = ("--run", "run", *PRETRAINED, *few_shot, "--init", str(checkpoint))
     message = refused(train, SMOKE, *started)
     assert (
-        "agent.prompt is brief, which numbers materials in another way than worked examples do"
+        "agent.prompt brief numbers search results in another way than worked examples do"
         in message
     )
     assert "warmup.source is few_shot: add --agent.prompt zero_shot" in message

@@ -588,7 +588,9 @@ def test_keeping_incomplete_questions_needs_the_distractor_setting():
     config = load_config("hotpotqa_distractor_v5e")
     task = dataclasses.replace(config.task, keep_incomplete=True)
     check(dataclasses.replace(config, task=task))
-    with pytest.raises(UserError, match=r"task\.keep_incomplete is True and task\.setting is open"):
+    with pytest.raises(
+        UserError, match=r"task\.keep_incomplete is True, but task\.setting is open"
+    ):
         check(dataclasses.replace(config, task=dataclasses.replace(task, setting="open")))
 
 
