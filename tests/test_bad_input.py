@@ -125,10 +125,10 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
     monkeypatch.setattr(start, "build_task", lambda config: bare)
     message = refused(train, SMOKE, "--run", "run")
     lacking = (
-        "task bare lacks demonstrations, pretraining_documents, tokenizer_text, which a model from "
+        "task bare lacks demonstrations, pretraining_documents, tokenizer_text, but a model from "
         "scratch"
     )
-    assert f"{lacking} begins with: start from a checkpoint with --init" in message
+    assert f"{lacking} needs them: start from a checkpoint with --init" in message
     none = ("--pretraining.steps", "0", "--init", "nowhere", "--warmup.steps", "0")
     # A control learns demonstrations.
     assert lacking in refused(train, SMOKE, "--run", "run", *none)
@@ -144,16 +144,16 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
         ({"rule": "exakt"}, "its rule is 'exakt' and must be hotpot or two_wiki"),
         (
             {"environment_kind": "text"},
-            "its environment_kind is text and its environment has kind graph",
+            "environment_kind is text, but the kind of its environment is graph",
         ),
         (
             {"questions": list},
-            r"questions\('train'\) gave a list; it must return a list of Question",
+            r"questions\('train'\) must return a list of Question objects, and returned a list",
         ),
         ({"ids": [7]}, "id of a question is 7 and must be a text"),
-        ({"answers": "Ghent"}, "answers of question 'q' are 'Ghent'; give a tuple of texts"),
-        ({"answers": ()}, r"answers of question 'q' are \(\); give a tuple of texts"),
-        ({"ids": "qq"}, "several train questions have the id 'q': each needs its own"),
+        ({"answers": "Ghent"}, "answers of question 'q' are 'Ghent' and must be a tuple of texts"),
+        ({"answers": ()}, r"answers of question 'q' are \(\) and must be a tuple of texts"),
+        ({"ids": "qq"}, "several train questions have the id 'q': give each question its own"),
     ],
 )
 def test_mistakes_of_a_task_of_ones_own_are_named(monkeypatch, mistake, sentence):

@@ -501,7 +501,7 @@ def test_what_macos_puts_beside_a_file_is_no_file_of_questions(tmp_path):
             "hotpotqa",
             "hotpot_dev_fullwiki_v1.json",
             json.dumps([hotpot(context=[["Kolm", ["A hill."]]])]),
-            "none of the 1 questions in data has all of its gold passages among its own",
+            "none of the 1 questions in data has all of its gold passages among its own passages",
         ),
     ],
 )
@@ -570,14 +570,14 @@ def test_the_distractor_row_says_how_many_passages_are_shown_and_how_many_questi
             evaluation.main([*words, "--remote.base-url", endpoint.base_url, *flags_to_keep]) == 0
         )
         with_all = " ".join(capsys.readouterr().out.split())
-    left_out = "1 of 2 questions have not all gold passages among their own and are left out"
+    left_out = "1 of 2 questions lack a gold passage among their own passages; they are left out"
     assert left_out in without
     assert "a search shows 2 of 3 passages of its question" in without
     assert result["greedy"]["questions"] == 1
     assert result["left_out"] == 1
     assert result["shown"] == "2 of 3 passages"
     assert result["notes"][0].startswith(left_out)
-    assert "are asked all the same" in with_all
+    assert "; they are asked, because task.keep_incomplete is True" in with_all
     assert "a search shows 2 of 2 to 3 passages of its question" in with_all
     result = json.loads((tmp_path / "out" / "hotpotqa-text-distractor-rag-test.json").read_text())
     assert result["greedy"]["questions"] == 2

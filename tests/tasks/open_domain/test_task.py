@@ -90,14 +90,14 @@ def test_of_hotpotqa_only_questions_with_their_gold_passages_are_asked_in_the_di
     assert len(distractor.left_out) == 338 - 92
     assert distractor.shown == "3 of 2 to 10 passages"
     assert distractor.notes == (
-        "246 of 438 questions have not all gold passages among their own and are left out "
-        "(--task.keep-incomplete True keeps them)",
+        "246 of 438 questions lack a gold passage among their own passages; they are left out, and "
+        "--task.keep-incomplete True would keep them",
     )
     complete = task("hotpotqa", DATA / "hotpotqa", setting="distractor", keep_incomplete=True)
     assert len(complete.questions("dev")) + len(complete.questions("test")) == 338
     assert not complete.left_out
     assert complete.notes[0].startswith("246 of 438 questions")
-    assert "asked all the same" in complete.notes[0]
+    assert "they are asked" in complete.notes[0]
 
 
 @needs_data
