@@ -377,7 +377,7 @@ def test_arrays_and_lines_are_read_whatever_the_file_is_called(tmp_path, bom, na
 
 def test_an_object_that_is_no_record_is_refused(tmp_path):
     with pytest.raises(
-        UserError, match=r"dev\.json is neither a list of records nor has it a field Data"
+        UserError, match=r"dev\.json is neither a list of records nor an object with a field Data"
     ):
         only_record(
             tmp_path, "triviaqa", json.dumps({"version": 1, "data": [trivia()]}), "dev.json"
@@ -389,10 +389,10 @@ def test_an_object_that_is_no_record_is_refused(tmp_path):
 def test_a_blank_file_is_refused_at_once(tmp_path, blank, name):
     content = blank.encode()
     (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
-    with pytest.raises(UserError, match=rf"{name} is blank, there is no question in it"):
+    with pytest.raises(UserError, match=rf"{name} is blank and contains no question"):
         list(read_open_records(tmp_path / name, "hotpotqa"))
     if not name.endswith(".csv"):
-        with pytest.raises(UserError, match=rf"{name} is blank, there is no question in it"):
+        with pytest.raises(UserError, match=rf"{name} is blank and contains no question"):
             read_questions([tmp_path / name])
 
 
@@ -488,9 +488,9 @@ def test_what_macos_puts_beside_a_file_is_no_file_of_questions(tmp_path):
             "two_wiki",
             "questions.jsonl",
             "\n",
-            "questions.jsonl is blank, there is no question in it",
+            "questions.jsonl is blank and contains no question",
         ),
-        ("hotpotqa", "dev.json", " ", "dev.json is blank, there is no question in it"),
+        ("hotpotqa", "dev.json", " ", "dev.json is blank and contains no question"),
         (
             "hotpotqa",
             "dev.jsonl",

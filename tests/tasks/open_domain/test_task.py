@@ -137,7 +137,7 @@ def test_musique_as_it_comes():
 
 @needs_data
 def test_natural_questions_need_an_index():
-    with pytest.raises(UserError, match="nq has questions without passages and index is None"):
+    with pytest.raises(UserError, match="nq has no passages of its own, but task.index is None"):
         task("nq", DATA / "nq_open")
     records = [
         record for file in (DATA / "nq_open").iterdir() for record in read_open_records(file, "nq")
@@ -229,7 +229,7 @@ def test_what_is_no_record_is_named_with_its_place(tmp_path):
         list(read_open_records(file, "nq"))
     file.write_text('{"question": " ", "answer": ["Ann"]}\n')
     with pytest.raises(
-        UserError, match=r"line 1: question '' and answers \['Ann'\]; both must be texts"
+        UserError, match=r"line 1: the question is blank, with the answers \['Ann'\]"
     ):
         list(read_open_records(file, "nq"))
     file.write_text('["no object"]\n')
@@ -237,7 +237,9 @@ def test_what_is_no_record_is_named_with_its_place(tmp_path):
         list(read_open_records(file, "hotpotqa"))
     trivia = tmp_path / "dev.json"
     trivia.write_text('{\n"Version": 1}')
-    with pytest.raises(UserError, match="neither a list of records nor has it a field Data"):
+    with pytest.raises(
+        UserError, match="neither a list of records nor an object whose field Data is a list"
+    ):
         list(read_open_records(trivia, "triviaqa"))
 
 
@@ -252,7 +254,7 @@ def test_what_is_no_record_is_named_with_its_place(tmp_path):
         (
             "popqa",
             {},
-            "has no file of questions: put popQA.tsv from AlexTMallen/adaptive-retrieval there",
+            "has no file with questions: put popQA.tsv from AlexTMallen/adaptive-retrieval there",
         ),
     ],
 )

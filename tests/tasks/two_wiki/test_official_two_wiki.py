@@ -255,7 +255,7 @@ def test_aliases_of_the_record_and_of_the_release_are_both_counted(tmp_path):
         ([{"Q_id": 12439, "aliases": [], "demonyms": []}], "line 1: this is no line"),
         ([{"Q_id": "Q12439", "aliases": [1], "demonyms": []}], "line 1: this is no line"),
         (["Motor City"], "line 1: this is no line"),
-        ([], "is blank, there is no alias in it"),
+        ([], "is blank and contains no alias"),
     ],
 )
 def test_an_alias_file_of_another_release_is_refused(official, lines, complaint):
