@@ -316,7 +316,7 @@ def test_the_official_splits_and_aliases_of_2wiki_are_kept(prepared):
     assert all(
         question["answers"] == answers for of_split in questions.values() for question in of_split
     )
-    assert notes == ["the aliases of id_aliases.json count as gold answers of 12 of 12 questions"]
+    assert notes == ["id_aliases.json adds aliases to the gold answers of 12 of 12 questions"]
 
 
 def test_the_questions_of_a_corpus_and_its_graph_are_kept(prepared):

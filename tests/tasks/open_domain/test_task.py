@@ -137,7 +137,7 @@ def test_musique_as_it_comes():
 
 @needs_data
 def test_natural_questions_need_an_index():
-    with pytest.raises(UserError, match="nq has no passages of its own, but task.index is None"):
+    with pytest.raises(UserError, match=r"nq has no passages of its own, but task\.index is None"):
         task("nq", DATA / "nq_open")
     records = [
         record for file in (DATA / "nq_open").iterdir() for record in read_open_records(file, "nq")

@@ -399,7 +399,9 @@ def until_well(build):
 
 
 def test_copies_of_text_questions_are_refused(folder):
-    with pytest.raises(UserError, match="augmented_copies is 2 and environment is text"):
+    with pytest.raises(
+        UserError, match=r"task\.augmented_copies is 2, but task\.environment is text"
+    ):
         two_wiki.build(config(folder, environment="text", augmented_copies=2))
 
 
