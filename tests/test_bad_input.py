@@ -250,7 +250,7 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--reward f1_fromat": "there is no reward f1_fromat: did you mean f1_format?",
     "--task.hold-out-percent 9": "--task.hold-out-percent is a field of task.kind two_wiki, and task.kind is tiny",
     # What is not here, or not possible together, is refused before the run is begun.
-    "--task.facts-per-entity 99": "facts_per_entity from 4 to 13, and the configuration says 99",
+    "--task.facts-per-entity 99": "task.facts_per_entity is 99 and must be from 4 to 13",
     "--pretraining.steps 0 --init nowhere": "there is no directory nowhere: give the folder",
     "--engine.tensor-parallel-size 64": (
         "engine.tensor_parallel_size is 64 and 1 devices are available: use at most 1"

@@ -29,7 +29,7 @@ from mujica_jax.tasks.two_wiki.chains import COUNTRY_FORMS, MONTHS, country_form
 Sort = Literal["person", "work", "place", "organisation", "country", "closed", "other"]
 
 COUNTRY_RELATIONS = frozenset({"country", "country of citizenship", "country of origin"})
-# The objects of these relations are swapped as whole labels.
+# The objects of these relations are replaced as whole labels.
 CLOSED_RELATIONS = frozenset({"cause of death", "award received", "occupation"})
 # The relations that tell the sort of their object.
 _OBJECTS: dict[Sort, tuple[str, ...]] = {
