@@ -45,8 +45,8 @@ class MujicaConfig(PromptedAgent):
     # Maximum number of sub-questions in one planner turn. A turn with more ends the episode without
     # an answer.
     max_searches_per_turn: PositiveInt
-    # Tags and prompts of planner and workers. mujica: those of the Mujica-MyGO paper. evipath:
-    # those of the EviPath paper (tables 8 to 11). A trained policy only knows the protocol it was
+    # Tags and prompts of planner and workers. mujica: as in the Mujica-MyGO paper. evipath: as in
+    # the EviPath paper (tables 8 to 11). A trained policy only knows the protocol that it was
     # trained with.
     protocol: Literal["mujica", "evipath"] = "mujica"
     # Whether workers read the search results. False: the planner reads them itself (an ablation of

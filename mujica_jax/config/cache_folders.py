@@ -2,7 +2,7 @@
 
 The folder is `$XDG_CACHE_HOME/mujica_jax`. Without that variable it is `~/.cache/mujica_jax`. If
 the folder cannot be written (a read-only container, a user without a home), the program uses a
-temporary folder instead and removes it when the program ends.
+temporary folder. It removes the temporary folder when it ends.
 """
 
 import atexit

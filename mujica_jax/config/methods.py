@@ -189,14 +189,14 @@ class EviPathConfig:
     teacher_max_tokens: NonNegativeInt = 0
     # With teacher remote: the endpoint of the model that writes the trajectories.
     remote: RemoteConfig = NO_ENDPOINT
-    # Prompts of the teacher. auto: the prompts of the agent if the teacher was trained on its
-    # format (by the warm-up of this run, or as a run of its own), and few_shot otherwise. The other
-    # values are those of agent.prompt.
+    # Prompts of the teacher. auto: agent.prompt if the teacher was trained on the format of the
+    # agent, in the warm-up of this run or in another run. Otherwise few_shot. The other values mean
+    # the same as in agent.prompt.
     teacher_prompt: Literal["auto", "brief", "zero_shot", "few_shot"] = "auto"
     # Number of correct trajectories to learn. The teacher stops when it has written them. To
     # compare two modes, give both the same number. 0: all.
     trajectories: NonNegativeInt = 0
-    # Distractors beside the gold evidence, over passages in abductive mode. own: the paragraphs
+    # Distractors in addition to the gold evidence, over passages in abductive mode. own: the paragraphs
     # that the data set gives with the question. retrieved: passages found by a search.
     distractors: Literal["own", "retrieved"] = "own"
     # Role whose conversations are learnt.
@@ -276,7 +276,7 @@ class DecexTreeConfig:
     dpo_epochs: PositiveInt = 1
 
 
-# Names of the rewards that have a section of their own.
+# Names of the rewards that have their own section.
 STAGED = "staged"
 JUDGE = "judge"
 
@@ -285,8 +285,8 @@ JUDGE = "judge"
 class StagedRewardConfig:
     """The reward `staged` of "Learning When to Search".
 
-    The first stage rewards searches, the second stage charges for them. The switches are ablations
-    of the paper's table 4, except `format`, which is ours.
+    The first stage teaches to search, and the second stage to search only when it is needed. The
+    switches are ablations of the paper's table 4, except `format`, which is ours.
     """
 
     # First round of the second stage. The paper does not name it. The default gives each stage half

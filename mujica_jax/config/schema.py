@@ -101,8 +101,8 @@ class TwoWikiConfig(PassageSearch):
     # Folder with train*, dev* or questions*.json[l], triples*.tsv and corpus*.json[l], as described
     # in docs/guides/evaluation.md. Or a prepared data set: tfds:two_wiki or tfds:FOLDER/two_wiki.
     data_dir: str
-    # Percentage of questions that are held out (dev and test together), by the hash of their ids.
-    # It applies to files questions*. Questions of train* are always trained on, questions of dev*
+    # Percentage of the questions in files questions* that are held out (dev and test together), by
+    # the hash of their ids. Questions of train* are always trained on, and questions of dev* are
     # always held out.
     hold_out_percent: HoldOutPercent
     # Percentage of held-out questions that are test questions, by the hash of their ids. The others
@@ -148,7 +148,7 @@ class ModelConfig:
     With `--init` these settings are ignored, because the checkpoint determines the size.
     """
 
-    # Architecture: that of Qwen2.5, Qwen3 or Llama 3.
+    # Architecture of the decoder: Qwen2.5, Qwen3 or Llama 3.
     family: Literal["qwen2", "qwen3", "llama"]
     # Vocabulary size of the byte-level BPE tokenizer. The tokenizer is trained on the training text
     # of the task.
@@ -239,8 +239,8 @@ class TrainerConfig:
     # Maximum number of updates skipped one after another because of loss spikes. One more ends the
     # run.
     max_skips_in_a_row: PositiveInt = 8
-    # Attention kernel. auto: the fastest one for the platform and the sequence length. xla: any
-    # platform. blocks: CPU. splash: TPU. cudnn: GPU.
+    # Attention kernel. xla: runs on every platform. blocks: for CPU. splash: for TPU. cudnn: for GPU.
+    # auto: the kernel for the platform, or xla if that kernel is not made for the sequence length.
     attention: Literal["auto", "xla", "blocks", "splash", "cudnn"] = "auto"
     # Rematerialisation: what the backward pass computes again to save memory. none: nothing. dots:
     # everything except the products with weights. full: whole layers. auto: none for up to four
@@ -347,7 +347,7 @@ class SamplingConfig:
     # Sampling temperature of trajectories.
     temperature: PositiveFloat
     # Which programs sample the rounds of MyGO. internal: the training program itself. external: any
-    # number of programs `python -m mujica_jax.sample` that run beside it.
+    # number of programs `python -m mujica_jax.sample` that run at the same time.
     workers: Literal["internal", "external"] = "internal"
 
 
@@ -400,8 +400,8 @@ class MetricsConfig:
     wandb: Literal["off", "offline", "online"] = "off"
     # Name of the project in Weights & Biases.
     wandb_project: str = "mujica_jax"
-    # Number of conversations in each round that the trainer scores to compare its log-probabilities
-    # with those of the engine. 0: no comparison.
+    # Number of conversations in each round that the trainer scores, to compare its log-probabilities
+    # with the log-probabilities of the engine. 0: no comparison.
     compared_conversations: NonNegativeInt = 64
     # Port on which the metrics of the engine are served in the format of Prometheus, at
     # http://127.0.0.1:PORT/metrics. 0: no server.
@@ -417,7 +417,7 @@ class ProfileConfig:
 
     # First and last training step to trace, as in `--profile.steps 20 25`. None: no trace.
     steps: tuple[int, int] | None = None
-    # Name of the phase to trace, as in "round 1". None: the first phase that has these steps.
+    # Name of the phase to trace, as in "round 1". None: the first phase that trains these steps.
     phase: str | None = None
 
 

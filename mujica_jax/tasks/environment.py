@@ -42,6 +42,7 @@ class GraphEnvironment:
 
     @property
     def statistics(self) -> RetrievalStatistics:
+        """Statistics of all searches so far."""
         return self.graph.statistics
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
@@ -88,6 +89,7 @@ class TextEnvironment:
 
     @property
     def statistics(self) -> RetrievalStatistics:
+        """Statistics of all searches so far."""
         return self.retriever.statistics
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
@@ -108,9 +110,9 @@ class WrittenPassages(TextEnvironment):
 class WithGoldPassages:
     """An environment for demonstrations, which adds gold passages to search results.
 
-    If a query names the title of a gold passage, but the search does not return the passage, then
-    the gold passage replaces a random result. This happens with the probability `share`. Among
-    passages with the same title, the text identifies the gold passage.
+    A query may name the title of a gold passage that the search does not return. Then the gold
+    passage replaces a random result with the probability `share`. Among passages with the same
+    title, the text identifies the gold passage.
     """
 
     kind: Literal["graph", "text"] = "text"
@@ -122,6 +124,7 @@ class WithGoldPassages:
 
     @property
     def statistics(self) -> RetrievalStatistics:
+        """Statistics of all searches so far."""
         return self._searched.statistics
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:
@@ -166,6 +169,7 @@ class WithAllGoldPassages:
 
     @property
     def statistics(self) -> RetrievalStatistics:
+        """Statistics of all searches so far."""
         return self._searched.statistics
 
     async def search(self, query: str, entity: Entity | None) -> tuple[Material, ...]:

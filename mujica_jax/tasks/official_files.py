@@ -91,9 +91,9 @@ _NQ = (
 _TRIVIA = "http://nlp.cs.washington.edu/triviaqa/data/triviaqa-unfiltered.tar.gz"
 _AMBIG = "https://nlp.cs.washington.edu/ambigqa/data/ambignq_light.zip"
 
-# (address, file name) by kind and split. The file name is that of a file in an archive; it is empty
-# if the address is the file itself. Only files with a known checksum (open_domain/checksums.tsv)
-# are downloaded.
+# (address, member) by kind and split. If the address is an archive, `member` is the name of the file
+# in it. Otherwise `member` is empty. Only files with a known checksum (open_domain/checksums.tsv) are
+# downloaded.
 DOWNLOADS: Mapping[str, Mapping[str, tuple[str, str]]] = {
     "hotpotqa": {
         "train": (f"{_HOTPOT}/hotpot_train_v1.1.json", ""),

@@ -124,8 +124,8 @@ class GoldInCorpus:
     """Find gold passages among the passages that are searched, by title and text.
 
     A corpus can hold another version of a paragraph (another cut of the article, or a newer text).
-    If it has the title but not the text, the passage with that title and the most words in common
-    counts as gold, if they share at least SAME_PARAGRAPH of their words.
+    If the corpus has the title but not the text, the passage with that title and the most words in
+    common is compared. It counts as gold if the two share at least SAME_PARAGRAPH of their words.
 
     With `by_title` every passage with the title counts as gold. This is for passage services, whose
     texts are not known.

@@ -46,7 +46,7 @@ class Vocabulary:
 
 
 def documents(vocabulary: Vocabulary, seed: int) -> Iterator[str]:
-    """Yield documents without end: a list, a line break, and what is read from the list."""
+    """Yield documents without end. A document is a list, a line break, and readings of it."""
     draw = random.Random(f"reading {seed}")
     kinds = sorted(kind for kind, relations in vocabulary.values.items() if relations)
     # Kinds with many relations give long lists, and long lists teach more.

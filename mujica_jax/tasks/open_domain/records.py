@@ -215,14 +215,15 @@ def is_training_file(name: str) -> bool:
 
 
 def _words_of(text: str) -> list[str]:
+    """Return the words of a text in lower case."""
     return text.lower().split()
 
 
 def _merge(first: OpenRecord, second: OpenRecord) -> OpenRecord:
     """Merge two records of one question.
 
-    The result has the answers of both records. It has the passages of the record whose context
-    holds all gold passages, or else those of the first record.
+    The result has the answers of both records. Its passages are from the record whose context holds
+    all gold passages, or else from the first record.
     """
     if second.has_gold_in_context and not first.has_gold_in_context:
         with_passages = second
@@ -474,6 +475,7 @@ def _listed_in(file: Path, whole_object: Mapping[str, Any]) -> Iterator[tuple[st
 
 
 def _hotpotqa(value: Mapping[str, Any]) -> OpenRecord | None:
+    """Return the record of a HotpotQA question, or None for a question without an answer."""
     # The official test file has no answers.
     if is_missing(value.get("answer")):
         return None
@@ -489,6 +491,7 @@ def _hotpotqa(value: Mapping[str, Any]) -> OpenRecord | None:
 
 
 def _musique(value: Mapping[str, Any]) -> OpenRecord | None:
+    """Return the record of a MuSiQue question, or None for an unanswerable one."""
     answerable = value.get("answerable", True)
     if not isinstance(answerable, int):
         raise TypeError(f"answerable is {answerable!r} and must be true or false")
@@ -521,6 +524,7 @@ def _musique(value: Mapping[str, Any]) -> OpenRecord | None:
 
 
 def _natural_questions(value: Mapping[str, Any]) -> OpenRecord:
+    """Return the record of a question of NQ-open."""
     question = read_question(value["question"])
     return OpenRecord(
         id=_id_of(value["question"]), text=question, answers=read_answers(value["answer"])
@@ -528,6 +532,7 @@ def _natural_questions(value: Mapping[str, Any]) -> OpenRecord:
 
 
 def _triviaqa(value: Mapping[str, Any]) -> OpenRecord | None:
+    """Return the record of a TriviaQA question, or None for a question without an answer."""
     answer = value.get("Answer")
     if answer is None:
         return None
@@ -539,6 +544,7 @@ def _triviaqa(value: Mapping[str, Any]) -> OpenRecord | None:
 
 
 def _popqa(value: Mapping[str, Any]) -> OpenRecord:
+    """Return the record of a PopQA question."""
     question_id = read_id(value["id"])
     text = read_question(value["question"])
     answers = value["possible_answers"]
@@ -553,6 +559,7 @@ def _popqa(value: Mapping[str, Any]) -> OpenRecord:
 
 
 def _ambigqa(value: Mapping[str, Any]) -> OpenRecord:
+    """Return the record of an AmbigQA question."""
     answer_sets: list[tuple[tuple[str, ...], ...]] = []
     for annotation in value["annotations"]:
         if annotation["type"] == "singleAnswer":
@@ -575,6 +582,7 @@ def _ambigqa(value: Mapping[str, Any]) -> OpenRecord:
 
 
 def _bamboogle(value: Mapping[str, Any]) -> OpenRecord:
+    """Return the record of a Bamboogle question."""
     return OpenRecord(
         id=_id_of(value["Question"]),
         text=read_question(value["Question"]),

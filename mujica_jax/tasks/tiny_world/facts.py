@@ -228,8 +228,8 @@ class WorldPart:
                 parents = self._random.choice(couples) if has_parents else None
                 is_male = self._random.random() < 0.5
 
-                # Draw a name. The last name may be that of the father, or for a person without
-                # parents that of the previous such person.
+                # Draw a name. The last name may be borrowed from the father. A person without
+                # parents may borrow it from the previous person without parents.
                 offered_last = newcomer_last if parents is None else parents[0].last
                 borrowed_last = offered_last if self._draw_whether_borrowed() else None
                 if is_male:

@@ -1,8 +1,8 @@
 """Question templates of the tiny world.
 
-A template has a path of relations that is followed from each topic, a rule that gives the answer
-from the ends of the paths, and several wordings. The four kinds and the wordings are taken from
-2WikiMultihopQA (Ho et al., 2020).
+A template has a path of relations, a rule and several wordings. The path is followed from each
+topic, and the rule gives the answer from the ends of the paths. The four kinds and the wordings are
+taken from 2WikiMultihopQA (Ho et al., 2020).
 
 The evidence of a question lists the path step by step, and within a step topic by topic. For two
 topics and two steps it is (a, director, p), (b, director, q), (p, date of birth, x), (q, date of

@@ -52,7 +52,7 @@ FIRST_KEY: dict[Part, int] = {
     "test": 3_000_000,
     "demonstration": 4_000_000,
 }
-# The number of keys of a part. The keys of a renamed copy are those of the copy before plus this.
+# The number of keys of a part. A renamed copy has the keys of the copy before plus this number.
 KEYS_PER_PART = 1_000_000
 # First and last year in pre-training documents.
 PRETRAINING_YEARS = (1850, 2015)
@@ -168,7 +168,7 @@ class TinyWorld:
         return self._passages(cast(Part, part), int(copy or 0))
 
     def demonstrations(self) -> Iterator[tuple[Question, Environment]]:
-        """Yield the original demonstrations, then those of each copy, with their environments."""
+        """Yield the original demonstrations, then each copy of them, with their environments."""
         for copy in range(1 + self.config.augmented_copies):
             for question in self._part_questions("demonstration", copy):
                 yield question, self.environment(question)
@@ -332,7 +332,7 @@ def _known_facts_document(
 
 
 def _recombined_name(draw: random.Random, name: str, other_names: Sequence[str]) -> str:
-    """Return a name with its last word replaced by that of another name.
+    """Return a name whose last word is replaced by the last word of another name.
 
     It can happen to be the name of a subject.
     """

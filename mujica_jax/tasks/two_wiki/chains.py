@@ -28,8 +28,8 @@ DAYS_A_MONTH = 30.436875
 def _country_forms() -> dict[str, tuple[str, bool]]:
     """Return (country, whether the form names its people) for every form of a country's name.
 
-    A line of `countries.txt` has the name of a country, the names of its people after the colon,
-    and other names of the country after the semicolon.
+    A line of `countries.txt` begins with the name of a country. The names of its people follow
+    after the colon, and other names of the country after the semicolon.
     """
     forms: dict[str, tuple[str, bool]] = {}
     for line in Path(__file__).with_name("countries.txt").read_text().splitlines():

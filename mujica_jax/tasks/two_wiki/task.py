@@ -430,7 +430,7 @@ def split_of(question_id: str, hold_out_percent: int, test_percent: int = 50) ->
 def held_out_split(question_id: str, test_percent: int = 50) -> Split:
     """Return whether a held-out question is dev or test, by the hash of its id.
 
-    Questions with an even hash come first in the order of hashes, so that at 50 percent all
+    In the order of positions, questions with an even hash come first. So at 50 percent all
     questions with an odd hash are test questions.
     """
     rank, is_odd = divmod(hash_of(question_id) // 100 % 100, 2)
@@ -624,7 +624,7 @@ def _question(record: Record, gold: tuple[GoldPassage, ...]) -> Question:
 
 
 def _read_graph(data_dir: str | Path, records: Iterable[Record]) -> list[Triple]:
-    """Return the triples of the folder's files. Without such files, return those of the records."""
+    """Return the triples of the folder's files, or of the records if there are no files."""
     triples: list[Triple] = []
     files = data_files(data_dir, GRAPH_FILES, "triples", needed=False)
     if files:
