@@ -126,10 +126,10 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
     monkeypatch.setattr(start, "build_task", lambda config: bare)
     message = refused(train, SMOKE, "--run", "run")
     lacking = (
-        "task bare lacks demonstrations, pretraining_documents, tokenizer_text, which a model from "
+        "task bare lacks demonstrations, pretraining_documents, tokenizer_text, but a model from "
         "scratch"
     )
-    assert f"{lacking} begins with: start from a checkpoint with --init" in message
+    assert f"{lacking} needs them: start from a checkpoint with --init" in message
     none = ("--pretraining.steps", "0", "--init", "nowhere", "--warmup.steps", "0")
     # A control learns demonstrations.
     assert lacking in refused(train, SMOKE, "--run", "run", *none)
@@ -145,16 +145,16 @@ def test_a_task_without_demonstrations_needs_a_checkpoint(refused, tmp_path, mon
         ({"rule": "exakt"}, "its rule is 'exakt' and must be hotpot or two_wiki"),
         (
             {"environment_kind": "text"},
-            "its environment_kind is text and its environment has kind graph",
+            "environment_kind is text, but the kind of its environment is graph",
         ),
         (
             {"questions": list},
-            r"questions\('train'\) gave a list; it must return a list of Question",
+            r"questions\('train'\) must return a list of Question objects, and returned a list",
         ),
         ({"ids": [7]}, "id of a question is 7 and must be a text"),
-        ({"answers": "Ghent"}, "answers of question 'q' are 'Ghent'; give a tuple of texts"),
-        ({"answers": ()}, r"answers of question 'q' are \(\); give a tuple of texts"),
-        ({"ids": "qq"}, "several train questions have the id 'q': each needs its own"),
+        ({"answers": "Ghent"}, "answers of question 'q' are 'Ghent' and must be a tuple of texts"),
+        ({"answers": ()}, r"answers of question 'q' are \(\) and must be a tuple of texts"),
+        ({"ids": "qq"}, "several train questions have the id 'q': give each question its own"),
     ],
 )
 def test_mistakes_of_a_task_of_ones_own_are_named(monkeypatch, mistake, sentence):
@@ -193,19 +193,27 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     ),
     "--pretraining.learning-rate inf": "pretraining.learning_rate is inf",
     "--pretraining.steps -1": "pretraining.steps is -1 and must be at least 0",
-    "--pretraining.documents 0": "pretraining.documents is 0, and pretraining.steps 20",
+    "--pretraining.documents 0": "pretraining.documents is 0, but pretraining.steps is 20",
     "--warmup.steps -5": "warmup.steps is -5 and must be at least 0",
     "--warmup.few-shot-attempts 0": "warmup.few_shot_attempts is 0 and must be at least 1",
     "--method.rounds -1": "method.rounds is -1",
     "--sampling.questions-per-round 0": "sampling.questions_per_round is 0 and must be at least 1",
     "--method.max-attempts 0": "method.max_attempts is 0 and must be at least 1",
     "--method.keep-per-question 0": "method.keep_per_question is 0",
-    "--method.keep-per-question 9": "method.keep_per_question is 9 and method.max_attempts 2: no question has more",
-    "--method.initial-threshold 2": "method.initial_threshold is 2.0 and the best reward is 1: give a K from 0 to 1",
-    "--method.initial-threshold -0.1": "method.initial_threshold is -0.1 and the best reward is 1: give a K from 0",
-    "--method.initial-threshold nan": "method.initial_threshold is nan and the best reward is 1: give a K from 0 to 1",
-    "--method.schedule offline --keep-policies 1": "keep_policies is 1 and method.schedule offline",
-    "--reward staged --staged.format False --method.initial-threshold 1.5": "1.5 and the best reward is 1: give a K",
+    "--method.keep-per-question 9": "method.keep_per_question is 9, but method.max_attempts is 2 and each attempt",
+    "--method.initial-threshold 2": (
+        "method.initial_threshold is 2.0, but the highest reward is 1: give a threshold from 0 to 1"
+    ),
+    "--method.initial-threshold -0.1": (
+        "method.initial_threshold is -0.1, but the highest reward is 1: give a threshold from 0"
+    ),
+    "--method.initial-threshold nan": (
+        "method.initial_threshold is nan, but the highest reward is 1: give a threshold from 0 to 1"
+    ),
+    "--method.schedule offline --keep-policies 1": "keep_policies is 1, but method.schedule offline",
+    "--reward staged --staged.format False --method.initial-threshold 1.5": (
+        "1.5, but the highest reward is 1: give a threshold"
+    ),
     "--sampling.questions-per-shard 0": "sampling.questions_per_shard is 0",
     "--method.epochs 0": "method.epochs is 0",
     "--method.replay -0.5": "method.replay is -0.5",
@@ -231,7 +239,7 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--trainer.lora-alpha 0": "trainer.lora_alpha is 0.0 and must be above 0",
     "--trainer.lora-rank 4": "trainer.lora_rank is 4, but no checkpoint is given",
     "--trainer.data-parallel-size 3": (
-        "trainer.batch_size 4 cannot be split over data x fsdp = 3 devices"
+        "trainer.batch_size 4 cannot be split over data_parallel_size x fsdp = 3 devices"
     ),
     "--trainer.tensor-parallel-size 0": "trainer.tensor_parallel_size is 0",
     "--seed -1": "seed is -1",
@@ -243,7 +251,7 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--reward f1_fromat": "there is no reward f1_fromat: did you mean f1_format?",
     "--task.hold-out-percent 9": "--task.hold-out-percent is a field of task.kind two_wiki, and task.kind is tiny",
     # What is not here, or not possible together, is refused before the run is begun.
-    "--task.facts-per-entity 99": "facts_per_entity from 4 to 13, and the configuration says 99",
+    "--task.facts-per-entity 99": "task.facts_per_entity is 99 and must be from 4 to 13",
     "--pretraining.steps 0 --init nowhere": "there is no directory nowhere: give the folder",
     "--engine.tensor-parallel-size 64": (
         "engine.tensor_parallel_size is 64 and 1 devices are available: use at most 1"
@@ -464,7 +472,7 @@ def test_worked_examples_need_a_checkpoint_and_room(refused, checkpoint, tmp_pat
     started = ("--run", "run", *PRETRAINED, *few_shot, "--init", str(checkpoint))
     message = refused(train, SMOKE, *started)
     assert (
-        "agent.prompt is brief, which numbers materials in another way than worked examples do"
+        "agent.prompt brief numbers search results in another way than worked examples do"
         in message
     )
     assert "warmup.source is few_shot: add --agent.prompt zero_shot" in message

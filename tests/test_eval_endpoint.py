@@ -241,14 +241,12 @@ def test_an_endpoint_is_described_wholly(refused, tokenizer):
     for flag in ("model", "mode", "tokenizer"):
         place = whole.index(f"--remote.{flag}")
         message = refused(*whole[:place], *whole[place + 2 :])
-        assert f"--remote.base-url is {URL} and --remote.{flag} is not given" in message
+        assert f"--remote.base-url is {URL}, but --remote.{flag} is missing" in message
 
 
 def test_a_described_endpoint_needs_an_address(refused):
     message = refused(SMOKE, "--checkpoint", "x", "--remote.model", "gpt-4.1")
-    assert (
-        "--remote.model is gpt-4.1 and there is no endpoint: give --remote.base-url too" in message
-    )
+    assert "--remote.model is gpt-4.1, but there is no endpoint: add --remote.base-url" in message
     alone = refused(SMOKE, "--remote.model", "gpt-4.1")
     assert "--remote.model is given and there is no endpoint: give --remote.base-url too" in alone
 

@@ -153,11 +153,11 @@ def test_jax_writes_a_trace_that_its_viewers_open(tmp_path):
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (ProfileConfig(steps=(25, 20)), r"profile.steps is 25 20: give the first step"),
+        (ProfileConfig(steps=(25, 20)), r"profile.steps is 25 20: give a first step"),
         (ProfileConfig(steps=(0, 20)), r"profile.steps is 0 20"),
         (
             ProfileConfig(phase="round 1"),
-            r"profile.phase is round 1 and profile.steps is not given",
+            r"profile.phase is round 1, but profile.steps is missing",
         ),
     ],
 )

@@ -260,12 +260,13 @@ def test_parts_of_a_batch_take_less_memory():
 
 def test_parts_that_rows_do_not_divide_into_are_refused():
     with pytest.raises(
-        UserError, match=r"batch_size 8 cannot be split into trainer.accumulation_steps 3 parts"
+        UserError,
+        match=r"batch_size 8 cannot be split into trainer.accumulation_steps 3 equal parts",
     ):
         changed(accumulation_steps=3)
     with pytest.raises(
         UserError,
-        match=r"accumulation_steps 4 parts of as many rows on data x fsdp = 4 .* multiple of 16",
+        match=r"accumulation_steps 4 equal parts on data_parallel_size x fsdp = 4 .* multiple of 16",
     ):
         changed(accumulation_steps=4, fsdp=4)
 
@@ -373,6 +374,6 @@ def test_no_rows_are_refused(trainer):
 
 def test_rows_that_devices_cannot_share_are_refused():
     with pytest.raises(
-        UserError, match=r"batch_size 8 cannot be split over data x fsdp = 3 devices"
+        UserError, match=r"batch_size 8 cannot be split over data_parallel_size x fsdp = 3 devices"
     ):
         Trainer(MODEL, dataclasses.replace(TRAINER, data_parallel_size=3))

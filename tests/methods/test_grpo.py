@@ -504,11 +504,13 @@ def test_the_punishment_of_long_trajectories_worked_by_hand(tmp_path):
         ({"importance_cap": -1.0}, "method.importance_cap is -1.0"),
         (
             {"overlong_tokens": 8},
-            "method.overlong_cache_tokens is 0 and method.overlong_tokens 8: give from 1",
+            "method.overlong_cache_tokens is 0, but method.overlong_tokens is 8: give "
+            "--method.overlong-cache-tokens from 1 to 8",
         ),
         (
             {"mini_batch_size": 3},
-            "method.mini_batch_size 3 cannot be split over data x fsdp x accumulation_steps = 2",
+            "method.mini_batch_size 3 cannot be split into data_parallel_size x fsdp x "
+            "accumulation_steps = 2 equal parts",
         ),
     ],
 )
@@ -531,7 +533,7 @@ def test_a_reference_that_would_be_removed_is_refused():
         method=dataclasses.replace(GRPO_METHOD, kl_coefficient=0.1),
     )
     with pytest.raises(
-        UserError, match=r"method.kl_coefficient is 0.1, .* keep_policies 1 removes it"
+        UserError, match=r"method.kl_coefficient 0.1 needs policy 0, but keep_policies 1 removes it"
     ):
         check(config)
 
@@ -541,7 +543,7 @@ def test_workers_elsewhere_are_refused():
     sampling = dataclasses.replace(config.sampling, workers="external")
     with pytest.raises(
         UserError,
-        match=r"sampling.workers is external and method.kind dapo: workers sample for mygo",
+        match=r"sampling.workers is external, but method.kind is dapo and .* only sample for mygo",
     ):
         check(dataclasses.replace(config, sampling=sampling, method=DAPO_METHOD))
 
@@ -551,7 +553,7 @@ def test_a_control_without_demonstrations_is_refused():
     bare = dataclasses.replace(config.warmup, steps=0, source="few_shot")
     assert config.eval.control
     for method in (DAPO_METHOD, config.method):
-        with pytest.raises(UserError, match=r"eval.control is True and warmup.steps 0"):
+        with pytest.raises(UserError, match=r"eval.control is True, but warmup.steps is 0"):
             check(dataclasses.replace(config, init="checkpoint", warmup=bare, method=method))
 
 

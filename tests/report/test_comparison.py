@@ -154,7 +154,7 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
         (["--tasks", "two_wiki_texts"], "there is no configuration two_wiki_texts: did you mean"),
         (
             ["--task.environment", "graph", "--agents", "rag"],
-            "agent.kind is rag, which reads passages",
+            "agent.kind rag only searches passages",
         ),
         (
             ["--agent.kind", "direct", "--agents", "mujica"],

@@ -136,15 +136,15 @@ def test_an_address_without_a_port_is_refused(address):
     [
         (
             ["--distributed.num-processes", "2"],
-            "distributed.num_processes is 2, distributed.process_id 0 and there is no coordinator",
+            "distributed.num_processes is 2 and distributed.process_id 0, but there is no coordinator",
         ),
         (
             ["--distributed.process-id", "1"],
-            "distributed.num_processes is 1, distributed.process_id 1 and there is no coordinator",
+            "distributed.num_processes is 1 and distributed.process_id 1, but there is no coordinator",
         ),
         (
             ["--distributed.coordinator", "a:1"],
-            "distributed.coordinator is a:1 and distributed.num_processes is 1",
+            "distributed.coordinator is a:1, but distributed.num_processes is 1",
         ),
         (
             [
@@ -155,7 +155,7 @@ def test_an_address_without_a_port_is_refused(address):
                 "--distributed.process-id",
                 "2",
             ],
-            "distributed.process_id is 2 and distributed.num_processes 2: number the processes "
+            "distributed.process_id is 2, but distributed.num_processes is 2: number the processes "
             "from 0 to 1",
         ),
         (

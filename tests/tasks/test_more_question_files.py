@@ -88,7 +88,7 @@ def test_empty_rows_and_cells_of_a_spreadsheet_are_left_out(tmp_path):
 
 def test_a_column_that_is_named_twice_is_refused(tmp_path):
     with pytest.raises(
-        UserError, match=r"q.csv, line 1: a column is named twice \(Question, Question, Answer\)"
+        UserError, match=r"q.csv, line 1: a column name occurs twice \(Question, Question, Answer\)"
     ):
         read(tmp_path, "bamboogle", "q.csv", "Question,Question,Answer\nWho?,What?,Ann\n")
 

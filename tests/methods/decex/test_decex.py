@@ -1022,15 +1022,15 @@ def test_a_run_whose_retriever_is_gone_ends_with_a_sentence(config, played, monk
 
 
 def test_the_control_needs_demonstrations(config):
-    with pytest.raises(UserError, match=r"eval\.control is True and warmup\.steps 0"):
+    with pytest.raises(UserError, match=r"eval\.control is True, but warmup\.steps is 0"):
         check(changed(config, "eval", control=True))
 
 
 def test_a_mistake_ends_the_program_with_status_two(capsys):
     assert train.main([str(SMOKE), "--method.kind", "decex"]) == 2
     assert capsys.readouterr().err == (
-        "error: method.kind is decex, whose trees branch at decex's decisions, and agent.kind is "
-        "mujica: add --agent.kind decex\n"
+        "error: method.kind decex grows its trees from the decisions of the agent decex, but "
+        "agent.kind is mujica: add --agent.kind decex\n"
     )
 
 
@@ -1041,13 +1041,13 @@ def test_a_mistake_ends_the_program_with_status_two(capsys):
         (
             "method",
             {"expansion": "full"},
-            "method.expansion is full, where each of 2 layers has 18 times the states",
+            "method.expansion full grows 2 layers, each with 18 times the states",
         ),
         ("method", {"sft": False, "dpo": False}, "nothing is learnt from the trees"),
         (
             "method",
             {"remote": RemoteConfig(model="m")},
-            "--method.remote.model is m and there is no endpoint",
+            "--method.remote.model is m, but there is no endpoint",
         ),
         ("method", {"branches": 0}, "method.branches is 0 and must be at least 1"),
         ("method", {"beta": 0.0}, "method.beta is 0.0 and must be above 0"),
@@ -1070,8 +1070,8 @@ def test_a_configuration_that_cannot_be_is_explained(config, section, fields, wo
     [
         (
             {},
-            "trainer.sequence_length is 1024 and agent.max_trajectory_tokens 2000: a row holds "
-            "both conversations",
+            "trainer.sequence_length is 1024, but both conversations of a preference pair must "
+            "fit into one row and agent.max_trajectory_tokens is 2000",
         ),
         ({"dpo": False}, None),
         ({"decision_pairs": False, "execution_pairs": False}, None),

@@ -844,21 +844,21 @@ def test_reasons_are_counted_once_a_trajectory():
         ({"mode": "deductive"}, "add --method.teacher policy"),
         (
             {"teacher": "policy", "mode": "no_evidence"},
-            "choose abductive or deductive, or name a checkpoint",
+            "give --method.mode abductive or deductive, or a checkpoint",
         ),
         ({"teacher": "checkpoint"}, "give --method.teacher-checkpoint"),
         (
             {"teacher_checkpoint": "runs/other"},
-            "add --method.teacher checkpoint, or leave the checkpoint out",
+            "add --method.teacher checkpoint, or leave out --method.teacher-checkpoint",
         ),
-        ({"teacher_max_tokens": 900}, "it is the limit of a second checkpoint"),
-        ({"teacher_prompt": "few_shot"}, "the scripted teacher reads no prompt"),
+        ({"teacher_max_tokens": 900}, "the limit is only for a second checkpoint"),
+        ({"teacher_prompt": "few_shot"}, "method.teacher scripted reads no prompt"),
         (
             {"teacher": "policy", "mode": "deductive", "distractors": "retrieved"},
-            "leave --method.distractors out",
+            "leave out --method.distractors",
         ),
         ({"trajectories": -1}, "method.trajectories is -1 and must be at least 0"),
-        ({"trajectories": 17}, "method.trajectories is 17 and sampling.questions_per_round 16"),
+        ({"trajectories": 17}, "method.trajectories is 17, but sampling.questions_per_round is 16"),
         ({"threshold": 1.5}, "method.threshold is 1.5 and must be between 0 and 1"),
         ({"warmup_ratio": 1.0}, "method.warmup_ratio is 1.0"),
         ({"max_tries": 0}, "method.max_tries is 0 and must be at least 1"),
@@ -879,7 +879,7 @@ def test_a_policy_from_scratch_without_a_warm_up_cannot_be_an_abductive_teacher(
         method=dataclasses.replace(config.method, teacher="policy"),
     )
     with pytest.raises(
-        UserError, match=r"give --warmup\.steps, choose deductive, or name a checkpoint with --init"
+        UserError, match=r"scripted, or --method\.mode deductive, or a checkpoint with --init"
     ):
         check(unwarmed)
 
