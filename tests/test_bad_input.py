@@ -238,7 +238,7 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--agent.kind mujca": "--agent.kind is mujca and there is none of this name: did you mean mujica?",
     "--method.kind=mygoo": "--method.kind is mygoo and there is none of this name: did you mean mygo?",
     "--task.kind two_wikki": "--task.kind is two_wikki and there is none of this name: did you mean two_wiki?",
-    "--task.kind web": "--task.kind is web and there is none of this name: there are: tiny_world, two_wiki",
+    "--task.kind web": "--task.kind is web and there is none of this name: choose from tiny_world, two_wiki",
     "--reward f1_fromat": "there is no reward f1_fromat: did you mean f1_format?",
     "--task.hold-out-percent 9": "--task.hold-out-percent is a field of task.kind two_wiki, and task.kind is tiny",
     # What is not here, or not possible together, is refused before the run is begun.
@@ -637,11 +637,11 @@ def test_eval_without_a_checkpoint_says_what_is_missing(capsys):
 
 def test_eval_of_a_hugging_face_directory_needs_a_configuration(refused, checkpoint):
     message = refused(evaluation, "--checkpoint", str(checkpoint))
-    assert f"{checkpoint} is no run directory" in message
+    assert f"{checkpoint} is not a run directory" in message
     assert "mujica_jax.eval tiny_world --checkpoint" in message
     shutil.copytree(checkpoint, "run/policies/000001/model")
     policy = refused(evaluation, "--checkpoint", "run/policies/000001")
-    assert "run/policies/000001 is a policy of a run: give --checkpoint RUN --policy N" in policy
+    assert "run/policies/000001 is one policy of a run: give --checkpoint RUN --policy N" in policy
 
 
 def test_eval_of_a_hugging_face_directory_has_no_policies_to_choose_from(refused, checkpoint):
@@ -721,7 +721,7 @@ def test_a_run_without_its_configuration_is_refused(refused, tmp_path):
     assert "config.json is not JSON" in refused(evaluation, "--checkpoint", "run")
     shutil.rmtree(run)
     run.mkdir()
-    assert "run is no run directory" in refused(evaluation, "--checkpoint", "run")
+    assert "run is not a run directory" in refused(evaluation, "--checkpoint", "run")
 
 
 @pytest.mark.parametrize(

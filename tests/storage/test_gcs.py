@@ -258,7 +258,7 @@ def test_an_unreachable_store_is_no_damaged_shard(fake, store):
     ("address", "sentence"),
     [
         ("gs://bucket/nothing", "there is no directory gs://bucket/nothing"),
-        ("gs://bucket/model", "gs://bucket/model is no run directory"),
+        ("gs://bucket/model", "gs://bucket/model is not a run directory"),
         ("gs://no-such-bucket/run", "there is no bucket no-such-bucket"),
         ("s3://bucket/run", "s3://bucket/run is neither a local directory nor"),
     ],
