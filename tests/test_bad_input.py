@@ -668,7 +668,7 @@ def test_eval_of_a_run_names_the_policies_there_are(refused, tmp_path):
     store = open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
     assert "has no policy yet" in refused(evaluation, "--checkpoint", "run")
     store.commit_policy(0, lambda folder: (folder / "weights").write_text("some"))
-    assert "000003 is no committed policy; the versions that are: [0]" in refused(
+    assert "000003 is not a committed policy; committed versions: [0]" in refused(
         evaluation, "--checkpoint", "run", "--policy", "3"
     )
 

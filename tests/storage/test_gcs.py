@@ -276,7 +276,7 @@ def test_a_torn_policy_is_ignored_and_replaced(fake, store):
     fake.put("bucket", "run/policies/000001/params/weights", b"torn")
     fake.put("bucket", "run/policies/000001/params/of another version", b"old")
     assert store.policies() == []
-    with pytest.raises(StoreError, match="000001 is no committed policy"):
+    with pytest.raises(StoreError, match="000001 is not a committed policy"):
         store.policy_path(1)
     assert store.commit_policy(1, write_weights)
     assert fake.names("bucket", "run/policies") == [
