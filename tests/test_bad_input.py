@@ -487,11 +487,13 @@ def test_a_worker_joins_only_a_run_of_its_own_program(refused, monkeypatch):
     described = dataclasses.asdict(command_line(words, default="tiny_world"))
     assert Leases(open_run(Path("run"), described), seconds=30.0, revision="a" * 40).claim(TRAINER)
     monkeypatch.setattr(provenance, "git_revision", lambda: "b" * 40)
-    assert f"revision {'a' * 40} and this program is {'b' * 40}" in refused(sample, "--run", "run")
+    assert f"revision {'a' * 40} and this program is revision {'b' * 40}" in refused(
+        sample, "--run", "run"
+    )
     grpo = command_line([str(GRPO), "--run", "other"], default="tiny_world")
     open_run(Path("other"), dataclasses.asdict(grpo))
-    assert "method.kind grpo: workers sample for mygo alone" in refused(sample, "--run", "other")
-    assert "--lease-seconds is 0.1 and must lie between" in refused(
+    assert "method.kind grpo: workers sample only for mygo" in refused(sample, "--run", "other")
+    assert "--lease-seconds is 0.1 and must be between" in refused(
         sample, "--run", "run", "--lease-seconds", "0.1"
     )
 
