@@ -178,7 +178,7 @@ def test_several_slices_and_the_other_ways_of_provisioning(cloud):
         ({"BUCKET": "bucket"}, None, "BUCKET is bucket and must begin with gs://"),
         ({"ZONE": ""}, None, "ZONE is not set in"),
         ({}, ("auth list", 0, "", ""), "you are not logged in to gcloud: run gcloud auth login"),
-        ({}, ("services list", 0, "", ""), "the Cloud TPU API is not enabled in project my-project: run gcloud services"),
+        ({}, ("services list", 0, "", ""), "Cloud TPU API is not enabled in project my-project: run gcloud services"),
         (
             {"ZONE": "mars-1-a"},
             ("accelerator-types", 1, "", "ERROR: Location mars-1-a is not found"),
