@@ -9,9 +9,12 @@ The agent searches passages, and decides itself when to search.
 Scores in the paper (Learning When to Search, table 1, 2Wiki with Qwen3-8B), as the share of answers
 that a judge accepts: 0.28 without a search, 0.43 with one search, 0.51 after training.
 
-From the paper's table 5: 500 steps of 32 questions with 32 attempts at each question, at most five
-turns, prompts of 2,048 tokens, observations of 4,096, turns of 8,192 and responses of 16,384, the
-learning rate, the KL term, and beta.
+From the paper's table 5:
+
+- 500 steps of 32 questions, with 32 attempts at each question
+- at most five turns
+- prompts of 2,048 tokens, observations of 4,096, turns of 8,192 and responses of 16,384
+- the learning rate, the KL term, and beta
 
 A conversation holds a prompt and a response, 18,432 tokens. A batch is a single mini-batch of up to
 256 rows of this length, which is 4.7 million tokens. A larger batch makes more than one update.

@@ -6,9 +6,10 @@ and stop at any time.
     python -m mujica_jax.train CONFIG --run gs://BUCKET/PREFIX --sampling.workers external
     python -m mujica_jax.sample --run gs://BUCKET/PREFIX
 
-A worker reads the configuration of the run from its directory. It plays units of work of the
-current round, each of which is a few questions, until the run is finished. SIGTERM or Ctrl-C ends
-it at once. The units that it has finished are kept, and other workers play the rest.
+A worker reads the configuration of the run from its directory. Each round is divided into units of
+work, which are groups of questions. The worker plays units of the current round until the run is
+finished. SIGTERM or Ctrl-C ends it at once. Its finished units are kept, and other workers play the
+rest.
 """
 
 import dataclasses

@@ -62,7 +62,7 @@ class ServeArguments:
     temperature: float = 0.0
     # Number of requests that may wait while others are processed. Further requests are refused.
     queue_size: int = 64
-    # Number type of weights and activations.
+    # Number type of weights and matrix products.
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # Seed of the sampling.
     seed: int = 0

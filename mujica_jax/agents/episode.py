@@ -1,7 +1,7 @@
 """The base class `Episode`, with the steps that all agents share.
 
-It lets the policy write a turn within the length limits, searches, shortens the results to the
-limit of an observation, and makes the record of the finished episode.
+It lets the policy write a turn within the length limits. It searches, and shortens the results to
+the limit of an observation. At the end it makes the record of the episode.
 """
 
 import dataclasses

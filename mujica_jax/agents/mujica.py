@@ -8,8 +8,8 @@ never with an exception. Failed episodes are recorded too.
 A `Contract`, which the setting `agent.protocol` chooses, holds the tags and prompts. The planners
 and workers of other papers play the same episodes with another contract.
 
-Beside the tokens a policy gets a `PlannerState` or a `WorkerState` (see `agent.py`). It holds the
-same facts as plain values.
+In addition to the tokens, a policy gets a `PlannerState` or a `WorkerState` (see `agent.py`). It
+holds the same facts as plain values.
 """
 
 import asyncio

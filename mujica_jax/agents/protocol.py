@@ -736,8 +736,8 @@ def opening(
 
     - `mode` is `brief` for one line, for models that were trained on the format; `zero_shot` for
       the rules; `few_shot` for the rules and worked examples as chat turns.
-    - If `parallel` is False, the rules ask the planner for one search in each turn, and the example
-      with two searches in a turn is left out.
+    - If `parallel` is False, the rules ask the planner for one search in each turn. The example with
+      two searches in a turn is then left out.
     - If `split` is False, there are no workers. The rules and examples of the planner then say that
       it reads the search results itself.
     """

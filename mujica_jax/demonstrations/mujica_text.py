@@ -228,8 +228,8 @@ def conclusion(question: Question, answer: str) -> str:
 def forms_of(value: str) -> Iterator[str]:
     """Yield the forms in which a passage may write an object.
 
-    They are the value itself, a date with day and month in either order, and the other forms of a
-    country, such as the name of its people.
+    They are the value itself, a date with day and month in either order, and other forms of a
+    country, such as its people.
     """
     yield value
     without_parenthesis = PARENTHESIS.sub("", value)

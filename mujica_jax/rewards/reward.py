@@ -112,7 +112,7 @@ class RewardFunction:
     judge: Correctness | None = None
 
     def __call__(self, trajectory: Trajectory, question: Question) -> Reward:
-        """Return the reward of an episode. It must not be asynchronous."""
+        """Return the reward of an episode. The reward must not be asynchronous."""
         assert self.judge is None, "a judge is asynchronous: use `rewarded`"
         if trajectory.is_environment_fault:
             return Reward(total=0.0)
