@@ -113,8 +113,12 @@ class EvalArguments:
     agent: schema.AgentConfig
     engine: schema.EngineConfig
     eval: schema.EvalConfig
+
+    # Name of the reward to record with each prediction. It does not change EM and F1.
     reward: str
+    # Seed of the sampled answers.
     seed: int
+
     remote: RemoteConfig
     judge: schema.JudgeConfig
     faults: schema.FaultConfig

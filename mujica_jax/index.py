@@ -493,9 +493,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_query_flags(query_parser)
     _add_serve_flags(serve_parser)
     for command_parser in (recall_parser, query_parser, serve_parser):
-        command_parser.add_argument("--index", required=True, metavar="DIR")
+        command_parser.add_argument(
+            "--index", required=True, metavar="DIR", help="directory of the index"
+        )
     for command_parser in (build_parser, estimate_parser):
-        _add_embedder_flags(command_parser, default=f"default {DEFAULT_EMBEDDER}")
+        _add_embedder_flags(command_parser, default=f"default: {DEFAULT_EMBEDDER}")
     for command_parser in (recall_parser, query_parser, serve_parser):
         _add_embedder_flags(command_parser, default="default: the embedder of the build")
     for command_parser in (build_parser, recall_parser, query_parser, serve_parser):
@@ -520,7 +522,9 @@ def _add_command(
 
 def _add_estimate_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that only `estimate` has."""
-    parser.add_argument("--corpus", nargs="+", required=True, metavar="FILE")
+    parser.add_argument(
+        "--corpus", nargs="+", required=True, metavar="FILE", help="files of passages or triples"
+    )
     parser.add_argument(
         "--passages",
         type=int,

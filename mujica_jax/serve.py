@@ -66,6 +66,7 @@ class ServeArguments:
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # Seed of the sampling.
     seed: int = 0
+
     engine: EngineConfig
 
 
