@@ -247,7 +247,7 @@ IMPOSSIBLE = {  # flags -> what the sentence says
     "--agent.kind mujca": "--agent.kind is mujca and there is none of this name: did you mean mujica?",
     "--method.kind=mygoo": "--method.kind is mygoo and there is none of this name: did you mean mygo?",
     "--task.kind two_wikki": "--task.kind is two_wikki and there is none of this name: did you mean two_wiki?",
-    "--task.kind web": "--task.kind is web and there is none of this name: there are: tiny_world, two_wiki",
+    "--task.kind web": "--task.kind is web and there is none of this name: choose from tiny_world, two_wiki",
     "--reward f1_fromat": "there is no reward f1_fromat: did you mean f1_format?",
     "--task.hold-out-percent 9": "--task.hold-out-percent is a field of task.kind two_wiki, and task.kind is tiny",
     # What is not here, or not possible together, is refused before the run is begun.
@@ -496,11 +496,13 @@ def test_a_worker_joins_only_a_run_of_its_own_program(refused, monkeypatch):
     described = dataclasses.asdict(command_line(words, default="tiny_world"))
     assert Leases(open_run(Path("run"), described), seconds=30.0, revision="a" * 40).claim(TRAINER)
     monkeypatch.setattr(provenance, "git_revision", lambda: "b" * 40)
-    assert f"revision {'a' * 40} and this program is {'b' * 40}" in refused(sample, "--run", "run")
+    assert f"revision {'a' * 40} and this program is revision {'b' * 40}" in refused(
+        sample, "--run", "run"
+    )
     grpo = command_line([str(GRPO), "--run", "other"], default="tiny_world")
     open_run(Path("other"), dataclasses.asdict(grpo))
-    assert "method.kind grpo: workers sample for mygo alone" in refused(sample, "--run", "other")
-    assert "--lease-seconds is 0.1 and must lie between" in refused(
+    assert "method.kind grpo: workers sample only for mygo" in refused(sample, "--run", "other")
+    assert "--lease-seconds is 0.1 and must be between" in refused(
         sample, "--run", "run", "--lease-seconds", "0.1"
     )
 
@@ -648,11 +650,11 @@ def test_eval_without_a_checkpoint_says_what_is_missing(capsys):
 
 def test_eval_of_a_hugging_face_directory_needs_a_configuration(refused, checkpoint):
     message = refused(evaluation, "--checkpoint", str(checkpoint))
-    assert f"{checkpoint} is no run directory" in message
+    assert f"{checkpoint} is not a run directory" in message
     assert "mujica_jax.eval tiny_world --checkpoint" in message
     shutil.copytree(checkpoint, "run/policies/000001/model")
     policy = refused(evaluation, "--checkpoint", "run/policies/000001")
-    assert "run/policies/000001 is a policy of a run: give --checkpoint RUN --policy N" in policy
+    assert "run/policies/000001 is one policy of a run: give --checkpoint RUN --policy N" in policy
 
 
 def test_eval_of_a_hugging_face_directory_has_no_policies_to_choose_from(refused, checkpoint):
@@ -679,7 +681,7 @@ def test_eval_of_a_run_names_the_policies_there_are(refused, tmp_path):
     store = open_run(tmp_path / "run", dataclasses.asdict(load_config(SMOKE)))
     assert "has no policy yet" in refused(evaluation, "--checkpoint", "run")
     store.commit_policy(0, lambda folder: (folder / "weights").write_text("some"))
-    assert "000003 is no committed policy; the versions that are: [0]" in refused(
+    assert "000003 is not a committed policy; committed versions: [0]" in refused(
         evaluation, "--checkpoint", "run", "--policy", "3"
     )
 
@@ -732,7 +734,7 @@ def test_a_run_without_its_configuration_is_refused(refused, tmp_path):
     assert "config.json is not JSON" in refused(evaluation, "--checkpoint", "run")
     shutil.rmtree(run)
     run.mkdir()
-    assert "run is no run directory" in refused(evaluation, "--checkpoint", "run")
+    assert "run is not a run directory" in refused(evaluation, "--checkpoint", "run")
 
 
 @pytest.mark.parametrize(

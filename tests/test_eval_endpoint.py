@@ -248,7 +248,9 @@ def test_a_described_endpoint_needs_an_address(refused):
     message = refused(SMOKE, "--checkpoint", "x", "--remote.model", "gpt-4.1")
     assert "--remote.model is gpt-4.1, but there is no endpoint: add --remote.base-url" in message
     alone = refused(SMOKE, "--remote.model", "gpt-4.1")
-    assert "--remote.model is given and there is no endpoint: give --remote.base-url too" in alone
+    assert (
+        "--remote.model is given without the address of an endpoint: add --remote.base-url" in alone
+    )
 
 
 @pytest.mark.parametrize(
@@ -267,7 +269,7 @@ def test_a_described_endpoint_needs_an_address(refused):
         (["--policy", "3"], "--policy is 3 and http"),
         (
             ["--checkpoint", "run"],
-            "an endpoint is evaluated under a configuration and without a checkpoint",
+            "an endpoint needs the name of a configuration and excludes a checkpoint",
         ),
     ],
 )

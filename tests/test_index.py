@@ -109,7 +109,7 @@ def test_the_former_name_of_a_kind_is_answered_with_the_new_one(capsys):
     for share in ("abc", "1.5"):
         with pytest.raises(SystemExit):
             index.main(["query", "--index", "x", "--recall-target", share, "who?"])
-        assert f"{share} is no number between 0 and 1" in capsys.readouterr().err
+        assert f"{share} is not a number between 0 and 1" in capsys.readouterr().err
 
 
 def test_an_index_is_asked_with_the_prefixes_it_was_built_with(folder, capsys, tmp_path):

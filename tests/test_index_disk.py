@@ -184,7 +184,7 @@ def test_an_embedder_that_lies_elsewhere_by_now_is_the_same_build(folder, tmp_pa
     shutil.copytree(folder / "tiny", tmp_path / "moved")
     words = [*command(folder, "exact", out), "--embedder", str(tmp_path / "moved")]
     assert index.main(words) == 0
-    assert "was there already" in capsys.readouterr().err
+    assert "already built" in capsys.readouterr().err
     plan = json.loads((out / "plan.json").read_text())
     assert plan.pop("prefixes") is None
     # Older plans have no prefixes.

@@ -64,7 +64,7 @@ def test_a_name_of_several_entities_says_so(folder, capsys):
     )
     index.main(["query", "--index", str(folder / "index"), "Ghent"])
     assert (
-        "2 entities are called 'Ghent': these are the triples of Q3, not of Q30"
+        "2 entities are called 'Ghent'; these are the triples of Q3, and not those of Q30"
         in capsys.readouterr().err
     )
 
@@ -143,7 +143,9 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
     recall = ("recall", "--index", graph, "--questions", str(tmp_path / "questions.jsonl"))
     assert "is of kind graph and holds no passages" in refused(capsys, *recall)
     build = ("build", "--out", out, "--kind", "graph")
-    assert "a graph is made of files of triples: give --corpus" in refused(capsys, *build)
+    assert "a graph is built from files of triples: give them with --corpus" in refused(
+        capsys, *build
+    )
     assert "--tokenizer is default and an index of kind graph does not read it" in refused(
         capsys, *build, "--corpus", dump, "--tokenizer", "default"
     )
@@ -169,7 +171,7 @@ def test_mistakes_are_one_sentence(folder, capsys, tmp_path):
         "en",
         "de",
     )
-    assert "--passages is 7 and a graph has none" in refused(
+    assert "--passages is 7 and a graph has no passages" in refused(
         capsys, "estimate", "--corpus", dump, "--kind", "graph", "--passages", "7"
     )
     assert "is not a file of triples" in refused(

@@ -226,7 +226,7 @@ class WithoutLogprobs(Told):
 
 
 def test_flare_needs_log_probabilities():
-    with pytest.raises(UserError, match="flare, which reads log-probabilities"):
+    with pytest.raises(UserError, match="flare, which needs log-probabilities"):
         play("flare", WithoutLogprobs([]))
 
 

@@ -114,7 +114,7 @@ def test_an_earlier_result_is_of_the_same_questions(tmp_path):
     [
         (["--samples", "0"], "--samples is 0 and must be at least 1"),
         (["--samples", "2", "--sampled", "False"], "--samples is 2 and --sampled is False"),
-        (["--beside", "A", "--agents", "direct"], "--beside is A and there are several results"),
+        (["--beside", "A", "--agents", "direct"], "--beside is A and compares a single result"),
     ],
 )
 def test_samples_and_an_earlier_result_are_checked_first(tmp_path, flags, sentence):
@@ -162,9 +162,9 @@ def test_agents_and_tasks_are_combined_and_checked_first(tmp_path):
         ),
         (
             ["--agents", "direct", "--worker", "w"],
-            "--worker is w, and of mujica, direct only mujica has workers",
+            "--worker is w and the agents are mujica, direct, but only mujica has workers",
         ),
-        (["--plot", "True"], "--plot is True and there is nothing to compare"),
+        (["--plot", "True"], "--plot draws a comparison, and only one result is asked for"),
     ):
         with pytest.raises(UserError, match=message):
             evaluation.all_configs(*evaluation.command_line([*flags, *words]))

@@ -403,7 +403,7 @@ def test_a_reward_without_its_judge_is_refused(changes, sentence):
 )
 def test_a_reward_that_asks_a_judge_is_not_made_without_one(name, asking):
     with pytest.raises(
-        UserError, match=f"the reward {re.escape(asking)} asks a judge and there is none"
+        UserError, match=f"the reward {re.escape(asking)} needs a judge and there is none"
     ):
         find_reward(name, "two_wiki", StagedRewardConfig(correctness="judge"))
 

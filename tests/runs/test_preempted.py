@@ -62,7 +62,7 @@ def preempted(directory: Path, phases: Sequence[str]) -> list[Ended]:
             expected.append("before anything began")
         assert where in expected, message
         assert what_is_kept, message
-        command = shlex.split(message.partition("go on with: ")[2])
+        command = shlex.split(message.partition("continue with: ")[2])
         assert command == ["python", "-m", "mujica_jax.train", str(CONFIG), "--run", str(directory)]
         assert ended.cpu_seconds_after_signal is not None
         assert ended.cpu_seconds_after_signal < MOST_CPU_SECONDS
@@ -136,7 +136,7 @@ def test_eval_that_is_asked_to_end_writes_no_result(undisturbed, tmp_path):
         evaluating.kill()
     assert evaluating.returncode == 0, messages
     assert "preempted" in messages
-    assert messages.strip().endswith("the same command goes on")
+    assert messages.strip().endswith("run the same command again to continue")
     assert not [
         file for file in (tmp_path / "results").iterdir() if not file.name.startswith(".parts-")
     ]

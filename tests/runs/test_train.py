@@ -95,7 +95,7 @@ def test_interrupted_it_says_how_to_go_on_and_another_seed_gives_another_run(und
         running.kill()
     assert running.returncode == 130
     assert "Traceback" not in messages
-    command = shlex.split(messages.strip().splitlines()[-1].partition("go on with: ")[2])
+    command = shlex.split(messages.strip().splitlines()[-1].partition("continue with: ")[2])
     assert command[:3] == ["python", "-m", "mujica_jax.train"]
     assert "--run" in command
     finished([sys.executable, *command[1:]], cwd=tmp_path)

@@ -258,7 +258,7 @@ def test_an_unreachable_store_is_no_damaged_shard(fake, store):
     ("address", "sentence"),
     [
         ("gs://bucket/nothing", "there is no directory gs://bucket/nothing"),
-        ("gs://bucket/model", "gs://bucket/model is no run directory"),
+        ("gs://bucket/model", "gs://bucket/model is not a run directory"),
         ("gs://no-such-bucket/run", "there is no bucket no-such-bucket"),
         ("s3://bucket/run", "s3://bucket/run is neither a local directory nor"),
     ],
@@ -276,7 +276,7 @@ def test_a_torn_policy_is_ignored_and_replaced(fake, store):
     fake.put("bucket", "run/policies/000001/params/weights", b"torn")
     fake.put("bucket", "run/policies/000001/params/of another version", b"old")
     assert store.policies() == []
-    with pytest.raises(StoreError, match="000001 is no committed policy"):
+    with pytest.raises(StoreError, match="000001 is not a committed policy"):
         store.policy_path(1)
     assert store.commit_policy(1, write_weights)
     assert fake.names("bucket", "run/policies") == [

@@ -206,8 +206,9 @@ def test_a_question_is_asked_over_the_passages_and_shown(
         assert evaluation.main([*words, "--ask", " "]) == 2
         assert evaluation.main([*words, *asked, "--task.setting", "distractor"]) == 2
         assert (
-            "a question of yours comes with no entities and no passages" in capsys.readouterr().err
+            "your own question has no entities and no passages of its own"
+            in capsys.readouterr().err
         )
         assert evaluation.main([*words, *asked, "--agents", "rag"]) == 2
-    assert "--agents is given: one agent answers" in capsys.readouterr().err
+    assert "--agents is given too: --ask lets one agent answer" in capsys.readouterr().err
     assert not (tmp_path / "eval").exists()

@@ -204,7 +204,11 @@ def test_an_estimate_without_a_kind_is_of_the_kind_that_a_build_chooses(root, ca
             "give --kind exact"
         )),
         ("--languages en", "or give --kind graph"),
-        ("--corpus dump.nt.gz", "dump.nt.gz holds triples and --kind is auto, an index of passages: give --kind graph"),
+        (
+            "--corpus dump.nt.gz",
+            "dump.nt.gz holds triples and --kind is auto, which builds an index of passages: give "
+            "--kind graph",
+        ),
         ("--corpus a.jsonl b.nt", "b.nt holds triples"),
     ],
 )  # fmt: skip
