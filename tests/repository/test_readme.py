@@ -257,7 +257,8 @@ def with_runs(command: Command, folder: Path) -> list[str]:
     words = command.words
     for position, flag in enumerate(words[:-1]):
         name = words[position + 1]
-        if flag not in ("--checkpoint", "--adapter", "--worker") or (ROOT / name).exists():
+        names_run = flag in ("--checkpoint", "--adapter", "--worker")
+        if not names_run or name in PLACEHOLDERS.values() or (ROOT / name).exists():
             continue
         own_folder = folder / name.removeprefix("gs://")
         write_run(own_folder, config_of_run(command.page, name.partition("/policies/")[0]))
