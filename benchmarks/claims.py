@@ -1,19 +1,20 @@
-"""The papers' claims on the tiny world, in shape: the runs, and the page docs/lab/claims.md that they
-give.
+"""Compare the methods on the tiny world as their papers do, and write docs/lab/claims.md.
 
     python benchmarks/claims.py run [--runs DIR] [--only NAME ...] [--seeds 0 1 2] [--data DIR]
-    python benchmarks/claims.py write [--runs DIR] [--page docs/lab/claims.md]
+    python benchmarks/claims.py write [--runs DIR] [--machine NAME]
 
-`run` starts `python -m mujica_jax.train` for each experiment and seed, one after the other; one
-that is finished is left as it is, and a killed one goes on; under `taskset -c 0`, and `-c 1` with
-other seeds, each has a core of its own. Methods that begin with the same policy share the run that
-made it: `start` names it. Those on 2WikiMultihopQA's passages, `text-...`, take hours, run with
---only and `--seeds 0`, and read the data set's folder, --data. `write` makes the page of the runs
-that are finished, with its pictures; a table without one stays as it is on the page, or is left
-out. A cell is the median over the seeds with the least and the most behind it.
+`run` starts `python -m mujica_jax.train` for each experiment and seed, one after the other. A finished
+run is left as it is, and a killed run continues. To use two cores, start it twice: under `taskset -c 0`,
+and under `taskset -c 1` with other seeds. Methods that begin with the same policy share the run that made
+it, which is their `start`. The experiments `text-...` train SmolLM2 on 2WikiMultihopQA's passages. They
+take hours, so they run only if `--only` names them, and they need the data set's folder (--data).
 
-Minutes are those of the phases after the start: sampling, scoring, learning and saving, without
-evaluations and compilation. Tokens are those that the engine generated for training.
+`write` keeps a record of each finished run in docs/lab/claims.json, and makes the page and its pictures
+from the records. A table without records stays as it is on the page, or is left out.
+
+A cell is the median over the seeds, with the least and the most in brackets. Minutes are those of
+sampling, scoring, learning and saving after the start, without evaluations and compilation. Tokens are
+those that the engine generated for training.
 """
 
 import argparse
@@ -23,7 +24,6 @@ import json
 import statistics
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -159,16 +159,31 @@ for _name, _rates in TUNED.items():
         EXPERIMENTS[f"tune-{_name}-{_rate}"] = dataclasses.replace(EXPERIMENTS[_name], flags=_flags)
 
 
+# Numbers of DecEx-RAG's trees in metrics.jsonl, means over questions, with their forms.
+TREE_NUMBERS = {
+    "seconds": ".2f",
+    "generated_tokens": ",.0f",
+    "nodes": ".1f",
+    "best_reward": ".2f",
+    "leaf_share": ".2f",
+}
+
 INTRODUCTION = """# The papers' claims, on the tiny world
 
-Do the methods do here what their papers say of them? In shape: what is compared is the order and the size of a
-difference, never a score with a paper's. `python benchmarks/claims.py run` trains what is below, on {machine}, and
-goes on where it was killed; `write` makes the tables, and the end of the page has each run's command and revision.
-Methods that are compared begin with the same policy of the same seed. Scores are percent on test questions about
-entities that no training text names, but for what is common knowledge; a cell is the median over seeds (the least to
-the most). Minutes are those of sampling, scoring, learning and saving, without the start, evaluations and
-compilation, with which they are "in all". Searches are counted in greedy evaluation where nothing else is said."""
+This page tests on the tiny world what the papers say about their methods. It compares the order and the size of
+differences. The scores themselves cannot be compared with those of a paper.
+
+- `python benchmarks/claims.py run` trains the runs, and `python benchmarks/claims.py write` makes the tables. The last
+  table has the command, machine and revision of each run.
+- Methods that are compared begin with the same policy, for each seed.
+- Scores are percent on test questions about entities that no training text names. Questions about common knowledge are
+  the exception.
+- A cell is the median over the seeds, with the least and the most in brackets.
+- Minutes count sampling, scoring, learning and saving. They leave out the start, evaluations and compilation."""
 VERDICTS = "## Verdicts"
+PICTURES = (
+    "![EM against trajectories](claims_trajectories.png)\n![EM against minutes](claims_minutes.png)"
+)
 MYGO = "MyGO"
 PARTS = "Planner and workers, and asking at once"
 TREES = "DecEx-RAG"
@@ -176,60 +191,59 @@ GROUPS = "MyGO beside GRPO and DAPO"
 SECTIONS = {  # of each table: its heading, and what stands before it
     "mygo": (
         MYGO,
-        "The paper: MyGO beats its warm-up, offline as well as online, and the threshold matters. Of two rounds the\n"
-        "asynchronous and the offline schedule sample the second by the same policy. The offline row was measured\n"
-        "while K rose offline too; now it stays fixed.",
+        "There are two rounds. The asynchronous and the offline schedule sample the second round with the policy of\n"
+        "the first.",
     ),
     "workers": (
         MYGO,
-        "One core learns and evaluates, another one samples: four rounds of 200 questions.",
+        "One core learns and evaluates while another one samples: four rounds of 200 questions.",
     ),
     "grpo": (
         GROUPS,
-        "The paper: the quality of GRPO with 94% fewer trajectories and 74% less time. Each has the rate that\n"
-        "was best on dev (below; DAPO has GRPO's). MyGO samples at temperature 0.8, the others at 1.",
+        "Each method has the learning rate that was best on dev (table below; DAPO has GRPO's). MyGO samples at\n"
+        "temperature 0.8, GRPO and DAPO at 1.",
     ),
     "crossing": (
         GROUPS,
-        "What it took until sampled F1 reached that of MyGO's last policy, on straight lines:",
+        "This is what each method took until its sampled F1 reached that of MyGO's last policy. Between evaluations\n"
+        "the curve is taken as a straight line.",
     ),
-    "rates": (GROUPS, "Rates on dev, with seed 0; GRPO after eight rounds:"),
+    "rates": (
+        GROUPS,
+        "Learning rates were compared on dev with seed 0, GRPO's after eight rounds.",
+    ),
     "ablations": (
         PARTS,
-        "One agent reads by itself (`agent.split False`); one search a turn (`agent.parallel False`).",
+        "One agent reads by itself (`agent.split False`). With one search a turn the planner cannot ask in parallel\n"
+        "(`agent.parallel False`).",
     ),
     "staged": (
         "Staged rewards",
-        "The paper: stage one raises accuracy and searching, stage two lowers the searches. About half of the\n"
-        "questions are about common knowledge ([experiments.md](experiments.md)).",
+        "About half of the questions are about common knowledge ([experiments.md](experiments.md)).",
     ),
     "evipath": (
         "EviPath",
-        "The paper: what is written backwards teaches more (table 4), the planner needs tuning more than the executor\n"
-        "(table 1), and two tuned models are about as good as one (table 5). The teacher of both modes is the policy\n"
-        "that the run begins with, and each row learns 400 right trajectories for two epochs. The scripted row has no\n"
-        "language model as teacher: it replays demonstrations without mistakes.",
+        "The teacher of both modes is the policy that the run begins with. Each row learns 400 right trajectories for\n"
+        "two epochs. The scripted row has no language model as teacher: it replays demonstrations without mistakes.",
     ),
     "trees": (
         TREES,
-        "The paper: 134.9 s a question with pruning, 743.2 s without, and chains as good. These runs are of a world\n"
-        "in which a fifth of the questions was about common knowledge, and documents did not say what is unknown.",
+        "The numbers are means over the questions for which a tree was grown.",
     ),
     "decex": (
         TREES,
-        "The paper: SFT and DPO beat either alone. SFT learns a chain a question, DPO pairs.",
+        "SFT learns one chain a question. DPO learns pairs of decisions and of executions.",
     ),
     "text": (
         "Real text, with SmolLM2",
-        "Methods over 2WikiMultihopQA's passages, each configuration's run shortened to what a core does in about\n"
-        "an hour (Commands), one seed, on 100 questions of test, with 95% intervals. Nothing was chosen by it.\n"
-        "Tokens are those that a phase's trajectories took through the model, minutes all of the phase, with its\n"
-        "evaluation.",
+        "Methods over 2WikiMultihopQA's passages, with one seed, on 100 questions of test, with 95% intervals. Each\n"
+        "run is shortened to what one core does in about an hour. Nothing was chosen by these numbers.",
     ),
 }
 
 
 def folder(runs: Path, name: str, seed: int) -> Path:
+    """Return the run directory of an experiment."""
     return runs / f"{name}-{seed}"
 
 
@@ -271,6 +285,7 @@ def result(name: str, place: Path) -> Path:
 
 
 def train(runs: Path, names: Sequence[str], seeds: Sequence[int], data: str) -> None:
+    """Run each experiment with each seed, if it has no result yet."""
     runs.mkdir(parents=True, exist_ok=True)
     for seed, name in itertools.product(seeds, names):
         place = folder(runs, name, seed)
@@ -298,20 +313,70 @@ def _on_core(core: int, words: Sequence[str], log: IO[bytes]) -> subprocess.Pope
 
 @dataclasses.dataclass(frozen=True)
 class Point:
-    """The scores of a policy, and what it took since the start."""
+    """The scores of a policy on the test questions, and what it took since the start of the run."""
 
     phase: str
-    scores: dict[str, Any]  # a phase of summary.json
+    scores: dict[str, Any]  # percent: em, f1, em_sampled, f1_sampled; also searches, questions
+    sampled_searches: float  # a question, in sampled evaluation
     trajectories: int
     learnt: int  # of them
-    tokens: int
-    minutes: float
-    wall_minutes: float  # with compilation and evaluations
+    tokens: int  # generated for training
+    minutes: float  # without evaluations and compilation
+    wall_minutes: float  # with them
 
-    @property
-    def file(self) -> str:
-        """The file of the point's whole evaluation, in the run directory."""
-        return f"eval/{self.phase.replace(' ', '-')}.json"
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What is kept of a finished run: `docs/lab/claims.json` holds these."""
+
+    machine: str
+    revision: str
+    points: list[Point]  # the start and every phase after it
+    # The last lines of metrics.jsonl about evaluation and about DecEx-RAG's trees, if there are any.
+    evaluating: dict[str, float]
+    trees: dict[str, float]
+
+
+def read_record(runs: Path, name: str, seed: int, machine: str) -> Record:
+    """Return the record of a finished run."""
+    roles = EXPERIMENTS[name].roles
+    if roles is not None:
+        return _record_of_roles(runs, name, seed, machine)
+    run = folder(runs, name, seed)
+    return Record(
+        machine=machine,
+        revision=_revision(run),
+        points=points(run),
+        evaluating=_numbers(run, "evaluating", ("prompt_tokens", "requests")),
+        trees=_numbers(run, "decex", tuple(TREE_NUMBERS)),
+    )
+
+
+def _record_of_roles(runs: Path, name: str, seed: int, machine: str) -> Record:
+    """Return the scores of two models as planner and worker, with what their tuning took."""
+    roles = EXPERIMENTS[name].roles
+    assert roles is not None
+    tuned = [folder(runs, role, seed) for role in roles if not role.endswith(AT_START)]
+    point = of_roles(result(name, folder(runs, name, seed)), [points(run)[-1] for run in tuned])
+    return Record(machine, _revision(tuned[0]), points=[point], evaluating={}, trees={})
+
+
+def of_roles(file: Path, tuned: Sequence[Point]) -> Point:
+    """Return the scores of two models, with what it took to tune the tuned ones.
+
+    Both learn from the same trajectories, so these are counted once.
+    """
+    results = json.loads(file.read_text())
+    scores = {key: results["greedy"][key] for key in ("em", "searches")}
+    sampled_scores = {f"{key}_sampled": results["sampled"][key] for key in ("em", "f1")}
+    return dataclasses.replace(
+        tuned[0],
+        scores=scores | sampled_scores,
+        sampled_searches=results["sampled"]["searches"],
+        tokens=sum(point.tokens for point in tuned),
+        minutes=sum(point.minutes for point in tuned),
+        wall_minutes=sum(point.wall_minutes for point in tuned),
+    )
 
 
 def points(run: Path) -> list[Point]:
@@ -322,30 +387,44 @@ def points(run: Path) -> list[Point]:
     phases = json.loads((run / "summary.json").read_text())["phases"]
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     times = [line for line in lines if line["phase"] == "time"]
-    curve: list[Point] = []
-    last = 0
     measured_phases = [phase for phase in phases if phase["name"] != "control"]
+
+    curve: list[Point] = []
+    last_step = 0
     for phase, spent in zip(measured_phases, times, strict=True):
+        name = phase["name"]
+        evaluation = json.loads((run / "eval" / f"{name.replace(' ', '-')}.json").read_text())
+        scores = {key: phase[key] for key in ("em", "f1", "em_sampled", "f1_sampled", "searches")}
+        scores["questions"] = phase["questions"]
+        for kind in ("greedy", "sampled"):
+            scores[f"em_interval_{kind}"] = evaluation[kind]["em_interval"]
+        sampled_searches = evaluation["sampled"]["searches"]
+
+        # The start counts nothing: what led to it is the same for every method.
         if not curve:
-            curve.append(Point(phase["name"], phase, 0, 0, 0, 0.0, 0.0))
+            curve.append(Point(name, scores, sampled_searches, 0, 0, 0, 0.0, 0.0))
             continue
-        of_phase = [
+
+        sampling_lines = [
             line
             for line in lines
-            if line["phase"] == "sampling" and last < line["step"] <= spent["step"]
+            if line["phase"] == "sampling" and last_step < line["step"] <= spent["step"]
         ]
         seconds = sum(
-            v for key, v in spent.items() if key.endswith("_seconds") and key not in TIME_LEFT_OUT
+            value
+            for key, value in spent.items()
+            if key.endswith("_seconds") and key not in TIME_LEFT_OUT
         )
         before = curve[-1]
-        last = spent["step"]
+        last_step = spent["step"]
         curve.append(
             Point(
-                phase=phase["name"],
-                scores=phase,
+                phase=name,
+                scores=scores,
+                sampled_searches=sampled_searches,
                 trajectories=before.trajectories + phase["trajectories"],
                 learnt=before.learnt + phase["accepted"],
-                tokens=before.tokens + sum(line["generated_tokens"] for line in of_phase),
+                tokens=before.tokens + sum(line["generated_tokens"] for line in sampling_lines),
                 minutes=before.minutes + seconds / 60,
                 wall_minutes=before.wall_minutes + spent["total_seconds"] / 60,
             )
@@ -353,35 +432,71 @@ def points(run: Path) -> list[Point]:
     return curve
 
 
-def _of_roles(file: Path, tuned: Sequence[Point]) -> Point:
-    """Return the scores of two models, with what it took to tune the tuned ones.
+def _revision(run: Path) -> str:
+    return json.loads((run / "config.json").read_text())["git_revision"][:7]
 
-    Both learn from the same trajectories.
+
+def _numbers(run: Path, phase: str, keys: Sequence[str]) -> dict[str, float]:
+    """Return numbers of the last line of this phase in metrics.jsonl. Empty without such a line."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["phase"] == phase]
+    return {key: lines[-1][key] for key in keys if key in lines[-1]} if lines else {}
+
+
+def collect(runs: Path, seeds: Sequence[int], machine: str, file: Path) -> None:
+    """Add the records of all finished runs under `runs` to the file of records.
+
+    A run that is already there is replaced.
     """
-    results = json.loads(file.read_text())
-    scores = {key: results["greedy"][key] for key in ("em", "searches")}
-    return dataclasses.replace(
-        tuned[0],
-        scores=scores | {f"{key}_sampled": results["sampled"][key] for key in ("em", "f1")},
-        tokens=sum(point.tokens for point in tuned),
-        minutes=sum(point.minutes for point in tuned),
-        wall_minutes=sum(point.wall_minutes for point in tuned),
-    )
+    records = json.loads(file.read_text()) if file.exists() else {}
+    for name, seed in itertools.product(EXPERIMENTS, seeds):
+        if result(name, folder(runs, name, seed)).exists():
+            record = read_record(runs, name, seed, machine)
+            records.setdefault(name, {})[str(seed)] = dataclasses.asdict(record)
+    file.write_text(json.dumps(_rounded(records), indent=1, sort_keys=True) + "\n")
+
+
+def _rounded(value: Any) -> Any:
+    """Return a value of JSON with its floats rounded to four digits after the point."""
+    if isinstance(value, float):
+        return round(value, 4)
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return value
+
+
+def load_records(file: Path) -> dict[str, dict[int, Record]]:
+    """Return the records of the file, by experiment and seed."""
+    records: dict[str, dict[int, Record]] = {}
+    for name, of_seeds in json.loads(file.read_text()).items():
+        for seed, values in of_seeds.items():
+            curve = [Point(**point) for point in values.pop("points")]
+            records.setdefault(name, {})[int(seed)] = Record(points=curve, **values)
+    return records
 
 
 def cell(values: Sequence[float], form: str = ".1f") -> str:
+    """Return the median, and behind it the least and the most if there are several values."""
     middle = format(statistics.median(values), form)
     return (
         middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
     )
 
 
+def table_of(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
 def to_reach(
     curve: Sequence[Point], level: float, measure: Callable[[Point], float]
 ) -> float | None:
-    """Return what it took until sampled F1 first reached `level`.
+    """Return what it took until sampled F1 first reached `level`. None: it never did.
 
-    Between two evaluations the curve is a straight line. None: it never did.
+    Between two evaluations the curve is taken as a straight line.
     """
     for before, after in itertools.pairwise(curve):
         low = before.scores["f1_sampled"]
@@ -394,72 +509,47 @@ def to_reach(
     return None
 
 
-class Runs:
-    """The finished runs of a folder, by experiment."""
+class Tables:
+    """The tables of the page. Each has at most six columns, and a row for each experiment."""
 
-    def __init__(self, place: Path, seeds: Sequence[int]) -> None:
-        self.curves: dict[str, dict[int, list[Point]]] = {}
-        self.revisions: dict[str, set[str]] = {}
-        self.place = place
-        for name, seed in itertools.product(
-            (name for name in EXPERIMENTS if "tune-" not in name), seeds
-        ):
-            run = folder(place, name, seed)
-            roles = EXPERIMENTS[name].roles
-            if not result(name, run).exists():
+    def __init__(self, records: dict[str, dict[int, Record]]) -> None:
+        self.records = records
+
+    def curves(self, name: str) -> dict[int, list[Point]]:
+        """Return the points of an experiment, by seed."""
+        return {seed: record.points for seed, record in self.records.get(name, {}).items()}
+
+    def scores(
+        self, *rows: tuple[str, str] | tuple[str, str, str], with_sampled_searches: bool = False
+    ) -> str:
+        """Return a table of exact match, searches, trajectories and minutes.
+
+        A row is an experiment, its label, and the name of a phase if that is not the last one.
+        """
+        heads = ["", "EM greedy", "EM sampled", "searches", "trajectories", "minutes"]
+        if with_sampled_searches:
+            heads[3] = "searches sampled"
+        cells = []
+        for name, label, *phase in rows:
+            curves = self.curves(name).values()
+            chosen = [_phase(curve, phase[0] if phase else -1) for curve in curves]
+            if not chosen:
                 continue
-            if roles is None:
-                curve = points(run)
-            else:  # with what it took to tune one of the two models, or both
-                tuned = [role for role in roles if not role.endswith(AT_START)]
-                curve = [
-                    _of_roles(result(name, run), [self.curves[role][seed][-1] for role in tuned])
-                ]
-                run = folder(place, tuned[0], seed)
-            self.curves.setdefault(name, {})[seed] = curve
-            revision = json.loads((run / "config.json").read_text())["git_revision"][:7]
-            self.revisions.setdefault(name, set()).add(revision)
-
-    def row(self, name: str, label: str, phase: int | str, sampled_searches: bool) -> str | None:
-        points_of_seeds = [_phase(curve, phase) for curve in self.curves.get(name, {}).values()]
-        if not points_of_seeds:
-            return None
-        cells = [label, str(len(points_of_seeds))]
-        for key in ("em", "em_sampled", "f1_sampled"):
-            cells.append(cell([point.scores[key] for point in points_of_seeds]))
-        cells.append(cell([point.scores["searches"] for point in points_of_seeds], ".2f"))
-        if sampled_searches:
-            files = [
-                folder(self.place, name, seed) / point.file
-                for seed, point in zip(self.curves[name], points_of_seeds, strict=True)
+            searches = [
+                point.sampled_searches if with_sampled_searches else point.scores["searches"]
+                for point in chosen
             ]
             cells.append(
-                cell([json.loads(file.read_text())["sampled"]["searches"] for file in files], ".2f")
+                (
+                    label,
+                    cell([point.scores["em"] for point in chosen]),
+                    cell([point.scores["em_sampled"] for point in chosen]),
+                    cell(searches, ".2f"),
+                    cell([point.trajectories for point in chosen], ",.0f"),
+                    cell([point.minutes for point in chosen]),
+                )
             )
-        cells.append(cell([point.trajectories for point in points_of_seeds], ",.0f"))
-        cells.append(cell([point.learnt for point in points_of_seeds], ",.0f"))
-        cells.append(cell([point.minutes for point in points_of_seeds]))
-        cells.append(cell([point.wall_minutes for point in points_of_seeds]))
-        return f"| {' | '.join(cells)} |"
-
-    def table(
-        self, *rows: tuple[str, str] | tuple[str, str, str], sampled_searches: bool = False
-    ) -> str:
-        """Return a table of EM and F1, greedy and sampled, and what they took.
-
-        A row is a run, its label and the name of the phase that is meant, if that is not the last
-        one.
-        """
-        scores = ["EM", "EM sampled", "F1 sampled", "searches"]
-        if sampled_searches:
-            scores.append("searches sampled")
-        heads = ("", "seeds", *scores, "trajectories", "learnt", "minutes", "in all")
-        lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
-        cells = [
-            self.row(name, label, phase[0] if phase else -1, sampled_searches)
-            for name, label, *phase in rows
-        ]
-        return "\n".join([*lines, *(row for row in cells if row is not None)])
+        return table_of(heads, cells)
 
     def crossing(self) -> str:
         """Return what MyGO and the group methods took to MyGO's final level, seed by seed."""
@@ -468,123 +558,112 @@ class Runs:
             "generated tokens": lambda point: point.tokens,
             "minutes": lambda point: point.minutes,
         }
-        lines = [
-            "| seed | F1 sampled | method | trajectories | generated tokens | minutes |",
-            "|---" * 6 + "|",
-        ]
-        for seed, mygo in self.curves.get("mygo", {}).items():
+        rows = []
+        for seed, mygo in self.curves("mygo").items():
             level = mygo[-1].scores["f1_sampled"]
             for name in ("mygo", "grpo", "dapo"):
-                curve = self.curves.get(name, {}).get(seed)
-                if curve is None or not {"grpo", "dapo"} & self.curves.keys():
+                curve = self.curves(name).get(seed)
+                if curve is None or not {"grpo", "dapo"} & self.records.keys():
                     continue
-                costs = {key: to_reach(curve, level, measure) for key, measure in measures.items()}
-                own = {key: measure(mygo[-1]) for key, measure in measures.items()}
                 cells = [str(seed), f"{level:.1f}", name]
-                for key, value in costs.items():
+                for key, measure in measures.items():
                     form = ".1f" if key == "minutes" else ",.0f"
-                    if name == "mygo":
-                        cells.append(format(own[key], form))
-                    elif value is None:
-                        best = max(point.scores["f1_sampled"] for point in curve)
-                        end = measures[key](curve[-1])
-                        cells.append(f"not within {end:{form}}, best {best:.1f}")
-                    else:
-                        cells.append(f"{value:{form}}, {value / own[key]:.2f}x")
-                lines.append(f"| {' | '.join(cells)} |")
-        return "\n".join(lines)
+                    cells.append(self._cost(name, curve, mygo, measure, form))
+                rows.append(cells)
+        heads = ("seed", "F1 sampled", "method", *measures)
+        return table_of(heads, rows)
+
+    def _cost(
+        self,
+        name: str,
+        curve: Sequence[Point],
+        mygo: Sequence[Point],
+        measure: Callable[[Point], float],
+        form: str,
+    ) -> str:
+        """Return what a method took to reach the last level of MyGO, and its ratio to MyGO's cost."""
+        own = measure(mygo[-1])
+        if name == "mygo":
+            return format(own, form)
+        cost = to_reach(curve, mygo[-1].scores["f1_sampled"], measure)
+        if cost is None:
+            best = max(point.scores["f1_sampled"] for point in curve)
+            return f"not within {measure(curve[-1]):{form}}, best {best:.1f}"
+        return f"{cost:{form}}, {cost / own:.2f}x"
 
     def rates(self) -> str:
-        """Return a table of the last scores of the runs that compare rates."""
-        lines = ["| method | rate | EM sampled | F1 sampled | trajectories |", "|---" * 5 + "|"]
+        """Return a table of the last scores of the runs that compare learning rates."""
+        rows = []
         for name, rates in TUNED.items():
             for rate in rates:
-                run = folder(self.place, f"tune-{name}-{rate}", 0)
-                if not (run / "summary.json").exists():
-                    continue
-                last = points(run)[-1]
-                scores = [f"{last.scores[key]:.1f}" for key in ("em_sampled", "f1_sampled")]
-                cells = [name, rate, *scores, f"{last.trajectories:,}"]
-                lines.append(f"| {' | '.join(cells)} |")
-        return "\n".join(lines)
+                for curve in self.curves(f"tune-{name}-{rate}").values():
+                    last = curve[-1]
+                    scores = [f"{last.scores[key]:.1f}" for key in ("em_sampled", "f1_sampled")]
+                    rows.append((name, rate, *scores, f"{last.trajectories:,}"))
+        return table_of(("method", "rate", "EM sampled", "F1 sampled", "trajectories"), rows)
 
     def context(self) -> str:
-        """Return a table of tokens that a call of the engine reads.
-
-        The tokens are those of the last phase's evaluation.
-        """
-        lines = [
-            "| | EM | EM sampled | context a call, tokens | calls a question |",
-            "|---" * 5 + "|",
-        ]
+        """Return a table of the tokens that a call of the engine reads in the last evaluation."""
         labels = {
             "mygo": "planner and workers, parallel",
             "no-split": "one agent",
-            "no-parallel": "one at a time",
+            "no-parallel": "one search a turn",
         }
+        rows = []
         for name, label in labels.items():
-            of_seeds = self.curves.get(name, {})
-            if not of_seeds:
+            records = list(self.records.get(name, {}).values())
+            if not records:
                 continue
-            contexts = []
-            calls = []
-            for seed, curve in of_seeds.items():
-                line = _line(folder(self.place, name, seed), "evaluating")
-                contexts.append(line["prompt_tokens"] / line["requests"])
-                calls.append(line["requests"] / (2 * curve[-1].scores["questions"]))
-            last = [curve[-1].scores for curve in of_seeds.values()]
-            em = cell([scores["em"] for scores in last])
-            em_sampled = cell([scores["em_sampled"] for scores in last])
-            cells = [label, em, em_sampled]
-            lines.append(f"| {' | '.join([*cells, cell(contexts, '.0f'), cell(calls)])} |")
-        return "\n".join(lines)
+            last = [record.points[-1].scores for record in records]
+            numbers = [record.evaluating for record in records]
+            contexts = [line["prompt_tokens"] / line["requests"] for line in numbers]
+            # A question is evaluated twice: greedily and sampled.
+            calls = [
+                line["requests"] / (2 * scores["questions"])
+                for line, scores in zip(numbers, last, strict=True)
+            ]
+            rows.append(
+                (
+                    label,
+                    cell([scores["em"] for scores in last]),
+                    cell([scores["em_sampled"] for scores in last]),
+                    cell(contexts, ".0f"),
+                    cell(calls),
+                )
+            )
+        heads = ("", "EM greedy", "EM sampled", "tokens of context a call", "calls a question")
+        return table_of(heads, rows)
 
     def trees(self) -> str:
-        """Return a table of what a search tree took and found: means over its questions."""
-        names = {
-            "seconds": ".2f",
-            "generated_tokens": ",.0f",
-            "nodes": ".1f",
-            "best_reward": ".2f",
-            "leaf_share": ".2f",
-            "retrievals": ".2f",
-        }
-        lines = [f"| | {' | '.join(names).replace('_', ' ')} |", "|---" * (len(names) + 1) + "|"]
+        """Return a table of what a search tree took and reached: means over its questions."""
+        rows = []
         for name, label in {"decex": "pruned", "decex-unpruned": "unpruned"}.items():
-            lines_of_trees = [
-                _line(folder(self.place, name, seed), "decex") for seed in self.curves.get(name, {})
-            ]
-            if lines_of_trees:
-                cells = []
-                for key, form in names.items():
-                    cells.append(cell([line[key] for line in lines_of_trees], form))
-                lines.append(f"| {' | '.join([label, *cells])} |")
-        return "\n".join(lines)
+            lines = [record.trees for record in self.records.get(name, {}).values()]
+            if lines:
+                cells = [cell([line[key] for line in lines], f) for key, f in TREE_NUMBERS.items()]
+                rows.append((label, *cells))
+        return table_of(("", *(key.replace("_", " ") for key in TREE_NUMBERS)), rows)
 
     def text(self) -> str:
-        """Return a table of every phase of every method on real text, with intervals."""
-        heads = ("", "EM", "", "EM sampled", "", "F1", "F1 sampled", "searches", "sampled")
-        lines = [
-            f"| {' | '.join((*heads, 'trajectories', 'learnt', 'tokens', 'minutes'))} |",
-            "|---" * 13 + "|",
-        ]
+        """Return a table of every phase of every method on real text, with 95% intervals."""
+        rows = []
         for name in (f"text-{method.replace('_', '-')}" for method in _TEXT):
-            for point in itertools.chain(*self.curves.get(name, {}).values()):
-                results = json.loads((folder(self.place, name, 0) / point.file).read_text())
+            for point in itertools.chain(*self.curves(name).values()):
                 cells = [f"{name.removeprefix('text-')}: {point.phase}"]
-                for kind in ("greedy", "sampled"):
-                    low, high = results[kind]["em_interval"]
-                    cells += [f"{results[kind]['em']:.1f}", f"{low:.1f}-{high:.1f}"]
-                for key, form in (("f1", ".1f"), ("searches", ".2f")):
-                    cells += [format(results[kind][key], form) for kind in ("greedy", "sampled")]
-                scores = point.scores
-                cells += [f"{scores[key]:,}" for key in ("trajectories", "accepted", "tokens")]
-                lines.append(f"| {' | '.join([*cells, format(scores['seconds'] / 60, '.0f')])} |")
-        return "\n".join(lines)
+                for key, kind in (("em", "greedy"), ("em_sampled", "sampled")):
+                    low, high = point.scores[f"em_interval_{kind}"]
+                    cells.append(f"{point.scores[key]:.1f} ({low:.1f} to {high:.1f})")
+                cells.append(format(point.scores["searches"], ".2f"))
+                cells.append(f"{point.trajectories:,}")
+                cells.append(format(point.wall_minutes, ".0f"))
+                rows.append(cells)
+        heads = ("", "EM greedy", "EM sampled", "searches", "trajectories", "minutes in all")
+        return table_of(heads, rows)
 
-    def tables(self) -> dict[str, str]:
+    def all(self) -> dict[str, str]:
+        """Return the tables, by their names in SECTIONS."""
         return {
-            "mygo": self.table(
+            "mygo": self.scores(
                 ("start", "warm-up"),
                 ("mygo", "MyGO online"),
                 ("mygo-asynchronous", "asynchronous"),
@@ -592,10 +671,10 @@ class Runs:
                 ("mygo-fixed", "K fixed at 1"),
                 ("mygo-none", "K fixed at 0 (rejection sampling)"),
             ),
-            "workers": self.table(
+            "workers": self.scores(
                 ("worker-online", "online"), ("worker-asynchronous", "asynchronous")
             ),
-            "grpo": self.table(
+            "grpo": self.scores(
                 ("start", "warm-up"),
                 *(
                     (name, f"{name.upper()}, {phase}", phase)
@@ -606,7 +685,7 @@ class Runs:
             "crossing": self.crossing(),
             "rates": self.rates(),
             "ablations": self.context(),
-            "staged": self.table(
+            "staged": self.scores(
                 ("staged-start", "warm-up"),
                 ("staged", "end of stage one", "round 4"),
                 ("staged", "end of stage two"),
@@ -615,9 +694,9 @@ class Runs:
                     for part in STAGED_PARTS
                 ),
                 ("staged-unified", "without stages, unified (table 2)"),
-                sampled_searches=True,
+                with_sampled_searches=True,
             ),
-            "evipath": self.table(
+            "evipath": self.scores(
                 ("evipath", "start", "warm-up"),
                 ("evipath", "abductive"),
                 ("evipath-deductive", "deductive, the same teacher"),
@@ -628,7 +707,7 @@ class Runs:
                 ("evipath-planner", "planner alone, works too"),
                 ("evipath-executor", "executor alone, plans too"),
             ),
-            "decex": self.table(
+            "decex": self.scores(
                 ("decex-start", "warm-up"),
                 ("decex", "SFT", "sft"),
                 ("decex-least", "SFT of unpruned trees, least searches", "sft"),
@@ -637,19 +716,20 @@ class Runs:
                 ("decex-decisions", "SFT, then DPO, decision pairs alone"),
                 ("decex-executions", "SFT, then DPO, execution pairs alone"),
                 ("decex-unpruned", "SFT of unpruned trees, most searches", "sft"),
-                sampled_searches=True,
+                with_sampled_searches=True,
             ),
             "trees": self.trees(),
             "text": self.text(),
         }
 
     def draw(self, x: str, measure: Callable[[Point], float], file: Path) -> None:
+        """Draw sampled EM of MyGO, GRPO and DAPO against what it took: median and range."""
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(6, 4), layout="constrained")
         axes = figure.add_subplot()
         for name, colour in (("mygo", "C0"), ("grpo", "C1"), ("dapo", "C2")):
-            curves = list(self.curves.get(name, {}).values())
+            curves = list(self.curves(name).values())
             if not curves:
                 continue
             costs = []
@@ -670,75 +750,79 @@ class Runs:
         figure.savefig(file, dpi=100)
 
 
-def _line(run: Path, phase: str) -> dict[str, Any]:
-    """Return the last line of this phase in metrics.jsonl."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return next(line for line in reversed(lines) if line["phase"] == phase)
-
-
 def _phase(curve: Sequence[Point], which: int | str) -> Point:
     if isinstance(which, int):
         return curve[which]
     return next(point for point in curve if point.phase == which)
 
 
-def _verdicts(blocks: Sequence[str]) -> list[str]:
-    """Return the page's verdicts, which are written by hand: they weigh the tables below them."""
-    if VERDICTS not in blocks:
-        return []
-    start = blocks.index(VERDICTS)
-    others = [
-        number for number, block in enumerate(blocks) if number > start and block.startswith("## ")
-    ]
-    return list(blocks[start : others[0]])
+def _written_by_hand(blocks: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Return what people write on the page: the verdicts, and the conclusion above each table.
+
+    A conclusion is a block that begins with "**". It belongs to the next table's text.
+    """
+    verdicts: list[str] = []
+    if VERDICTS in blocks:
+        start = blocks.index(VERDICTS)
+        later_headings = [
+            number
+            for number, block in enumerate(blocks)
+            if number > start and block.startswith("## ")
+        ]
+        verdicts = list(blocks[start : later_headings[0]])
+    conclusions = {
+        text: block for block, text in itertools.pairwise(blocks) if block.startswith("**")
+    }
+    return verdicts, conclusions
 
 
-def write(runs: Runs, page: Path, machine: str) -> None:
-    if not runs.curves:
-        raise SystemExit(
-            f"{runs.place} has no finished run: `python benchmarks/claims.py run` first, or check --runs"
-        )
-    before = page.read_text().strip().split("\n\n") if page.exists() else []
-    begin = INTRODUCTION.format(machine=machine)
-    heading, _, text = begin.partition("\n\n")
-    parts = [heading, textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)]
-    parts += _verdicts(before)
+def write(records: dict[str, dict[int, Record]], page: Path) -> None:
+    """Write the page. A table without records stays as it is there, and so does what people wrote."""
+    blocks = page.read_text().strip().split("\n\n") if page.exists() else []
+    verdicts, conclusions = _written_by_hand(blocks)
+    parts = [*INTRODUCTION.split("\n\n"), *verdicts]
+
+    tables = Tables(records)
+    new_tables = tables.all()
     title = ""
-    tables = runs.tables()
     for name, (section, text_before) in SECTIONS.items():
-        table = tables[name]
-        # The table has one row, which has nothing to be compared with.
+        table = new_tables[name]
+        # A table of one row has nothing to be compared with.
         if table.count("\n") < 3:
-            if text_before not in before:
+            if text_before not in blocks:
                 continue
-            table = before[before.index(text_before) + 1]
+            table = blocks[blocks.index(text_before) + 1]
         if section != title:
             parts.append(f"## {section}")
+        if text_before in conclusions:
+            parts.append(conclusions[text_before])
         parts += [text_before, table]
         title = section
-    if "mygo" in runs.curves:
-        runs.draw(
+
+    if "mygo" in records:
+        tables.draw(
             "trajectories",
             lambda point: point.trajectories,
             page.parent / "claims_trajectories.png",
         )
-        runs.draw("minutes", lambda point: point.minutes, page.parent / "claims_minutes.png")
-    pictures = "![EM against trajectories](claims_trajectories.png)\n![EM against minutes](claims_minutes.png)"
-    if "mygo" in runs.curves or pictures in before:
-        parts.append(pictures)
-    rows = {line.split(" | ")[0]: line for line in before[-1].splitlines()[2:]} if before else {}
-    for name, curves in runs.curves.items():
-        revisions = ", ".join(sorted(runs.revisions[name]))
-        words = command(Path("runs/claims"), name, min(curves))
-        rows[f"| {name}"] = f"| {name} | {revisions} | `{' '.join(words)}` |"
-    order = [f"| {name}" for name in EXPERIMENTS]
-    lines = [
-        "| run | revision | command of its first seed |",
-        "|---|---|---|",
-        *(rows[key] for key in order if key in rows),
-    ]
-    parts += ["## Commands", "\n".join(lines)]
+        tables.draw("minutes", lambda point: point.minutes, page.parent / "claims_minutes.png")
+    if "mygo" in records or PICTURES in blocks:
+        parts.append(PICTURES)
+
+    parts += ["## Commands", _commands(records, blocks[-1].splitlines()[2:] if blocks else [])]
     page.write_text("\n\n".join(parts) + "\n")
+
+
+def _commands(records: dict[str, dict[int, Record]], lines_before: Sequence[str]) -> str:
+    """Return the table of commands. A run without a record keeps its line."""
+    lines = {line.split(" | ")[0].removeprefix("| "): line for line in lines_before}
+    for name, of_seeds in records.items():
+        machines = ", ".join(sorted({record.machine for record in of_seeds.values()}))
+        revisions = ", ".join(sorted({record.revision for record in of_seeds.values()}))
+        words = " ".join(command(Path("runs/claims"), name, min(of_seeds)))
+        lines[name] = f"| {name} | {len(of_seeds)} | {machines} | {revisions} | `{words}` |"
+    heads = table_of(("run", "seeds", "machine", "revision", "command of its first seed"), ())
+    return "\n".join([heads, *(lines[name] for name in EXPERIMENTS if name in lines)])
 
 
 def main() -> None:
@@ -751,13 +835,21 @@ def main() -> None:
     parser.add_argument("--data", default="DIR", help="2WikiMultihopQA's folder, for `text-...`")
     parser.add_argument("--seeds", nargs="+", type=int, default=(0, 1, 2))
     parser.add_argument("--page", type=Path, default=Path("docs/lab/claims.md"))
-    parser.add_argument("--machine", default="a machine that nobody named", help="said on the page")
+    parser.add_argument("--records", type=Path, default=Path("docs/lab/claims.json"))
+    parser.add_argument("--machine", default="not said", help="the processor, for the page")
     arguments = parser.parse_args()
     if arguments.command == "run":
         names = [name for name in EXPERIMENTS if not name.startswith(ALONE)]
         train(arguments.runs, arguments.only or names, arguments.seeds, arguments.data)
-    else:
-        write(Runs(arguments.runs, arguments.seeds), arguments.page, arguments.machine)
+        return
+    collect(arguments.runs, arguments.seeds, arguments.machine, arguments.records)
+    records = load_records(arguments.records)
+    if not records:
+        raise SystemExit(
+            f"{arguments.runs} has no finished run: `python benchmarks/claims.py run` first, or "
+            "check --runs"
+        )
+    write(records, arguments.page)
 
 
 if __name__ == "__main__":

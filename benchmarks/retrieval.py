@@ -192,7 +192,8 @@ def search(arguments: argparse.Namespace) -> None:
 
 def engine(arguments: argparse.Namespace) -> None:
     """Run one of our engines, as peers/vector_search.py runs one of theirs."""
-    from mujica_jax.retrieval.text.scann import ScannSearch, package, parameters_for, write_scann
+    from mujica_jax.retrieval.text.scann import ScannSearch, parameters_for, write_scann
+    from mujica_jax.retrieval.text.scann_package import package
     from mujica_jax.retrieval.text.vectors import open_embeddings
 
     if hasattr(os, "sched_setaffinity"):

@@ -15,7 +15,8 @@ Not run. Index and all that is not task, model or style are those of `nq_qwen3_4
 
 import dataclasses
 
-from mujica_jax.config.files import load_config, of_kind
+from mujica_jax.config.files import load_config
+from mujica_jax.config.kinds import of_kind
 from mujica_jax.config.schema import Config, EvalConfig
 
 

@@ -12,4 +12,4 @@ import os
 # transformers says at every start that PyTorch is missing; a run needs none.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -37,9 +37,12 @@ import tyro
 
 from mujica_jax.config import schema
 from mujica_jax.config.checks import check, check_distributed, check_remote
-from mujica_jax.config.files import from_dict, load_config, of_kind, override, take_file, take_flag
+from mujica_jax.config.command_line import override, take_file, take_flag
+from mujica_jax.config.files import load_config
+from mujica_jax.config.kinds import of_kind
 from mujica_jax.config.methods import needs_judge
 from mujica_jax.config.schema import AgentConfig, Config, RemoteConfig
+from mujica_jax.config.stored import from_dict
 from mujica_jax.errors import UserError
 from mujica_jax.runs.endpoint import Endpoint, open_endpoint
 from mujica_jax.runs.policies import (

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 
 import tyro
 
-from mujica_jax.config.files import from_dict, override
+from mujica_jax.config.command_line import override
 from mujica_jax.config.schema import Config
+from mujica_jax.config.stored import from_dict
 from mujica_jax.errors import UserError
 from mujica_jax.report.progress import Progress
 from mujica_jax.runtime import provenance

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Literal
 import tyro
 
 from mujica_jax.config.checks import check_engine
-from mujica_jax.config.files import override
+from mujica_jax.config.command_line import override
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
 from mujica_jax.runs.policies import SavedPolicy, find_policy, init_as_checkpoint

@@ -17,7 +17,8 @@ from mujica_jax.config.checks import (
     check_judge_is_asked,
     check_log_probabilities,
 )
-from mujica_jax.config.files import command_line, implementation, take_flag
+from mujica_jax.config.command_line import command_line, take_flag
+from mujica_jax.config.named_objects import implementation
 from mujica_jax.config.schema import Config
 from mujica_jax.runtime import distributed
 from mujica_jax.runtime.host_memory import keep_freed_memory

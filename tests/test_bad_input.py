@@ -25,7 +25,8 @@ from mujica_jax import eval as evaluation
 from mujica_jax import sample, train
 from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import command_line, load_config
+from mujica_jax.config.command_line import command_line
+from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config, DistributedConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import factory as engines

@@ -66,9 +66,22 @@ MOVED_MODULES = {
     "mujica_jax.trajectories.packing": "mujica_jax.learning.packing",
 }
 
+# Functions that have moved out of a module which is still there: the module that holds them now.
+MOVED_FUNCTIONS = {
+    "mujica_jax.config.files.command_line": "mujica_jax.config.command_line",
+    "mujica_jax.config.files.from_dict": "mujica_jax.config.stored",
+    "mujica_jax.config.files.implementation": "mujica_jax.config.named_objects",
+    "mujica_jax.config.files.named_object": "mujica_jax.config.named_objects",
+    "mujica_jax.config.files.of_kind": "mujica_jax.config.kinds",
+    "mujica_jax.config.files.override": "mujica_jax.config.command_line",
+}
+
 
 def moved_sentence(error: Exception) -> str | None:
-    """Return where the module is now that could not be imported; None if none has moved."""
+    """Return where a module or function is now that could not be imported.
+
+    Returns None if nothing of this name has moved.
+    """
     names: list[str] = []
     if isinstance(error, ImportError) and error.name is not None:
         # `from mujica_jax.methods import run` names the package, and the module in its message.
@@ -84,4 +97,6 @@ def moved_sentence(error: Exception) -> str | None:
     for name in names:
         if name in MOVED_MODULES:
             return f"{name} is now {MOVED_MODULES[name]}"
+        if name in MOVED_FUNCTIONS:
+            return f"{name} is now in {MOVED_FUNCTIONS[name]}"
     return None

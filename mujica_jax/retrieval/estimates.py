@@ -22,7 +22,8 @@ from mujica_jax.retrieval.manifest import AUTO
 from mujica_jax.retrieval.text.bm25 import Bm25Index, indexed_words
 from mujica_jax.retrieval.text.corpus import Passage, stream_corpus
 from mujica_jax.retrieval.text.index import IndexSpec, choose_kind
-from mujica_jax.retrieval.text.scann import CHUNK_ROWS, ScannParameters, parameters_for
+from mujica_jax.retrieval.text.scann import ScannParameters, parameters_for
+from mujica_jax.retrieval.text.scann_package import CHUNK_ROWS
 from mujica_jax.retrieval.text.vectors import DTYPES
 
 WORDS_SAMPLE = 2000  # passages

@@ -14,7 +14,7 @@ from mujica_jax.agents.agent import Agent
 from mujica_jax.agents.mujica import PLANNER, WORKER
 from mujica_jax.agents.protocol import PromptMode
 from mujica_jax.config.agents import PromptedAgent
-from mujica_jax.config.files import implementation
+from mujica_jax.config.named_objects import implementation
 from mujica_jax.config.schema import AgentConfig, Config, EngineConfig, MujicaConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import make_engine

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from mujica_jax.agents.protocol import PromptMode
-from mujica_jax.config.files import implementation, named_object
+from mujica_jax.config.named_objects import implementation, named_object
 from mujica_jax.config.schema import Config
 from mujica_jax.errors import RunMismatchError, UserError
 from mujica_jax.inference.counters import serve_metrics

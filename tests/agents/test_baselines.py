@@ -14,7 +14,9 @@ from mujica_jax.agents import baselines
 from mujica_jax.agents.single import is_well_formed
 from mujica_jax.config.agents import AgentLimits, BaselineConfig, SingleConfig
 from mujica_jax.config.checks import check, check_demonstrations
-from mujica_jax.config.files import implementation, load_config, override
+from mujica_jax.config.command_line import override
+from mujica_jax.config.files import load_config
+from mujica_jax.config.named_objects import implementation
 from mujica_jax.config.schema import AgentConfig, Config
 from mujica_jax.errors import UserError
 from mujica_jax.inference.requests import Completion, SamplingParams, first_stop_of_turn

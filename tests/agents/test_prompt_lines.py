@@ -17,7 +17,7 @@ from mujica_jax.agents.decex import AFTER_THOUGHT, DecexState, Step
 from mujica_jax.agents.dialogue import Opening
 from mujica_jax.agents.mujica import contract_of
 from mujica_jax.config.agents import MujicaConfig, PromptedAgent
-from mujica_jax.config.files import implementation
+from mujica_jax.config.named_objects import implementation
 from mujica_jax.config.schema import AgentConfig
 from mujica_jax.inference.requests import Completion, SamplingParams
 from mujica_jax.methods.decex.writer import TreeWriter

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from mujica_jax.agents.agent import EnginePolicy, Policy
-from mujica_jax.config.files import implementation
 from mujica_jax.config.methods import RemoteConfig
+from mujica_jax.config.named_objects import implementation
 from mujica_jax.config.schema import MujicaConfig
 from mujica_jax.inference.remote.generator import RemoteGenerator
 from mujica_jax.inference.requests import Completion, SamplingParams, StopMatcher

@@ -27,7 +27,9 @@ from jax.sharding import Mesh
 from mujica_jax.agents.faults import FaultGuard
 from mujica_jax.config import schema as config_module
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import CONFIG_FOLDER, command_line, from_dict, load_config, of_kind
+from mujica_jax.config.command_line import command_line
+from mujica_jax.config.files import CONFIG_FOLDER, load_config
+from mujica_jax.config.kinds import of_kind
 from mujica_jax.config.schema import (
     AgentConfig,
     Config,
@@ -56,6 +58,7 @@ from mujica_jax.config.schema import (
     TwoWikiConfig,
     WarmupConfig,
 )
+from mujica_jax.config.stored import from_dict
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine import factory as engines
 from mujica_jax.inference.engine.base import EngineOptions

@@ -8,8 +8,11 @@ import re
 
 import pytest
 
-from mujica_jax.config.files import command_line, from_dict, implementation, load_config
+from mujica_jax.config.command_line import command_line
+from mujica_jax.config.files import load_config
+from mujica_jax.config.named_objects import implementation
 from mujica_jax.config.schema import AgentConfig, Config, MethodConfig, TaskConfig, TwoWikiConfig
+from mujica_jax.config.stored import from_dict
 from mujica_jax.errors import UserError
 
 KINDS = [

@@ -9,7 +9,7 @@ import pytest
 from mujica_jax import eval as evaluation
 from mujica_jax import train
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import of_kind
+from mujica_jax.config.kinds import of_kind
 from mujica_jax.errors import UserError
 from tests.helpers.configurations import CONFIGS
 

@@ -1,12 +1,14 @@
 """Modules that have moved: what a user's configuration or plug-in that imports one is told."""
 
+import importlib
 import importlib.util
 
 import pytest
 
 from mujica_jax import train
-from mujica_jax.config.files import load_config, named_object
-from mujica_jax.config.moved_modules import MOVED_MODULES, moved_sentence
+from mujica_jax.config.files import load_config
+from mujica_jax.config.moved_modules import MOVED_FUNCTIONS, MOVED_MODULES, moved_sentence
+from mujica_jax.config.named_objects import named_object
 from mujica_jax.errors import UserError
 from tests.helpers.paths import HELPERS
 
@@ -31,6 +33,10 @@ SMOKE = str(HELPERS / "smoke_config.py")
         (
             "from mujica_jax import methods\nmethods.run",
             "mujica_jax.methods.run is now mujica_jax.runs.run",
+        ),
+        (
+            "from mujica_jax.config.files import override",
+            "mujica_jax.config.files.override is now in mujica_jax.config.command_line",
         ),
         # The old module is a package now.
         (
@@ -102,6 +108,13 @@ def test_each_row_leads_to_a_module_that_is_there(old, new):
     assert importlib.util.find_spec(new) is not None
     is_package_now = new.startswith(f"{old}.")
     assert is_package_now == (_spec(old) is not None)
+
+
+@pytest.mark.parametrize(("old", "module"), sorted(MOVED_FUNCTIONS.items()))
+def test_each_function_is_in_its_new_module(old, module):
+    old_module, _, name = old.rpartition(".")
+    assert callable(getattr(importlib.import_module(module), name))
+    assert not hasattr(importlib.import_module(old_module), name)
 
 
 def _spec(name: str):

@@ -9,9 +9,11 @@ import pytest
 from mujica_jax import eval as evaluation
 from mujica_jax import train
 from mujica_jax.config import renamed_fields
-from mujica_jax.config.files import command_line, from_dict, load_config, override
+from mujica_jax.config.command_line import command_line, override
+from mujica_jax.config.files import load_config
 from mujica_jax.config.renamed_fields import RENAMED_FIELDS, accept_old_names
 from mujica_jax.config.schema import Config, EngineConfig, MygoConfig
+from mujica_jax.config.stored import from_dict
 from mujica_jax.errors import RunMismatchError, UserError
 from mujica_jax.serve import ServeArguments
 from mujica_jax.trajectories.store import open_run

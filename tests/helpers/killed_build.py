@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mujica_jax.retrieval.text import scann, vectors
+from mujica_jax.retrieval.text import scann_package, vectors
 from tests.helpers.paths import ROOT
 
 EMBEDDED_ROWS = 20
@@ -29,7 +29,7 @@ REACHED = "the moment has come"
 def small_chunks(monkeypatch) -> None:
     """Set small chunks in this process, as in the one that is killed."""
     monkeypatch.setattr(vectors, "CHUNK_ROWS", EMBEDDED_ROWS)
-    monkeypatch.setattr(scann, "CHUNK_ROWS", HASHED_ROWS)
+    monkeypatch.setattr(scann_package, "CHUNK_ROWS", HASHED_ROWS)
 
 
 def kill_at(function: str, call: int, arguments: Sequence[str]) -> None:
@@ -64,7 +64,7 @@ def main() -> int:
 
     setattr(owner, name, stopping)
     vectors.CHUNK_ROWS = EMBEDDED_ROWS
-    scann.CHUNK_ROWS = HASHED_ROWS
+    scann_package.CHUNK_ROWS = HASHED_ROWS
     from mujica_jax import index
 
     return index.main(arguments)

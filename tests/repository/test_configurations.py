@@ -15,7 +15,8 @@ import pytest
 from mujica_jax import eval as evaluation
 from mujica_jax import index
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import command_line, load_config
+from mujica_jax.config.command_line import command_line
+from mujica_jax.config.files import load_config
 from mujica_jax.config.methods import GrpoConfig, MygoConfig
 from mujica_jax.config.tasks import DEFAULT_EMBEDDER
 from mujica_jax.runs import memory

@@ -20,7 +20,8 @@ import pytest
 from mujica_jax import eval as evaluation
 from mujica_jax import index, sample, serve
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import command_line, load_config
+from mujica_jax.config.command_line import command_line
+from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config
 from mujica_jax.tasks import prepare
 from mujica_jax.train import DEFAULT_CONFIG

@@ -14,7 +14,8 @@ import pytest
 
 from mujica_jax import eval as evaluation
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import load_config, override
+from mujica_jax.config.command_line import override
+from mujica_jax.config.files import load_config
 from mujica_jax.config.tasks import HotpotConfig
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import score

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jetstream.engine import engine_api
 
-from mujica_jax.config.files import named_object
+from mujica_jax.config.named_objects import named_object
 from mujica_jax.config.schema import EngineConfig
 from mujica_jax.errors import UserError
 from mujica_jax.inference.engine.factory import check_context, make_engine

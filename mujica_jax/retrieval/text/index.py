@@ -32,13 +32,12 @@ from mujica_jax.retrieval.text.corpus import FILE, Index, PassageFile, stream_co
 from mujica_jax.retrieval.text.dense import DenseIndex, VectorSearch
 from mujica_jax.retrieval.text.recall import is_measured, measure_beside_exact
 from mujica_jax.retrieval.text.scann import (
-    ScannMissingError,
     ScannParameters,
     ScannSearch,
-    package,
     parameters_for,
     write_scann,
 )
+from mujica_jax.retrieval.text.scann_package import ScannMissingError, package
 from mujica_jax.retrieval.text.vectors import (
     PROGRESS,
     Embeddings,

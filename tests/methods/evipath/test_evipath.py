@@ -16,7 +16,8 @@ from mujica_jax.agents import synthesis_prompts
 from mujica_jax.agents.agent import EnginePolicy, EpisodeHooks, Policy, run_episodes
 from mujica_jax.agents.mujica import PlannerState, WorkerState, contract_of
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import command_line, load_config
+from mujica_jax.config.command_line import command_line
+from mujica_jax.config.files import load_config
 from mujica_jax.config.methods import RemoteConfig
 from mujica_jax.config.schema import EviPathConfig
 from mujica_jax.errors import UserError

@@ -12,7 +12,8 @@ from mujica_jax import index
 from mujica_jax.retrieval.manifest import read_manifest
 from mujica_jax.retrieval.text import index as indexes
 from mujica_jax.retrieval.text.exact import ExactSearch
-from mujica_jax.retrieval.text.scann import REQUIREMENT, ScannSearch
+from mujica_jax.retrieval.text.scann import ScannSearch
+from mujica_jax.retrieval.text.scann_package import REQUIREMENT
 from tests.helpers.killed_build import kill_at, small_chunks
 from tests.helpers.paths import ROOT
 from tests.helpers.tiny_embedder import tiny_embedder, write_corpus

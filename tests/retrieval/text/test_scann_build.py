@@ -16,8 +16,9 @@ from mujica_jax import index
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.estimates import scann_building_bytes
 from mujica_jax.retrieval.text import index as indexes
-from mujica_jax.retrieval.text import scann
-from mujica_jax.retrieval.text.scann import ScannParameters, package
+from mujica_jax.retrieval.text import scann, scann_package
+from mujica_jax.retrieval.text.scann import ScannParameters
+from mujica_jax.retrieval.text.scann_package import package
 from mujica_jax.retrieval.text.vectors import Embeddings, compressed
 from tests.helpers.killed_build import HASHED_ROWS, kill_at, small_chunks
 from tests.helpers.paths import ROOT
@@ -47,7 +48,7 @@ def embeddings() -> Embeddings:
 
 @pytest.mark.parametrize("spherical", [False, True])
 def test_the_files_are_those_of_scanns_own_builder(embeddings, tmp_path, monkeypatch, spherical):
-    monkeypatch.setattr(scann, "CHUNK_ROWS", 1100)
+    monkeypatch.setattr(scann_package, "CHUNK_ROWS", 1100)
     parameters = dataclasses.replace(PARAMETERS, spherical=spherical)
     progress: list[int] = []
     ours = scann.write_scann(embeddings, parameters, tmp_path / "ours", progress.append)
@@ -62,7 +63,7 @@ def test_the_files_are_those_of_scanns_own_builder(embeddings, tmp_path, monkeyp
     assert sorted(path.name for path in ours.iterdir()) == names
     for name in names:
         # The division of multipliers rounds the last bit otherwise.
-        if name == scann.MULTIPLIERS:
+        if name == scann_package.MULTIPLIERS:
             np.testing.assert_allclose(np.load(ours / name), np.load(theirs / name), rtol=1e-6)
         elif name.endswith(".npy"):
             np.testing.assert_array_equal(
@@ -91,9 +92,9 @@ def test_a_file_has_all_its_room_before_a_row_is_written(tmp_path):
     """A full disk is an error at that point. A mapped page without room would end the process."""
     rows = np.ones((10, 1024), np.int8)
     path = tmp_path / "rows.npy"
-    scann._write_rows(path, rows, 0, 1000)
+    scann_package._write_rows(path, rows, 0, 1000)
     assert path.stat().st_blocks * 512 >= path.stat().st_size > 1000 * 1024
-    scann._write_rows(path, 2 * rows, 10, 1000)
+    scann_package._write_rows(path, 2 * rows, 10, 1000)
     np.testing.assert_array_equal(np.load(path)[:30, 0], np.repeat([1, 2, 0], 10))
 
 
@@ -113,15 +114,16 @@ def command(exact: Path, out: Path) -> list[str]:
 
 
 MOMENTS = [
-    ("text.scann.write_json", 1, 0),  # trained, and that is not said yet
-    ("text.scann._write_rows", 2, 0),  # the first chunk's codes are written, its partitions are not
-    (
-        "text.scann.write_json",
-        3,
-        HASHED_ROWS,
-    ),  # the second chunk is written, and that is not said yet
-    ("text.scann.shutil.copyfile", 3, 1100),  # what was learned lies half beside the codes
-    ("text.index.commit", 1, None),  # all but the manifest
+    # The index is trained, and `trained.json` is not written yet.
+    ("text.scann.write_json", 1, 0),
+    # The codes of the first chunk are written, its partitions are not.
+    ("text.scann_package._write_rows", 2, 0),
+    # The second chunk is written, and `hashed.json` does not count it yet.
+    ("text.scann_package.write_json", 2, HASHED_ROWS),
+    # Half of what was learned lies beside the codes.
+    ("text.scann.shutil.copyfile", 3, 1100),
+    # Everything but the manifest is written.
+    ("text.index.commit", 1, None),
 ]
 
 
@@ -162,9 +164,10 @@ import sys
 from pathlib import Path
 import numpy as np
 from mujica_jax.retrieval.text.embeddings import open_embeddings
-from mujica_jax.retrieval.text.scann import write_scann
+from mujica_jax.retrieval.text.scann import (write_scann)
 from mujica_jax.retrieval.estimates import scann_building_bytes
-from mujica_jax.retrieval.text.scann import ScannParameters, package
+from mujica_jax.retrieval.text.scann import (ScannParameters)
+from mujica_jax.retrieval.text.scann_package import (package)
 
 def kibibytes(name):
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))

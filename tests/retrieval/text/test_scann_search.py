@@ -11,17 +11,19 @@ import pytest
 from mujica_jax import index
 from mujica_jax.errors import UserError
 from mujica_jax.retrieval.text import index as indexes
-from mujica_jax.retrieval.text import scann
+from mujica_jax.retrieval.text import scann_package
 from mujica_jax.retrieval.text.dense import best_rows
 from mujica_jax.retrieval.text.scann import (
-    KERNELS,
     ScannParameters,
     ScannSearch,
+    parameters_for,
+    write_scann,
+)
+from mujica_jax.retrieval.text.scann_package import (
+    KERNELS,
     kernels_allowed,
     package,
-    parameters_for,
     usable_kernels,
-    write_scann,
 )
 from mujica_jax.retrieval.text.vectors import Storage, compressed
 from tests.helpers.tiny_embedder import tiny_embedder, write_corpus
@@ -93,7 +95,7 @@ def test_the_kernels_that_the_processor_has_are_used_and_find_the_same(
         "ScaNN falls back to SSE4: does it have other variables now?"
     )
     wide = ScannSearch.load(folder, ROWS, PARAMETERS).search(clustered[1], 10)
-    monkeypatch.setattr(scann, "usable_kernels", lambda: [])
+    monkeypatch.setattr(scann_package, "usable_kernels", lambda: [])
     try:
         for variable in allowed:
             variable.value = False

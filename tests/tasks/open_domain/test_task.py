@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from mujica_jax.config.files import load_config, override
+from mujica_jax.config.command_line import override
+from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import TaskConfig
 from mujica_jax.errors import UserError
 from mujica_jax.records import Question

@@ -12,8 +12,9 @@ import pytest
 
 from mujica_jax import eval as evaluation
 from mujica_jax.config.checks import check
-from mujica_jax.config.files import from_dict, load_config
+from mujica_jax.config.files import load_config
 from mujica_jax.config.schema import Config, TwoWikiConfig
+from mujica_jax.config.stored import from_dict
 from mujica_jax.errors import UserError
 from mujica_jax.metrics import score
 from mujica_jax.records import Conversation, StopReason, Trajectory

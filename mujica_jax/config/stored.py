@@ -1,0 +1,74 @@
+"""Configurations that a program stored as JSON, read back."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from mujica_jax.config.fields import union_members
+from mujica_jax.config.kinds import is_section, kind_of
+from mujica_jax.config.renamed_fields import new_names_of
+from mujica_jax.config.tasks import STORED_WITHOUT
+from mujica_jax.errors import UserError, nearest
+
+Section = TypeVar("Section")
+
+
+def from_dict(kind: type[Section], values: Mapping[str, Any]) -> Section:
+    """Restore a config dataclass from the values that `dataclasses.asdict` and JSON made of it.
+
+    Raises UserError naming a field that this program does not know or that is missing.
+    """
+    fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+
+    # Fields of the last release get their new names, and those that are gone are left out.
+    new_names = new_names_of(kind)
+    values = {new_names.get(name, name): value for name, value in values.items()}
+    retired_names = getattr(kind, "retired", ())
+    values = {name: value for name, value in values.items() if name not in retired_names}
+    for name in values:
+        if name not in fields:
+            raise UserError(f"{kind.__name__} has no field {name}: {nearest(name, sorted(fields))}")
+
+    # Fields that are younger than the stored configuration get the value of that time.
+    for field in fields.values():
+        if STORED_WITHOUT in field.metadata:
+            values = {field.name: field.metadata[STORED_WITHOUT], **values}
+
+    hints = typing.get_type_hints(kind)
+    restored = {
+        name: _value(f"{kind.__name__}.{name}", hints[name], value)
+        for name, value in values.items()
+    }
+    try:
+        return kind(**restored)
+    except TypeError as error:
+        raise UserError(f"{kind.__name__} cannot be read back: {error}") from error
+
+
+def _value(name: str, hint: Any, value: Any) -> Any:
+    """Return the value of one field in its type: a tuple for a list, a section for an object.
+
+    Raises UserError.
+    """
+    options = union_members(hint)
+    has_tuple = any(typing.get_origin(option) is tuple for option in options)
+    if isinstance(value, list) and has_tuple:
+        return tuple(value)
+
+    # A field of single values.
+    sections = [option for option in options if is_section(option)]
+    if not sections and isinstance(value, Mapping):
+        raise UserError(f"{name} is {value} and must be a single value")
+    if not sections:
+        return value
+
+    # A section, which may be one of several kinds.
+    if not isinstance(value, Mapping):
+        fields = " or ".join(f"the fields of {section.__name__}" for section in sections)
+        raise UserError(f"{name} is {value} and must be an object with {fields}")
+    kinds = {kind_of(section): section for section in sections}
+    kind = "" if "" in kinds else str(value.get("kind"))
+    if kind not in kinds:
+        raise UserError(f"there is no kind {kind}: {nearest(kind, kinds.keys())}")
+    return from_dict(kinds[kind], value)
