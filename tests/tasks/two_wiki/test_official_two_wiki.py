@@ -136,7 +136,10 @@ def test_dev_files_alone_train_nothing_unless_a_sample_is_to_be_split(official):
     whole = dataclasses.replace(load_config("two_wiki_text_v5e"), task=config(official))
     with pytest.raises(
         UserError,
-        match=r"0 training questions and \d+ dev questions, .* Questions in files called dev\* are never trained",
+        match=(
+            r"0 training questions and \d+ dev questions, .* "
+            r"Questions in files called dev\* are never trained"
+        ),
     ):
         build_task(whole)
 
