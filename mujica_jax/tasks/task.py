@@ -103,6 +103,15 @@ class Task(Protocol):
         ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Remarks:
+    """A task's remarks about its questions, which it shows as its own attributes."""
+
+    left_out: Sequence[str] = ()  # ids of questions that cannot be asked
+    notes: Sequence[str] = ()  # sentences for the user
+    shown: str = ""  # how many of a question's own passages a search shows
+
+
 @runtime_checkable
 class ParagraphTask(Protocol):
     """A task whose data set gives paragraphs with its questions."""

@@ -58,7 +58,7 @@ from mujica_jax.tasks.passages import (
     titled,
 )
 from mujica_jax.tasks.pretraining_text import Vocabulary, documents
-from mujica_jax.tasks.task import Environment, Split, hash_of
+from mujica_jax.tasks.task import Environment, Remarks, Split, hash_of
 from mujica_jax.tasks.two_wiki.aliases import ALIAS_FILE, alias_file, official_aliases, with_aliases
 from mujica_jax.tasks.two_wiki.augmentation import NameParts
 from mujica_jax.tasks.two_wiki.chains import (
@@ -107,15 +107,6 @@ class Environments:
     elsewhere: Mapping[str, TextEnvironment] = dataclasses.field(default_factory=dict)
     # For graphs, where demonstrations are played.
     demonstrated_in: GraphEnvironment | None = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Remarks:
-    """A task's remarks about its questions."""
-
-    left_out: Sequence[str]  # ids of questions that cannot be asked
-    notes: Sequence[str]  # sentences for the user
-    shown: str = ""  # how many of a question's own passages a search shows
 
 
 class TwoWiki:
